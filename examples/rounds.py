@@ -1,0 +1,162 @@
+"""Run rounds of prompts through a real vLLM engine and report every request.
+
+    python examples/rounds.py scenario.json report.json
+
+The scenario names a tiny model that is made on the spot with random weights,
+the engine's arguments, kvstore's configuration (or none) and the rounds. The
+demo, the tests and the benchmarks all drive vLLM through this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention"] * 2
+    + ["full_attention"]
+    + ["sliding_attention"] * 2
+    + ["full_attention"],
+    "query_pre_attn_scalar": 64,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+MODELS = {"llama": LLAMA, "gemma": GEMMA}
+
+ENGINE = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 160,
+    "max_model_len": 4608,
+    "disable_log_stats": False,
+}
+"""Arguments that make a tiny engine start quickly and answer the same every time."""
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids of a prompt: the same for the same seed, unlike any other seed's."""
+    state = (seed * 2654435761 + 12345) % 2**32
+    ids = []
+    for _ in range(length):
+        state = (state * 1664525 + 1013904223) % 2**32
+        ids.append(10 + (state >> 8) % 30000)
+    return ids
+
+
+def run(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine, run the rounds, shut it down."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM, SamplingParams
+
+    folder = Path(scenario["model_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[scenario.get("model", "llama")]))
+    arguments = {**ENGINE, **scenario.get("engine", {})}
+    if scenario.get("kvstore") is not None:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KVStoreOffloadingSpec",
+                "spec_module_path": "kvstore.vllm",
+                **scenario["kvstore"],
+            },
+        }
+    if scenario.get("kv_transfer_config") is not None:
+        arguments["kv_transfer_config"] = scenario["kv_transfer_config"]
+    started = time.monotonic()
+    llm = LLM(str(folder), **arguments)
+    report: dict[str, Any] = {"start_seconds": time.monotonic() - started, "rounds": []}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=scenario.get("max_tokens", 8), detokenize=False, ignore_eos=True
+    )
+    for number, wanted in enumerate(scenario["rounds"]):
+        prompts = [{"prompt_token_ids": prompt(seed, n)} for seed, n in wanted["prompts"]]
+        began = time.monotonic()
+        if wanted.get("together"):
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        else:
+            outputs = [llm.generate([one], sampling, use_tqdm=False)[0] for one in prompts]
+        seconds = time.monotonic() - began
+        report["rounds"].append(
+            {
+                "name": wanted.get("name", str(number)),
+                "seconds": seconds,
+                "requests": [
+                    {
+                        "tokens": list(output.outputs[0].token_ids),
+                        "cached": output.num_cached_tokens,
+                        "ttft": getattr(output.metrics, "first_token_latency", None),
+                    }
+                    for output in outputs
+                ],
+            }
+        )
+        if wanted.get("reset", True):
+            # Stores of the last step are only begun with the next one.
+            _forget_on_device(llm, bool(wanted.get("reset_connector", False)))
+    return report
+
+
+def _forget_on_device(llm: Any, everywhere: bool) -> None:
+    for _ in range(200):
+        if llm.reset_prefix_cache(reset_connector=everywhere):
+            return
+        time.sleep(0.02)
+    raise RuntimeError("the device's prefix cache cannot be reset")
+
+
+def main() -> None:
+    """Read the scenario, run it, write the report."""
+    scenario = json.loads(Path(sys.argv[1]).read_text())
+    report = run(scenario)
+    Path(sys.argv[2]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

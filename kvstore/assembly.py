@@ -1,0 +1,113 @@
+"""Putting core, host memory and tiers together, the same for every face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.config import Config
+from kvstore.core import Core, HostPool, TierDirectory
+from kvstore.errors import ConfigError
+from kvstore.sizes import format_size
+from policies import create_policy
+from tiers import PinnedRegion, Tier
+from tiers.disk import DiskTier
+from tiers.disk.namespace import Namespace
+from tiers.pinned import round_to_page
+
+__all__ = ["Assembly", "assemble", "rows_for"]
+
+
+@dataclass(slots=True)
+class Assembly:
+    """An open store without an engine."""
+
+    core: Core
+    region: PinnedRegion
+    tiers: list[Tier]
+    description: str
+
+    def recency(self) -> list[list[tuple[bytes, int]]]:
+        """For each tier its (key, slot), coldest first."""
+        recency = []
+        for directory in self.core.tiers:
+            entries = directory.entries
+            ordered = [key for key in directory.policy.order() if key in entries]
+            recency.append([(key, entries[key]) for key in ordered])
+        return recency
+
+
+def rows_for(config: Config, chunk_bytes: int) -> tuple[int, int]:
+    """Rows, and bytes of a row, that host memory has for chunks of `chunk_bytes`.
+
+    Raises:
+        ConfigError: if not even one row fits.
+    """
+    row_bytes = round_to_page(chunk_bytes)
+    rows = config.cpu_bytes_to_use // row_bytes
+    if rows < 1:
+        raise ConfigError(
+            f"cpu_bytes_to_use = {config.cpu_bytes_to_use}: must hold at least one chunk "
+            f"of {row_bytes} bytes"
+        )
+    return rows, row_bytes
+
+
+def assemble(
+    config: Config,
+    region: PinnedRegion,
+    chunk_bytes: int,
+    label: str,
+    identity: Mapping[str, Any],
+    *,
+    events: bool,
+) -> Assembly:
+    """Open the tiers of `config` over `region` and build the core that rules them.
+
+    Raises:
+        KVStoreError: if a tier cannot be opened; those opened before are closed.
+    """
+    whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": region.row_bytes}
+    namespace = Namespace.of(label, whole)
+    if config.namespace is not None:
+        namespace = Namespace(config.namespace, whole)
+    in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
+    tiers: list[Tier] = []
+    directories: list[TierDirectory] = []
+    for index, tier_config in enumerate(config.tiers):
+        tier = DiskTier(
+            tier_config.path,
+            namespace,
+            chunk_bytes,
+            tier_config.capacity_bytes,
+            segment_bytes=tier_config.segment_bytes,
+            io=tier_config.io,
+            io_threads=tier_config.io_threads,
+            lane=tier_config.lane,
+        )
+        try:
+            opening = tier.open(region)
+        except BaseException:
+            for opened in tiers:
+                opened.abandon()
+            raise
+        tiers.append(tier)
+        slots = max(1, opening.max_segments * opening.segment_slots)
+        policy = create_policy(tier_config.eviction_policy, slots)
+        directories.append(TierDirectory(index, opening, policy, in_flight))
+    pool = HostPool(region.rows, create_policy(config.eviction_policy, region.rows))
+    core = Core(
+        pool,
+        directories,
+        deadline=config.deadline_s,
+        ceiling=config.ceiling_s,
+        lease=config.lease_s,
+        events=events,
+    )
+    parts = [f"host {format_size(region.size)} ({region.description}, {config.eviction_policy})"]
+    parts += [
+        f"{tier.description}, {tier_config.eviction_policy}, {len(directory.entries)} chunks found"
+        for tier, tier_config, directory in zip(tiers, config.tiers, directories, strict=True)
+    ]
+    return Assembly(core, region, tiers, "; ".join(parts))

@@ -1,0 +1,267 @@
+"""The configuration: one typed model for Python, TOML and vLLM's extra_config.
+
+Every value is checked at once. What cannot be used is refused with a message
+that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvstore.errors import ConfigError
+from kvstore.sizes import parse_size
+from policies import policy_names
+
+__all__ = ["Config", "DiskConfig"]
+
+_T = TypeVar("_T")
+_Check = Callable[[object], Any]
+
+MAX_IO_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """A disk tier.
+
+    Attributes:
+        path: folder of the cache; made if it does not exist.
+        capacity_bytes: hard limit for the files of this process's lane.
+        eviction_policy: name of a policy.
+        segment_bytes: size of one segment file, at most.
+        io: I/O backend: auto, direct or buffered.
+        io_threads: threads that do I/O.
+        lane: lane to write to; by default the first that is free.
+    """
+
+    path: Path
+    capacity_bytes: int
+    eviction_policy: str = "lru"
+    segment_bytes: int = 256 * 2**20
+    io: str = "auto"
+    io_threads: int = 4
+    lane: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration.
+
+    Attributes:
+        cpu_bytes_to_use: host memory for chunks, a hard limit.
+        eviction_policy: name of the policy for host memory.
+        store_threshold: how often a chunk must have been seen before it is
+            stored; 0 and 1 store at once. Higher values are not supported yet.
+        tiers: slower tiers, fastest first.
+        chunk_bytes: size of every chunk. vLLM knows it; others give it.
+        identity: what must be equal for bytes to be exchanged between
+            processes and runs: model, dtype, layout. vLLM knows it; others give it.
+        namespace: name of the folder below each tier's path; by default made
+            from the model's name and the identity.
+        deadline_s: seconds without movement after which a deferred lookup is answered.
+        ceiling_s: seconds after which it is answered in any case.
+        lease_s: seconds for which promoted chunks wait for a request that does not ask.
+        write_queue_bytes: most bytes on their way to one tier at any time.
+        keep_events: whether events are kept for `take_events`; vLLM decides it itself.
+        drain_s: seconds that a shutdown waits for copies to slower tiers.
+    """
+
+    cpu_bytes_to_use: int
+    eviction_policy: str = "lru"
+    store_threshold: int = 0
+    tiers: tuple[DiskConfig, ...] = ()
+    chunk_bytes: int | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    namespace: str | None = None
+    deadline_s: float = 2.0
+    ceiling_s: float = 30.0
+    lease_s: float = 10.0
+    write_queue_bytes: int = 256 * 2**20
+    drain_s: float = 30.0
+    keep_events: bool = False
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], ignore: Collection[str] = ()) -> Config:
+        """Check `values` and build the configuration.
+
+        Args:
+            values: as read from TOML or JSON; sizes may be text such as ``"64GiB"``.
+            ignore: keys that belong to somebody else.
+
+        Raises:
+            ConfigError: for an unknown key or a value that cannot be used.
+        """
+        return _build(cls, _CONFIG, {k: v for k, v in values.items() if k not in ignore}, "")
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Config:
+        """Read the configuration from a TOML file.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not TOML or holds a bad value.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not TOML ({error})") from error
+        return cls.from_mapping(values)
+
+
+def _build(cls: type[_T], checks: Mapping[str, _Check], values: object, where: str) -> _T:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where or 'configuration'} = {values!r}: must be a table of keys")
+    prefix = f"{where}." if where else ""
+    unknown = [key for key in values if key not in checks]
+    if unknown:
+        raise ConfigError(
+            f"unknown key {prefix}{unknown[0]} = {values[unknown[0]]!r}; "
+            f"allowed are: {', '.join(checks)}"
+        )
+    checked: dict[str, Any] = {}
+    for key, check in checks.items():
+        if key in values:
+            try:
+                checked[key] = check(values[key])
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("tiers[", f"{prefix}tiers[", 1)) from error
+            except ValueError as error:
+                raise ConfigError(f"{prefix}{key} = {values[key]!r}: {error}") from error
+    try:
+        return cls(**checked)
+    except TypeError as error:
+        missing = [key for key in _REQUIRED[cls] if key not in checked]
+        raise ConfigError(f"missing key {prefix}{', '.join(missing)}") from error
+
+
+def _size(least: int) -> _Check:
+    def check(value: object) -> int:
+        size = parse_size(value)
+        if size < least:
+            raise ValueError(f"must be at least {least} bytes")
+        return size
+
+    return check
+
+
+def _whole(least: int, most: int) -> _Check:
+    def check(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"must be a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number of seconds")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError("must be a number of seconds above 0")
+    return float(value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _policy(value: object) -> str:
+    known = policy_names()
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"unknown policy; known are: {', '.join(known)}")
+    return value
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ValueError("must be the path of a folder")
+    return Path(os.path.expanduser(value)).absolute()
+
+
+def _one_of(*allowed: str) -> _Check:
+    def check(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of: {', '.join(allowed)}")
+        return str(value)
+
+    return check
+
+
+def _threshold(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in (0, 1):
+        raise ValueError("must be 0 or 1; admission by reuse is not supported yet")
+    return value
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be the name of a folder")
+    return value
+
+
+def _identity(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a table of model, dtype, layout and the like")
+    return dict(value)
+
+
+def _optional(check: _Check) -> _Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _tiers(value: object) -> tuple[DiskConfig, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError("must be a list of tiers")
+    tiers = []
+    for index, tier in enumerate(value):
+        where = f"tiers[{index}]"
+        if isinstance(tier, DiskConfig):
+            tiers.append(tier)
+            continue
+        if not isinstance(tier, Mapping) or tier.get("type") != "disk":
+            told = tier.get("type") if isinstance(tier, Mapping) else tier
+            raise ConfigError(f"{where}.type = {told!r}: must be one of: disk")
+        rest = {key: item for key, item in tier.items() if key != "type"}
+        tiers.append(_build(DiskConfig, _DISK, rest, where))
+    return tuple(tiers)
+
+
+_DISK: Mapping[str, _Check] = {
+    "path": _path,
+    "capacity_bytes": _size(1),
+    "eviction_policy": _policy,
+    "segment_bytes": _size(1),
+    "io": _one_of("auto", "direct", "buffered"),
+    "io_threads": _whole(1, MAX_IO_THREADS),
+    "lane": _optional(_whole(0, 63)),
+}
+
+_CONFIG: Mapping[str, _Check] = {
+    "cpu_bytes_to_use": _size(1),
+    "eviction_policy": _policy,
+    "store_threshold": _threshold,
+    "tiers": _tiers,
+    "chunk_bytes": _optional(_size(1)),
+    "identity": _identity,
+    "namespace": _optional(_name),
+    "deadline_s": _seconds,
+    "ceiling_s": _seconds,
+    "lease_s": _seconds,
+    "write_queue_bytes": _size(1),
+    "drain_s": _seconds,
+    "keep_events": _flag,
+}
+
+_REQUIRED: Mapping[type, tuple[str, ...]] = {
+    Config: ("cpu_bytes_to_use",),
+    DiskConfig: ("path", "capacity_bytes"),
+}

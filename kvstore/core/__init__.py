@@ -1,0 +1,15 @@
+"""The sans-I/O heart of kvstore: calls in, moves out, completions back."""
+
+from kvstore.core.core import Core, StoreGrant
+from kvstore.core.directory import TierDirectory
+from kvstore.core.pool import HostPool
+from kvstore.core.stats import CoreStats, TierStats
+
+__all__ = [
+    "Core",
+    "CoreStats",
+    "HostPool",
+    "StoreGrant",
+    "TierDirectory",
+    "TierStats",
+]

@@ -1,0 +1,578 @@
+"""The state machine: what is where, who is pinned, what moves next.
+
+The core does no I/O and has no clock, lock, thread or await. Calls go in,
+*moves* come out of `flush`, *completions* of those moves go back in through
+`poll`. It is owned by one thread. Time is passed to `poll` and `flush`, in
+seconds of any monotonic clock.
+
+A *step* is what lies between two calls of `poll`. A key that answered "hit"
+stays loadable until its step ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.core.chunk import FILLING, READY, Chunk
+from kvstore.core.directory import TierDirectory
+from kvstore.core.line import Line
+from kvstore.core.pool import HostPool
+from kvstore.core.request import Request, RequestState
+from kvstore.core.stats import CoreStats, TierStats
+from kvstore.types import Completion, Event, Move, Op
+
+__all__ = ["Core", "StoreGrant"]
+
+CASCADE_BATCH = 64
+"""Most chunks in one cascade move."""
+
+STORE_PAUSE = 5.0
+"""Seconds without new copies to a tier after a copy to it failed."""
+
+RETRY_PAUSE = 5.0
+"""Seconds before a tier that could not grow or be cleared is asked again."""
+
+
+@dataclass(slots=True)
+class StoreGrant:
+    """Chunks that a store may write: `keys[i]` goes to row `rows[i]`."""
+
+    keys: list[bytes]
+    rows: list[int]
+    evicted: list[bytes]
+
+
+class Core:
+    """See the module's text.
+
+    Args:
+        pool: host memory.
+        tiers: slower tiers, fastest first. A chunk is promoted from the first
+            that has it and copied to each.
+        deadline: seconds without movement after which a deferred request is answered.
+        ceiling: seconds after which it is answered in any case.
+        lease: seconds without being asked after which a request's leases end.
+        events: whether `take_events` will be called.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierDirectory] = (),
+        *,
+        deadline: float = 2.0,
+        ceiling: float = 30.0,
+        lease: float = 10.0,
+        events: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.tiers = list(tiers)
+        self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
+        self.now = 0.0
+        self._requests: dict[str, Request] = {}
+        self._asked: list[Request] = []
+        self._moves: dict[int, Move] = {}
+        self._orphans: set[int] = set()
+        self._next_move = 0
+        self._polled = 0.0
+        self._totals = CoreStats(rows=pool.rows)
+        self._tier_totals = [TierStats(tier.name, tier.medium) for tier in self.tiers]
+        self._keep_events = events
+        self._log: Callable[[str], None] = lambda message: None
+
+    def log_to(self, write: Callable[[str], None]) -> None:
+        """Where one line per change of a tier's health goes; nowhere by default."""
+        self._log = write
+
+    # -- the edges of a step ---------------------------------------------------------
+
+    def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
+        """Begin a step: take in what was completed, end what has expired."""
+        self.now = now
+        self.pool.begin_step()
+        if not self._keep_events:
+            for source in (self.pool, *self.tiers):
+                source.history.clear()
+        self.absorb(completions)
+        elapsed, self._polled = now - self._polled, now
+        for tier in self.tiers:
+            tier.watch(now, elapsed, self.line.deadline)
+            self._judge(tier)
+        for request in self.line.expire(now):
+            self._drop_if_idle(request)
+
+    def absorb(self, completions: Iterable[Completion]) -> None:
+        """Take in completions without beginning a step."""
+        for completion in completions:
+            self._complete(completion)
+
+    def flush(self, now: float) -> list[Move]:
+        """The moves that are due, to be handed to the engine in this order."""
+        self.now = now
+        for request in self._asked:
+            if request.deferring:
+                request.deferring = False
+                self._totals.deferrals += request.since is None
+                self.line.join(request, now)
+            elif request.state is not RequestState.WAITING:
+                request.keys.clear()
+                self._drop_if_idle(request)
+        self._asked.clear()
+        moves: list[Move] = []
+        if self.line.waiting:
+            for tier, (chunks, slots) in self.line.grant(now):
+                # One move, but for prefixes so long that its end would be the only sign of life.
+                size = tier.max_rows_in_flight
+                for start in range(0, len(chunks), size):
+                    part = chunks[start : start + size]
+                    keys = [chunk.key for chunk in part]
+                    rows = [chunk.row for chunk in part]
+                    some = slots[start : start + size]
+                    moves.append(self._move(Op.PROMOTE, tier, keys, rows, some))
+        for tier in self.tiers:
+            moves += self._tend(tier)
+        return moves
+
+    @property
+    def in_flight(self) -> int:
+        """Moves that were handed out and not completed."""
+        return len(self._moves)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are deferred."""
+        return len(self.line.waiting)
+
+    @property
+    def unsaved(self) -> int:
+        """Chunks that wait for a copy to a slower tier, or are being copied."""
+        return sum(len(tier.queue) + len(tier.writing) for tier in self.tiers)
+
+    # -- lookup ------------------------------------------------------------------------
+
+    def lookup(self, key: bytes, request_id: str) -> bool | None:
+        """Whether the chunk can be loaded in this step: True, False, or None ("ask again").
+
+        None always resolves: the request's wait has a deadline. A request asks
+        its keys in prefix order and stops at the first False.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = Request(request_id)
+        if request.asked_step != self.pool.step:
+            request.asked_step = self.pool.step
+            request.asked = self.now
+            self._asked.append(request)
+        if request.state is RequestState.WAITING:
+            return None
+        chunk = self.pool.chunks.get(key)
+        if chunk is not None:
+            if chunk.status >= READY:
+                chunk.step = self.pool.step
+                request.keys.append(key)
+                return True
+            coming = chunk.origin < 0 or not self.tiers[chunk.origin].stalled
+        else:
+            coming = self._fetchable(key)
+        if not coming:
+            self._totals.misses += 1
+            return False
+        if request.state is RequestState.ANSWERED and (
+            key in request.tried or self.line.overdue(request, self.now)
+        ):
+            self._totals.misses += 1
+            return False
+        request.keys.append(key)
+        request.deferring = True
+        return None
+
+    def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
+        """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
+        deferred = False
+        for count, key in enumerate(keys):
+            answer = self.lookup(key, request_id)
+            if answer is None:
+                if self._requests[request_id].state is RequestState.WAITING:
+                    return None
+                deferred = True
+            elif not answer:
+                return None if deferred else count
+        return None if deferred else len(keys)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether every lookup of this request is "ask again" for now."""
+        request = self._requests.get(request_id)
+        return request is not None and request.state is RequestState.WAITING
+
+    # -- load --------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[bytes], request_id: str) -> list[int]:
+        """Pin `keys`, which answered "hit" in this step; returns their rows.
+
+        Raises:
+            KeyError: if one of them cannot be loaded; then nothing was pinned.
+        """
+        chunks: list[Chunk] = []
+        for key in keys:
+            chunk = self.pool.chunks.get(key)
+            if chunk is None or chunk.status < READY:
+                raise KeyError(f"block {key.hex()} is not loadable; look it up in the same step")
+            chunks.append(chunk)
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = Request(request_id)
+        loading, sources = request.loading, self._totals.loaded_from
+        for chunk in dict.fromkeys(chunks):
+            self.pool.pin(chunk)
+            loading[chunk.key] = loading.get(chunk.key, 0) + 1
+            source = self._medium(chunk.origin)
+            sources[source] = sources.get(source, 0) + 1
+        self._totals.loaded += len(chunks)
+        self.line.leave(request)
+        self.touch(keys)
+        return [chunk.row for chunk in chunks]
+
+    def complete_load(self, keys: Collection[bytes], request_id: str) -> None:
+        """The device has read the rows: take the pins of `prepare_load` back.
+
+        Keys that this request is not loading are counted as stray and ignored.
+        """
+        request = self._requests.get(request_id)
+        for key in dict.fromkeys(keys):
+            pins = request.loading.get(key, 0) if request is not None else 0
+            if request is None or not pins:
+                self._totals.stray += 1
+                continue
+            if pins == 1:
+                del request.loading[key]
+            else:
+                request.loading[key] = pins - 1
+            chunk = self.pool.chunks[key]
+            self.pool.unpin(chunk)
+            # What comes next from this row comes from host memory.
+            chunk.origin = -1
+        self.line.moved = self.now
+        if request is not None:
+            self._drop_if_idle(request)
+
+    def load_source(self, key: bytes) -> str:
+        """Medium from which a loadable chunk reached host memory: "host" or a tier's."""
+        chunk = self.pool.chunks.get(key)
+        return self._medium(chunk.origin) if chunk is not None else "host"
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """`keys`, in prefix order, were used: on every tier that has them."""
+        tail_first = list(keys)
+        tail_first.reverse()
+        self.pool.touch(tail_first)
+        for tier in self.tiers:
+            tier.touch(tail_first)
+
+    # -- store -------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[bytes], request_id: str) -> StoreGrant | None:
+        """Reserve rows for those of `keys` that host memory does not have.
+
+        A store that does not fit whole is granted for the prefix that fits; it
+        never costs those of `keys` their place that are there already. None
+        means "not now, offer it again": nothing is free at this moment, or
+        the whole would fit once transfers that are under way have ended; the
+        latter is said at most once in a row to a request.
+        """
+        pool = self.pool
+        request = self._requests.get(request_id)
+        if request is not None and request.state is not RequestState.SCANNING:
+            self.line.leave(request)
+        new: list[bytes] = []
+        present: list[bytes] = []
+        for key in dict.fromkeys(keys):
+            chunk = pool.chunks.get(key)
+            if chunk is None:
+                new.append(key)
+            else:
+                chunk.step = pool.step
+                present.append(key)
+        if present:
+            self.touch(present)
+        before = len(pool.history)
+        room = pool.make_room(len(new), shed_unsaved=False)
+        evicted = [key for key, left in pool.history[before:] if left]
+        if room < len(new):
+            may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
+            put_off = may_fit and not (request is not None and request.put_off)
+            if put_off or room == 0:
+                if request is None:
+                    request = self._requests[request_id] = Request(request_id)
+                request.put_off = True
+                self._totals.stores_put_off += 1
+                return None
+            self._totals.chunks_refused += len(new) - room
+            new = new[:room]
+        if request is not None:
+            request.put_off = False
+            self._drop_if_idle(request)
+        chunks = pool.reserve(new, -1)
+        for chunk in chunks:
+            chunk.stored_by = request_id
+        return StoreGrant(new, [chunk.row for chunk in chunks], evicted)
+
+    def complete_store(self, keys: Collection[bytes], request_id: str, ok: bool = True) -> None:
+        """The device has written the rows (`ok`), or it has not: the chunks are dropped.
+
+        Keys that this request is not storing are counted as stray and ignored.
+        """
+        pool = self.pool
+        stored: list[Chunk] = []
+        for key in keys:
+            chunk = pool.chunks.get(key)
+            if chunk is None or chunk.status != FILLING or chunk.stored_by != request_id:
+                self._totals.stray += 1
+                continue
+            chunk.stored_by = None
+            if ok:
+                pool.fill(chunk)
+                self.line.filled(chunk, self.now)
+                stored.append(chunk)
+            else:
+                self.line.failed(chunk, self.now)
+                pool.discard(chunk)
+        # A server may report a store as a set; rows were given in prefix order.
+        stored.sort(key=lambda chunk: chunk.order)
+        self._totals.stored += len(stored)
+        for tier in self.tiers:
+            if not tier.accepts(self.now):
+                self._tier_totals[tier.index].refused += len(stored)
+                continue
+            for chunk in stored:
+                if chunk.key not in tier.entries and chunk.key not in tier.writing:
+                    pool.queued(chunk, tier.index)
+                    tier.queue.append(chunk.key)
+
+    # -- the rest ----------------------------------------------------------------------
+
+    def on_new_request(self, request_id: str) -> None:
+        """A request was seen for the first time. What an earlier one of that name held, ends."""
+        self.on_request_finished(request_id)
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request asks no more: its wait and its leases end. Loads under way go on."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.line.leave(request)
+            request.put_off = request.deferring = False
+            self._drop_if_idle(request)
+
+    def take_events(self) -> list[Event]:
+        """What appeared on or left a medium since the last call."""
+        events: list[Event] = []
+        sources: list[HostPool | TierDirectory] = [self.pool, *self.tiers]
+        for source in sources:
+            medium = "host" if isinstance(source, HostPool) else source.medium
+            for left, run in itertools.groupby(source.history, key=operator.itemgetter(1)):
+                events.append(Event([key for key, _ in run], medium, removed=left))
+            source.history.clear()
+        return events
+
+    def reset(self) -> None:
+        """Forget everything, on every tier; on slower tiers durably, as soon as they can.
+
+        No transfer between device and host memory may be under way: the rows
+        of prepared loads and stores are given out again.
+        """
+        for request in self._requests.values():
+            self.line.leave(request)
+        self._requests.clear()
+        self._asked.clear()
+        # Rows of moves that an earlier reset orphaned are held already.
+        self.pool.reset(
+            row for id, move in self._moves.items() if id not in self._orphans for row in move.rows
+        )
+        self._orphans = set(self._moves)
+        for tier in self.tiers:
+            tier.reset()
+
+    def stats(self) -> CoreStats:
+        """A snapshot of counters and gauges."""
+        totals, pool, line = self._totals, self.pool, self.line
+        totals.free_rows, totals.busy_rows, totals.chunks = pool.free, pool.busy, len(pool.chunks)
+        totals.waiting, totals.timeouts = len(line.waiting), line.timeouts
+        totals.truncations, totals.lapses, totals.shed = line.truncations, line.lapses, pool.shed
+        for tier, tier_totals in zip(self.tiers, self._tier_totals, strict=True):
+            tier_totals.chunks, tier_totals.free = len(tier.entries), tier.free
+            tier_totals.segments, tier_totals.max_segments = tier.segments, tier.max_segments
+            tier_totals.queued = len(tier.queue)
+            tier_totals.stalled, tier_totals.congested = tier.stalled, tier.congested
+            tier_totals.evicted = tier.evicted
+        return replace(
+            totals,
+            loaded_from=dict(totals.loaded_from),
+            tiers=[replace(tier_totals) for tier_totals in self._tier_totals],
+        )
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _medium(self, origin: int) -> str:
+        return "host" if origin < 0 else self.tiers[origin].medium
+
+    def _fetchable(self, key: bytes) -> bool:
+        return any(key in tier.entries and tier.readable for tier in self.tiers)
+
+    def _drop_if_idle(self, request: Request) -> None:
+        if (
+            request.state is RequestState.SCANNING
+            and not request.loading
+            and not request.put_off
+            and not request.deferring
+            # Its name may belong to a later request by now.
+            and self._requests.get(request.id) is request
+        ):
+            del self._requests[request.id]
+
+    def _move(
+        self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]
+    ) -> Move:
+        move = Move(self._next_move, op, tier.index, keys, rows, slots)
+        self._next_move += 1
+        self._moves[move.id] = move
+        tier.in_flight[move.id] = (move, self.now)
+        tier.rows_in_flight += len(rows)
+        return move
+
+    def _tend(self, tier: TierDirectory) -> list[Move]:
+        """Copies to, growth and clearing of one tier."""
+        if tier.clearing:
+            if tier.in_flight or self.now < tier.retry_after:
+                return []
+            return [self._move(Op.CLEAR, tier, [], [], [])]
+        moves: list[Move] = []
+        if tier.wants_growth and self.now >= tier.retry_after and not tier.stalled:
+            tier.growing = True
+            tier.growing_since = self.now
+            moves.append(self._move(Op.GROW, tier, [], [], []))
+        while tier.queue:
+            limit = min(CASCADE_BATCH, tier.max_rows_in_flight - tier.rows_in_flight)
+            batch: list[Chunk] = []
+            while tier.queue and len(batch) < limit:
+                chunk = self.pool.chunks.get(tier.queue[0])
+                if chunk is not None and chunk.unsaved >> tier.index & 1:
+                    self.pool.dequeued(chunk, tier.index)
+                    batch.append(chunk)
+                tier.queue.popleft()
+            if not batch:
+                break
+            slots = tier.take_slots(len(batch))
+            if len(slots) < len(batch):
+                for chunk in reversed(batch[len(slots) :]):
+                    self.pool.queued(chunk, tier.index)
+                    tier.queue.appendleft(chunk.key)
+                del batch[len(slots) :]
+                if not batch:
+                    break
+            for chunk, slot in zip(batch, slots, strict=True):
+                self.pool.pin(chunk)
+                tier.writing[chunk.key] = slot
+            keys = [chunk.key for chunk in batch]
+            moves.append(self._move(Op.CASCADE, tier, keys, [c.row for c in batch], slots))
+        return moves
+
+    def _complete(self, completion: Completion) -> None:
+        move = self._moves.pop(completion.move_id, None)
+        if move is None:
+            self._totals.stray += 1
+            return
+        tier = self.tiers[move.tier]
+        _, started = tier.in_flight.pop(move.id)
+        tier.rows_in_flight -= len(move.rows)
+        tier.heard = True
+        if completion.error is not None:
+            self._tier_totals[tier.index].errors += 1
+        if tier.stalled:
+            tier.stalled = False
+            self._log(f"tier {tier.name} answers again")
+        if move.id in self._orphans:
+            self._orphans.discard(move.id)
+            self.pool.release_held(move.rows)
+            if move.op is Op.GROW:
+                tier.growing = False
+                tier.segments += len(completion.segments)
+        elif move.op is Op.PROMOTE:
+            self._promoted(tier, move, completion, started)
+        elif move.op is Op.CASCADE:
+            self._cascaded(tier, move, completion)
+        elif move.op is Op.GROW:
+            tier.growing = False
+            for segment in completion.segments:
+                tier.grown(segment)
+            if not completion.segments:
+                tier.cannot_grow = True
+                tier.retry_after = self.now + RETRY_PAUSE
+        elif completion.error is None:
+            tier.cleared(completion.segments)
+        else:
+            tier.retry_after = self.now + RETRY_PAUSE
+
+    def _promoted(
+        self, tier: TierDirectory, move: Move, completion: Completion, started: float
+    ) -> None:
+        totals = self._tier_totals[tier.index]
+        newest = -1
+        for key, ok in zip(move.keys, completion.ok, strict=True):
+            chunk = self.pool.chunks[key]
+            newest = chunk.order
+            tier.end_read(key)
+            if ok:
+                self.pool.fill(chunk)
+                self.line.filled(chunk, self.now)
+                totals.promoted += 1
+            else:
+                self.line.failed(chunk, self.now)
+                self.pool.discard(chunk)
+                tier.forget(key)
+                totals.failed_reads += 1
+        self.line.passed(newest, self.now)
+        tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
+        tier.arrived += len(move.keys)
+
+    def _cascaded(self, tier: TierDirectory, move: Move, completion: Completion) -> None:
+        totals = self._tier_totals[tier.index]
+        # Tail first, as everything that reaches a policy.
+        for key, slot, ok in reversed(list(zip(move.keys, move.slots, completion.ok, strict=True))):
+            chunk = self.pool.chunks[key]
+            if ok:
+                tier.written(key, slot)
+                totals.written += 1
+            else:
+                tier.not_written(key, slot)
+                totals.failed_writes += 1
+            self.pool.unpin(chunk)
+        if not all(completion.ok):
+            if self.now >= tier.store_after:
+                self._log(f"tier {tier.name} cannot store now: {completion.error}")
+            tier.store_after = self.now + STORE_PAUSE
+            self._empty_queue(tier)
+        elif tier.store_after and self.now >= tier.store_after:
+            tier.store_after = 0.0
+            self._log(f"tier {tier.name} stores again")
+
+    def _empty_queue(self, tier: TierDirectory) -> None:
+        """Let the chunks that wait for a tier go without it."""
+        while tier.queue:
+            chunk = self.pool.chunks.get(tier.queue.popleft())
+            if chunk is not None and chunk.unsaved >> tier.index & 1:
+                self.pool.dequeued(chunk, tier.index)
+                self._tier_totals[tier.index].refused += 1
+
+    def _judge(self, tier: TierDirectory) -> None:
+        """Notice a tier that does not answer, or that has more to do than anyone waits for."""
+        if tier.silent >= 2 * self.line.deadline and not tier.stalled:
+            tier.stalled = True
+            self._log(
+                f"tier {tier.name} has not answered for {tier.silent:.1f} s; "
+                "its chunks are misses and nothing is stored there until it does"
+            )
+            self._empty_queue(tier)
+        backlog = len(tier.reading) * tier.seconds_per_chunk
+        tier.congested = backlog > self.line.ceiling

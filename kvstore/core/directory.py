@@ -1,0 +1,216 @@
+"""What a slower tier holds, kept in memory so that existence costs no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from kvstore.core.extents import ExtentAllocator
+from kvstore.types import Move, TierOpening
+from policies.base import EvictionPolicy
+
+__all__ = ["TierDirectory"]
+
+
+class TierDirectory:
+    """Keys, slots and traffic of one slower tier.
+
+    A slot is in exactly one place: free, under an entry, or being written. An
+    entry that is being read cannot be evicted, so its slot cannot be rewritten
+    under the reader.
+    """
+
+    def __init__(
+        self, index: int, opening: TierOpening, policy: EvictionPolicy, max_rows_in_flight: int
+    ) -> None:
+        self.index = index
+        self.name = opening.name
+        self.medium = opening.medium
+        self.policy = policy
+        self.entries: dict[bytes, int] = dict(opening.entries)
+        policy.restore(self.entries)
+        self.reading: dict[bytes, int] = {}
+        self.writing: dict[bytes, int] = {}
+        self.queue: deque[bytes] = deque()
+        """Keys of host chunks that wait for their copy to this tier, in order."""
+        self.in_flight: dict[int, tuple[Move, float]] = {}
+        """Moves that the engine has, with the time at which they were handed over."""
+        self.rows_in_flight = 0
+        self.max_rows_in_flight = max_rows_in_flight
+        self.segment_slots = opening.segment_slots
+        self.segments = len(opening.segments)
+        self.max_segments = opening.max_segments
+        self.growing = False
+        self.growing_since = 0.0
+        self.cannot_grow = False
+        """Growth failed or takes too long: new chunks displace old ones meanwhile."""
+        self.clearing = False
+        self.retry_after = 0.0
+        """It is neither grown nor cleared before this time: that failed a short while ago."""
+        self.stalled = False
+        """Nothing came back for longer than a deadline: lookups treat its chunks as misses."""
+        self.silent = 0.0
+        """Seconds, as far as anybody watched, for which it has not answered."""
+        self.heard = False
+        """A move has ended in this step."""
+        self.seconds_per_chunk = 0.0
+        """Measured pace of promotions; 0 until the first has ended."""
+        self.arrived = 0
+        """Chunks whose promotion has ended in this step."""
+        self.arrived_since = 0.0
+        """When the first of those promotions was begun."""
+        self._measured = 0.0
+        self.congested = False
+        """What is asked of it already takes longer than anybody would wait."""
+        self.store_after = 0.0
+        """No copy to this tier is started before this time: it failed a short while ago."""
+        self.history: list[tuple[bytes, bool]] = []
+        """Keys that appeared or (True) left since events were taken, in order."""
+        self.evicted = 0
+        self._slots = ExtentAllocator(opening.segment_slots)
+        used = set(self.entries.values())
+        for segment in opening.segments:
+            first = segment * self.segment_slots
+            self._slots.give(
+                slot for slot in range(first, first + self.segment_slots) if slot not in used
+            )
+
+    @property
+    def free(self) -> int:
+        """Slots that are ready and hold nothing."""
+        return self._slots.free
+
+    @property
+    def readable(self) -> bool:
+        """Whether a promotion from here is worth waiting for."""
+        return not self.stalled and not self.congested
+
+    def accepts(self, now: float) -> bool:
+        """Whether copies to it are wanted at present."""
+        return not self.stalled and not self.clearing and now >= self.store_after
+
+    @property
+    def wants_growth(self) -> bool:
+        """Whether one more segment should be made ready, ahead of need."""
+        return (
+            not self.growing
+            and not self.clearing
+            and self.segments < self.max_segments
+            and self._slots.free < max(self.segment_slots // 2, 1)
+        )
+
+    def take_slots(self, count: int) -> list[int]:
+        """Slots for `count` new chunks, as far as possible, neighbours together.
+
+        Evicts only when no further segment can be had; while one is on its
+        way, fewer slots are given and the rest waits.
+        """
+        short = count - self._slots.free
+        if short > 0 and (self.cannot_grow or self.segments >= self.max_segments):
+            short = min(short, len(self.entries) - len(self.reading))
+            if short > 0:
+                self._evict(short)
+        return self._slots.take(count)
+
+    def grown(self, segment: int) -> None:
+        """A segment is ready: all its slots are free."""
+        self.cannot_grow = False
+        self.segments += 1
+        self.give_segment(segment)
+
+    def give_segment(self, segment: int) -> None:
+        """All slots of the segment are free."""
+        first = segment * self.segment_slots
+        self._slots.give(range(first, first + self.segment_slots))
+
+    def written(self, key: bytes, slot: int) -> None:
+        """The chunk is on the tier, whole and findable."""
+        del self.writing[key]
+        self.entries[key] = slot
+        self.policy.insert(key)
+        self.history.append((key, False))
+
+    def not_written(self, key: bytes, slot: int) -> None:
+        """The copy failed; the slot is free again."""
+        del self.writing[key]
+        self._slots.give((slot,))
+
+    def forget(self, key: bytes) -> None:
+        """The entry proved unreadable: it is gone, its slot is free."""
+        slot = self.entries.pop(key)
+        self.policy.remove(key)
+        self._slots.give((slot,))
+        self.history.append((key, True))
+
+    def begin_read(self, key: bytes) -> int:
+        """Protect the entry while it is read; returns its slot."""
+        self.reading[key] = self.reading.get(key, 0) + 1
+        return self.entries[key]
+
+    def end_read(self, key: bytes) -> None:
+        """Undo one `begin_read`."""
+        count = self.reading[key] - 1
+        if count:
+            self.reading[key] = count
+        else:
+            del self.reading[key]
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Tell the policy that `keys` (tail first) were used, where it has them."""
+        entries, policy = self.entries, self.policy
+        for key in keys:
+            if key in entries:
+                policy.touch(key)
+
+    def watch(self, now: float, elapsed: float, patience: float) -> None:
+        """Bring pace and silence up to date, once a step.
+
+        When the step before lies further back than `patience`, `elapsed` says
+        more of the caller than of the tier.
+        """
+        if self.arrived:
+            if elapsed < patience:
+                pace = (now - max(self.arrived_since, self._measured)) / self.arrived
+                old = self.seconds_per_chunk
+                self.seconds_per_chunk = pace if not old else 0.8 * old + 0.2 * pace
+            self.arrived = 0
+            self._measured = now
+        if self.heard or not self.rows_in_flight:
+            self.silent = 0.0
+        else:
+            self.silent += min(elapsed, patience / 2)
+        self.heard = False
+        if self.growing and now - self.growing_since >= 2 * patience:
+            self.cannot_grow = True
+
+    def reset(self) -> None:
+        """Forget everything. No slot is given until `cleared`."""
+        self.history.extend((key, True) for key in self.entries)
+        self.entries.clear()
+        self.policy.clear()
+        self.reading.clear()
+        self.writing.clear()
+        self.queue.clear()
+        self._slots = ExtentAllocator(self.segment_slots)
+        self.clearing = True
+        self.retry_after = 0.0
+
+    def cleared(self, segments: Iterable[int]) -> None:
+        """The tier forgot everything durably: all slots of `segments` are free."""
+        for segment in segments:
+            self.give_segment(segment)
+        self.clearing = False
+
+    def _evict(self, count: int) -> None:
+        reading = self.reading
+
+        def protected(key: bytes) -> bool:
+            return key in reading
+
+        victims = self.policy.evict(count, protected)
+        if victims is None:
+            return
+        entries = self.entries
+        self._slots.give([entries.pop(key) for key in victims])
+        self.history.extend((key, True) for key in victims)
+        self.evicted += len(victims)

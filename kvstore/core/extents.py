@@ -1,0 +1,98 @@
+"""Free places kept as extents, so that neighbours are handed out together.
+
+Extents never cross a segment: a run of places from `take` is one contiguous
+range of one file, and can be moved by one vectored call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["ExtentAllocator"]
+
+
+class ExtentAllocator:
+    """Hands out integers in runs as long as the free space allows.
+
+    Places are grouped in segments of `segment_slots`; place p lies in segment
+    ``p // segment_slots``. `take` and `give` cost O(extents touched).
+    """
+
+    def __init__(self, segment_slots: int) -> None:
+        self._segment_slots = segment_slots
+        self._end_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        # Extents by size class (bit length of the size): starts, in insertion order.
+        self._classes: list[dict[int, None]] = [{} for _ in range(64)]
+        self.free = 0
+
+    def take(self, count: int) -> list[int]:
+        """Take up to `count` places, in as few runs as possible, in order within each run.
+
+        Returns fewer places than asked when fewer are free.
+        """
+        places: list[int] = []
+        while len(places) < count and self.free:
+            want = count - len(places)
+            start = self._choose(want)
+            end = self._end_of[start]
+            self._remove(start, end)
+            stop = min(end, start + want)
+            places.extend(range(start, stop))
+            if stop < end:
+                self._insert(stop, end)
+        return places
+
+    def give(self, places: Iterable[int]) -> None:
+        """Return places; neighbours are merged. The caller gives each place once."""
+        run_start = run_end = -1
+        for place in sorted(places):
+            if place == run_end and place % self._segment_slots:
+                run_end += 1
+                continue
+            if run_end > run_start:
+                self._merge(run_start, run_end)
+            run_start, run_end = place, place + 1
+        if run_end > run_start:
+            self._merge(run_start, run_end)
+
+    def _choose(self, want: int) -> int:
+        size_class = want.bit_length()
+        for index in range(size_class, 64):
+            if self._classes[index]:
+                # Only in the first class can an extent be shorter than wanted.
+                if index > size_class:
+                    return next(iter(self._classes[index]))
+                for start in self._classes[index]:
+                    if self._end_of[start] - start >= want:
+                        return start
+                    break
+        for index in range(size_class, 0, -1):
+            if self._classes[index]:
+                return next(iter(self._classes[index]))
+        raise AssertionError("no free extent although free > 0")
+
+    def _merge(self, start: int, end: int) -> None:
+        if start % self._segment_slots:
+            left = self._start_of.get(start)
+            if left is not None:
+                self._remove(left, start)
+                start = left
+        if end % self._segment_slots:
+            right_end = self._end_of.get(end)
+            if right_end is not None:
+                self._remove(end, right_end)
+                end = right_end
+        self._insert(start, end)
+
+    def _insert(self, start: int, end: int) -> None:
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._classes[(end - start).bit_length()][start] = None
+        self.free += end - start
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._end_of[start]
+        del self._start_of[end]
+        del self._classes[(end - start).bit_length()][start]
+        self.free -= end - start

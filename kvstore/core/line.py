@@ -1,0 +1,246 @@
+"""The line of requests that wait for chunks of slower tiers.
+
+Promotions are granted in the order in which requests joined, as far as rows
+allow; what is granted is leased, so promotions cannot evict each other. The
+request at the head gets rows first; when it could not get one more row even
+if everybody else went home, it is answered with the prefix that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core.chunk import FILLING, Chunk
+from kvstore.core.directory import TierDirectory
+from kvstore.core.pool import HostPool
+from kvstore.core.request import Request, RequestState
+
+__all__ = ["Grant", "Line"]
+
+FORGET_AFTER = 10
+"""Lease times without a word after which an answered request is forgotten."""
+
+Grant = tuple[list[Chunk], list[int]]
+"""Chunks to fill, and the slots to fill them from."""
+
+
+class Line:
+    """Requests that wait or were answered, and their leases.
+
+    Args:
+        deadline: seconds without any movement after which a request is answered.
+        ceiling: seconds after which it is answered in any case.
+        lease: seconds without being asked after which leases end.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierDirectory],
+        *,
+        deadline: float,
+        ceiling: float,
+        lease: float,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self.deadline = deadline
+        self.ceiling = ceiling
+        self.lease = lease
+        self.waiting: dict[str, Request] = {}
+        self.answered: dict[str, Request] = {}
+        self.moved = 0.0
+        """When rows or chunks last moved for anybody."""
+        self.timeouts = 0
+        self.truncations = 0
+        self.lapses = 0
+
+    def join(self, request: Request, now: float) -> None:
+        """Begin, or go on with, the wait of a request whose lookup was deferred."""
+        if request.since is None:
+            request.since = now
+        self.answered.pop(request.id, None)
+        request.state = RequestState.WAITING
+        request.keys = list(dict.fromkeys(request.keys))
+        request.moved = now
+        request.needs_rows = any(key not in self._pool.chunks for key in request.keys)
+        self.waiting[request.id] = request
+
+    def grant(self, now: float) -> list[tuple[TierDirectory, Grant]]:
+        """Lease and fetch for the requests in line, in order, as far as rows allow."""
+        grants: list[tuple[TierDirectory, Grant]] = []
+        blocked = False
+        for request in list(self.waiting.values()):
+            if request.granted < len(request.keys) and not (blocked and request.needs_rows):
+                before = request.granted
+                grants += self._grant(request)
+                if request.granted > before:
+                    request.moved = now
+                    request.stuck = -1
+                if request.granted < len(request.keys):
+                    blocked = not self._truncate(request)
+            if request.granted == len(request.keys) and not request.pending:
+                self.answer(request)
+        return grants
+
+    def answer(self, request: Request) -> None:
+        """End the wait: what is in host memory by now is the answer."""
+        self.waiting.pop(request.id, None)
+        if request.pending:
+            for key, chunk in list(request.leases.items()):
+                if chunk.status == FILLING and chunk.waiters is not None:
+                    chunk.waiters.remove(request)
+                    del request.leases[key]
+            request.pending = 0
+        request.state = RequestState.ANSWERED
+        request.tried.update(request.keys)
+        request.keys.clear()
+        request.granted = 0
+        self.answered[request.id] = request
+
+    def passed(self, order: int, now: float) -> None:
+        """A promotion up to `order` has ended: that is movement for all who stand behind it."""
+        for request in self.waiting.values():
+            if request.pending and request.newest > order:
+                request.moved = now
+
+    def filled(self, chunk: Chunk, now: float) -> None:
+        """A chunk became ready (status READY): its waiters' leases become pins."""
+        waiters, chunk.waiters = chunk.waiters, None
+        for request in waiters or ():
+            self._pool.pin(chunk)
+            self._arrived(request, now)
+
+    def failed(self, chunk: Chunk, now: float) -> None:
+        """A chunk will not come; whoever waited for it goes on without."""
+        waiters, chunk.waiters = chunk.waiters, None
+        for request in waiters or ():
+            del request.leases[chunk.key]
+            self._arrived(request, now)
+
+    def leave(self, request: Request) -> None:
+        """Forget the wait and the leases: the request is answered for good, or gone."""
+        self.waiting.pop(request.id, None)
+        self.answered.pop(request.id, None)
+        self._release(request)
+        request.keys.clear()
+        request.tried.clear()
+        request.granted = 0
+        request.since = None
+        request.state = RequestState.SCANNING
+
+    def expire(self, now: float) -> list[Request]:
+        """Answer those whose deadline has passed; end the leases nobody asks for.
+
+        A request that is slow to come back for its answer still gets it, from
+        what is there then: it does not begin to wait anew.
+
+        Returns:
+            The requests that were not heard of for so long that they are forgotten.
+        """
+        for request in list(self.waiting.values()):
+            assert request.since is not None
+            in_line = request.granted < len(request.keys)
+            moved = max(request.moved, self.moved) if in_line else request.moved
+            if now - moved >= self.deadline or now - request.since >= self.ceiling:
+                self.timeouts += 1
+                self.answer(request)
+        gone: list[Request] = []
+        for request in self.answered.values():
+            silence = now - request.asked
+            if silence >= self.lease and request.leases:
+                self.lapses += 1
+                self._release(request)
+            if silence >= FORGET_AFTER * self.lease:
+                gone.append(request)
+        for request in gone:
+            self.leave(request)
+        return gone
+
+    def overdue(self, request: Request, now: float) -> bool:
+        """Whether a request that was answered may not be deferred once more."""
+        return request.since is not None and now - request.since >= self.deadline
+
+    def _release(self, request: Request) -> None:
+        for chunk in request.leases.values():
+            if chunk.status == FILLING:
+                if chunk.waiters is not None:
+                    chunk.waiters.remove(request)
+            else:
+                self._pool.unpin(chunk)
+        request.leases.clear()
+        request.pending = 0
+
+    def _arrived(self, request: Request, now: float) -> None:
+        request.pending -= 1
+        request.moved = self.moved = now
+        if not request.pending and request.granted == len(request.keys):
+            self.answer(request)
+
+    def _truncate(self, request: Request) -> bool:
+        """Give up the rest of the prefix, if nobody else's going could make room for it.
+
+        Chunks that answered "hit" in this step keep their rows until it ends,
+        so the room must have been missing for two steps in a row.
+        """
+        pool = self._pool
+        if len(request.leases) < pool.rows:
+            if pool.busy > len(request.leases) or pool.held:
+                request.stuck = -1
+                return False
+            if request.stuck != pool.step - 1:
+                request.stuck = pool.step
+                return False
+        self.truncations += 1
+        request.granted = len(request.keys)
+        return True
+
+    def _grant(self, request: Request) -> list[tuple[TierDirectory, Grant]]:
+        pool = self._pool
+        # A prefix longer than the pool: only its head can ever fit.
+        reach = min(len(request.keys), request.granted + pool.rows - len(request.leases))
+        missing: list[tuple[int, TierDirectory]] = []
+        for position in range(request.granted, reach):
+            key = request.keys[position]
+            chunk = pool.chunks.get(key)
+            if chunk is not None:
+                self._lease(request, chunk)
+            else:
+                tier = self._holder(key)
+                if tier is not None:
+                    missing.append((position, tier))
+        room = pool.make_room(len(missing), shed_unsaved=True) if missing else 0
+        grants: dict[int, Grant] = {}
+        for tier in self._tiers:
+            keys = [request.keys[p] for p, holder in missing[:room] if holder is tier]
+            if keys:
+                chunks = pool.reserve(keys, tier.index)
+                grants[tier.index] = (chunks, [tier.begin_read(key) for key in keys])
+                for chunk in chunks:
+                    self._lease(request, chunk)
+        if room < len(missing):
+            request.granted = missing[room][0]
+            request.needs_rows = True
+        else:
+            request.granted = reach
+            request.needs_rows = reach < len(request.keys)
+        return [(self._tiers[index], grant) for index, grant in grants.items()]
+
+    def _lease(self, request: Request, chunk: Chunk) -> None:
+        if chunk.key in request.leases:
+            return
+        request.leases[chunk.key] = chunk
+        if chunk.status == FILLING:
+            if chunk.waiters is None:
+                chunk.waiters = []
+            chunk.waiters.append(request)
+            request.pending += 1
+            request.newest = max(request.newest, chunk.order)
+        else:
+            self._pool.pin(chunk)
+
+    def _holder(self, key: bytes) -> TierDirectory | None:
+        for tier in self._tiers:
+            if key in tier.entries and tier.readable:
+                return tier
+        return None

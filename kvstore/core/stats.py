@@ -1,0 +1,83 @@
+"""Counters and gauges of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["CoreStats", "TierStats"]
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Totals since start, except where "now" is said.
+
+    Attributes:
+        name, medium: the tier.
+        chunks: entries now. free: ready slots that hold nothing, now.
+        segments, max_segments: now.
+        promoted: chunks read into host memory. failed_reads: chunks that could
+            not be read or whose digest did not match.
+        written: chunks written. failed_writes: chunks that could not be.
+        refused: chunks not copied because the tier could not take copies then.
+        evicted: entries that made room or were forgotten.
+        queued: host chunks waiting for their copy, now.
+        stalled, congested: see the tier's directory, now.
+        errors: moves that reported an error.
+    """
+
+    name: str
+    medium: str
+    chunks: int = 0
+    free: int = 0
+    segments: int = 0
+    max_segments: int = 0
+    promoted: int = 0
+    failed_reads: int = 0
+    written: int = 0
+    failed_writes: int = 0
+    refused: int = 0
+    evicted: int = 0
+    queued: int = 0
+    stalled: bool = False
+    congested: bool = False
+    errors: int = 0
+
+
+@dataclass(slots=True)
+class CoreStats:
+    """Totals since start, except where "now" is said.
+
+    Attributes:
+        rows, free_rows, busy_rows, chunks: the host pool now.
+        waiting: requests that are deferred now.
+        misses: keys that answered "miss".
+        deferrals: waits begun.
+        timeouts: waits ended by their deadline.
+        truncations: waits ended with a shorter prefix because the rest cannot fit.
+        lapses: leases that ran out.
+        loaded: chunks handed to the server, and `loaded_from` which medium they came.
+        stored: chunks taken from the server.
+        stores_put_off: stores answered "not now, offer it again".
+        chunks_refused: chunks of stores that found no room.
+        shed: chunks evicted from host memory before their copy to a slower tier.
+        stray: harmless calls that matched nothing (a completion after a reset).
+    """
+
+    rows: int = 0
+    free_rows: int = 0
+    busy_rows: int = 0
+    chunks: int = 0
+    waiting: int = 0
+    misses: int = 0
+    deferrals: int = 0
+    timeouts: int = 0
+    truncations: int = 0
+    lapses: int = 0
+    loaded: int = 0
+    loaded_from: dict[str, int] = field(default_factory=dict)
+    stored: int = 0
+    stores_put_off: int = 0
+    chunks_refused: int = 0
+    shed: int = 0
+    stray: int = 0
+    tiers: list[TierStats] = field(default_factory=list)

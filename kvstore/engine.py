@@ -1,0 +1,176 @@
+"""The engine: runs the core's moves on an asyncio loop and hands completions back.
+
+One engine serves one core. It runs either on the caller's own loop
+(`Engine`), or on a loop in one background thread (`EngineThread`), with the
+same code. It belongs to the process that started it: after a fork the child
+cannot use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.types import Completion, Move, Op
+from tiers.base import Tier
+
+__all__ = ["Engine", "EngineThread", "new_event_loop"]
+
+logger = logging.getLogger("kvstore.engine")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop loop where uvloop is installed, else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class Engine:
+    """Runs moves on the loop it is used from.
+
+    All methods but `take` must be called on that loop. A move never raises: its
+    completion says what failed.
+
+    Args:
+        tiers: the open tiers, in the core's order.
+        on_completion: called on the loop after completions were added for `take`.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], on_completion: Callable[[], None]) -> None:
+        self._tiers = tiers
+        self._on_completion = on_completion
+        self._done: deque[Completion] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pid = os.getpid()
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Begin `moves`, in this order."""
+        if os.getpid() != self._pid:
+            raise KVStoreError(f"this engine belongs to process {self._pid}")
+        for move in moves:
+            task = asyncio.get_running_loop().create_task(self._run(move))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def take(self) -> list[Completion]:
+        """Completions that were not taken yet. May be called from any thread."""
+        taken: list[Completion] = []
+        while self._done:
+            taken.append(self._done.popleft())
+        return taken
+
+    async def close(self, coldest_first: Sequence[Sequence[tuple[bytes, int]]]) -> None:
+        """Wait for what runs, then close the tiers.
+
+        Args:
+            coldest_first: for each tier its valid (key, slot) in order of recency.
+        """
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        for tier, order in zip(self._tiers, coldest_first, strict=True):
+            await tier.close(order)
+
+    async def _run(self, move: Move) -> None:
+        try:
+            completion = await self._perform(move)
+        except Exception as error:
+            # A tier has no business raising; its fault must still end the move.
+            logger.exception("%s of %d chunks failed", move.op.value, len(move.keys))
+            completion = Completion(move.id, [False] * len(move.keys), error=repr(error))
+        if completion.error is not None:
+            logger.warning("%s: %s", move.op.value, completion.error)
+        self._done.append(completion)
+        self._on_completion()
+
+    async def _perform(self, move: Move) -> Completion:
+        tier = self._tiers[move.tier]
+        if move.op is Op.PROMOTE:
+            done = await tier.read(move.keys, move.slots, move.rows)
+            return Completion(move.id, done.ok, error=done.error)
+        if move.op is Op.CASCADE:
+            done = await tier.write(move.keys, move.slots, move.rows)
+            return Completion(move.id, done.ok, error=done.error)
+        if move.op is Op.GROW:
+            segment, error = await tier.grow()
+            return Completion(move.id, [], [] if segment is None else [segment], error)
+        emptied = await tier.clear()
+        if emptied is None:
+            return Completion(move.id, [], error="could not be cleared")
+        return Completion(move.id, [], emptied)
+
+
+class EngineThread:
+    """An `Engine` on a loop of its own in one background thread.
+
+    `submit`, `take` and `wait` are called from the thread that owns the core.
+    They never wait for I/O, `wait` excepted, which waits as long as it is told.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._loop = new_event_loop()
+        self._arrived = threading.Event()
+        self._engine = Engine(tiers, self._arrived.set)
+        self._pid = os.getpid()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="kvstore-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """Hand `moves` over: one wake-up for all of them."""
+        if os.getpid() != self._pid:
+            raise KVStoreError(f"this engine belongs to process {self._pid}")
+        if self._closed:
+            raise KVStoreError("this engine is closed")
+        if moves:
+            self._loop.call_soon_threadsafe(self._engine.start, moves)
+
+    def take(self) -> list[Completion]:
+        """Completions that were not taken yet."""
+        self._arrived.clear()
+        return self._engine.take()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until there is a completion to take, at most `seconds`."""
+        return self._arrived.wait(seconds)
+
+    def close(
+        self, coldest_first: Sequence[Sequence[tuple[bytes, int]]], timeout: float = 30.0
+    ) -> bool:
+        """Wait for what runs, close the tiers, end the thread.
+
+        Returns:
+            False if a tier did not answer within `timeout` seconds: it is left
+            behind as it is, which is safe, only recency is not saved.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return True
+        self._closed = True
+        closing = self._call(self._engine.close(coldest_first))
+        try:
+            closing.result(timeout)
+            return True
+        except TimeoutError:
+            logger.warning("a tier did not finish within %.0f s and is left behind", timeout)
+            return False
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()

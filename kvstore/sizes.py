@@ -1,0 +1,53 @@
+"""Sizes in bytes, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_size", "parse_size"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_size(value: object) -> int:
+    """Bytes from a whole number, or from text such as ``"64GiB"`` or ``"1.5 TB"``.
+
+    Raises:
+        ValueError: for anything else, negative sizes included.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, float) and value.is_integer():
+        size = int(value)
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError('allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"')
+        size = round(float(match[1]) * _UNITS[match[2].lower()])
+        if "." not in match[1]:
+            size = int(match[1]) * _UNITS[match[2].lower()]
+    else:
+        raise ValueError('allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"')
+    if size < 0:
+        raise ValueError("a size cannot be negative")
+    return size
+
+
+def format_size(size: float) -> str:
+    """A size for people: ``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

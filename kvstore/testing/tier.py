@@ -1,0 +1,573 @@
+"""The contract of `tiers.base.Tier` as a test suite.
+
+A tier's own tests inherit it and say how a tier is built:
+
+    class TestMyTier(TierContract):
+        def new_tier(self, folder):
+            return MyTier(folder, chunk_bytes=self.chunk_bytes)
+
+The suite needs pytest and pytest-asyncio. It moves real bytes through the real
+tier, in a folder of its own for each test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.types import MAX_KEY_BYTES, TierOpening
+from tiers.base import Tier, Transfer
+from tiers.pinned import PinnedRegion
+
+__all__ = ["TierBench", "TierContract", "key_of", "payload_of"]
+
+_UNTOUCHED = 0xA5
+
+
+def key_of(number: int) -> bytes:
+    """A key as servers make them: a hash, then the index of a KV cache group."""
+    return hashlib.sha256(b"block %d" % number).digest() + b"\0\0\0\0"
+
+
+def payload_of(key: bytes, size: int) -> bytes:
+    """The bytes that the tests store under `key`: anybody who has the key can check them."""
+    return hashlib.shake_128(key).digest(size)
+
+
+class TierBench:
+    """A tier with host memory beside it, driven by key and slot alone.
+
+    Row i serves the i-th key of each call.
+
+    Args:
+        tier: not opened yet.
+        rows: rows of host memory, so the most keys in one call.
+        row_bytes: bytes of a row.
+        chunk_bytes: bytes of a payload.
+    """
+
+    def __init__(self, tier: Tier, rows: int, row_bytes: int, chunk_bytes: int) -> None:
+        self.tier = tier
+        self.chunk_bytes = chunk_bytes
+        self.region = PinnedRegion.private(rows, row_bytes)
+        try:
+            self.opening: TierOpening = tier.open(self.region)
+        except BaseException:
+            self.region.close()
+            raise
+        self._open = True
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of the segments that were ready when the tier was opened."""
+        per_segment = self.opening.segment_slots
+        return [
+            segment * per_segment + slot
+            for segment in self.opening.segments
+            for slot in range(per_segment)
+        ]
+
+    def fill(self, keys: Sequence[bytes], first_row: int = 0) -> list[int]:
+        """Put the payloads of `keys` into rows; returns the rows."""
+        rows = list(range(first_row, first_row + len(keys)))
+        for key, row in zip(keys, rows, strict=True):
+            self.region.array[row, : self.chunk_bytes] = memoryview(
+                payload_of(key, self.chunk_bytes)
+            )
+        return rows
+
+    def smear(self, rows: Sequence[int]) -> None:
+        """Overwrite rows with bytes that are no payload."""
+        self.region.array[rows] = _UNTOUCHED
+
+    def is_smeared(self, row: int) -> bool:
+        """Whether nobody has written to the row since `smear`."""
+        return bool((self.region.array[row] == _UNTOUCHED).all())
+
+    def holds(self, row: int, key: bytes) -> bool:
+        """Whether the row holds exactly the payload of `key`."""
+        expected = payload_of(key, self.chunk_bytes)
+        return bytes(self.region.row(row)[: self.chunk_bytes]) == expected
+
+    async def store(self, keys: Sequence[bytes], slots: Sequence[int]) -> Transfer:
+        """Write the payloads of `keys` to `slots`."""
+        return await self.tier.write(keys, slots, self.fill(keys))
+
+    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
+        """Read `slots` under `keys`.
+
+        Raises:
+            AssertionError: if a block is called good that does not hold its payload.
+        """
+        rows = list(range(len(keys)))
+        self.smear(rows)
+        done = await self.tier.read(keys, slots, rows)
+        assert len(done.ok) == len(keys)
+        for key, row, ok in zip(keys, rows, done.ok, strict=True):
+            assert not ok or self.holds(row, key), f"wrong bytes were served for {key.hex()}"
+        return done.ok
+
+    async def close(self, coldest_first: Sequence[tuple[bytes, int]] = ()) -> None:
+        """Close the tier in order."""
+        if self._open:
+            self._open = False
+            await self.tier.close(coldest_first)
+            self.region.close()
+
+    def abandon(self) -> None:
+        """Let go of the tier without a word about recency."""
+        if self._open:
+            self._open = False
+            self.tier.abandon()
+            self.region.close()
+
+
+class TierContract(ABC):
+    """What every tier promises. Inherit it and give `new_tier`."""
+
+    rows = 16
+    row_bytes = 8192
+    chunk_bytes = 8000
+    """Less than a row: a payload need not fill its slot."""
+
+    pytestmark = pytest.mark.asyncio
+
+    @abstractmethod
+    def new_tier(self, folder: Path) -> Tier:
+        """A tier, not opened, for chunks of `chunk_bytes`.
+
+        It has room for at least two segments of eight slots or more. Built again
+        for the same folder it finds what was stored there.
+        """
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """Where the tier of this test lives."""
+        return tmp_path / "tier"
+
+    @pytest.fixture
+    def benches(self) -> Iterator[list[TierBench]]:
+        """Every bench of this test; what the test leaves open is let go of."""
+        benches: list[TierBench] = []
+        yield benches
+        for bench in benches:
+            bench.abandon()
+
+    def open(self, folder: Path, benches: list[TierBench]) -> TierBench:
+        """Open the tier of `folder`, again if need be."""
+        bench = TierBench(self.new_tier(folder), self.rows, self.row_bytes, self.chunk_bytes)
+        benches.append(bench)
+        return bench
+
+    # -- a new tier --------------------------------------------------------------------
+
+    async def test_a_new_tier_is_empty_and_has_a_segment_ready(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        opening = self.open(folder, benches).opening
+        assert list(opening.entries) == []
+        assert len(opening.segments) >= 1
+        assert opening.segment_slots >= 1
+        assert opening.max_segments >= len(opening.segments)
+        assert opening.name
+        assert opening.medium in ("disk", "remote")
+
+    async def test_the_description_is_one_line(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        description = self.open(folder, benches).tier.description
+        assert description.strip()
+        assert "\n" not in description
+
+    # -- read and write ----------------------------------------------------------------
+
+    async def test_what_was_written_is_read_byte_for_byte(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(8)]
+        assert (await bench.store(keys, bench.slots[:8])).ok == [True] * 8
+        assert await bench.fetch(keys, bench.slots[:8]) == [True] * 8
+
+    @pytest.mark.parametrize(
+        "key",
+        [b"k", b"\0", b"k" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"ends in zeros\0\0\0\0"],
+        ids=["shortest", "one-nul", "longest", "all-nul", "nul-at-end"],
+    )
+    async def test_any_key_of_allowed_length_works(
+        self, folder: Path, benches: list[TierBench], key: bytes
+    ) -> None:
+        bench = self.open(folder, benches)
+        assert (await bench.store([key], bench.slots[:1])).ok == [True]
+        assert await bench.fetch([key], bench.slots[:1]) == [True]
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert list(again.opening.entries) == [(key, bench.slots[0])]
+
+    async def test_slots_in_any_order_get_their_own_bytes(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        slots = [bench.slots[at] for at in (5, 0, 1, 7, 2, 4)]
+        keys = [key_of(n) for n in range(6)]
+        assert (await bench.store(keys, slots)).ok == [True] * 6
+        order = [3, 5, 0, 4, 1, 2]
+        picked, places = [keys[at] for at in order], [slots[at] for at in order]
+        assert await bench.fetch(picked, places) == [True] * 6
+
+    async def test_one_call_may_span_segments(self, folder: Path, benches: list[TierBench]) -> None:
+        bench = self.open(folder, benches)
+        second, _ = await bench.tier.grow()
+        assert second is not None
+        per_segment = bench.opening.segment_slots
+        first = bench.opening.segments[0] * per_segment
+        slots = [first + per_segment - 1, second * per_segment, first, second * per_segment + 1]
+        keys = [key_of(n) for n in range(4)]
+        assert (await bench.store(keys, slots)).ok == [True] * 4
+        assert await bench.fetch(keys, slots) == [True] * 4
+
+    async def test_a_call_for_nothing_returns_nothing(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        async with asyncio.timeout(5):
+            assert (await bench.tier.read([], [], [])).ok == []
+            assert (await bench.tier.write([], [], [])).ok == []
+
+    async def test_a_slot_that_was_never_written_is_a_miss(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        assert await bench.fetch([key_of(1)], bench.slots[:1]) == [False]
+
+    async def test_a_miss_says_why(self, folder: Path, benches: list[TierBench]) -> None:
+        bench = self.open(folder, benches)
+        done = await bench.tier.read([key_of(1)], bench.slots[:1], [0])
+        assert done.error
+
+    async def test_a_block_under_another_key_is_a_miss_of_that_block_alone(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(5)]
+        await bench.store(keys, bench.slots[:5])
+        asked = [*keys[:2], key_of(99), *keys[3:]]
+        assert await bench.fetch(asked, bench.slots[:5]) == [True, True, False, True, True]
+        # Its neighbours have lost nothing by it either.
+        left = [0, 1, 3, 4]
+        again = await bench.fetch([keys[n] for n in left], [bench.slots[n] for n in left])
+        assert again == [True] * 4
+
+    @pytest.mark.parametrize(
+        ("stored", "asked"), [(b"key", b"key\0"), (b"key\0", b"key"), (b"key\0\1", b"key\0\2")]
+    )
+    async def test_keys_that_are_almost_equal_are_told_apart(
+        self, folder: Path, benches: list[TierBench], stored: bytes, asked: bytes
+    ) -> None:
+        bench = self.open(folder, benches)
+        await bench.store([stored], bench.slots[:1])
+        assert await bench.fetch([asked], bench.slots[:1]) == [False]
+
+    async def test_a_miss_between_two_hits_fails_alone(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(3)]
+        await bench.store([keys[0], keys[2]], [bench.slots[0], bench.slots[2]])
+        assert await bench.fetch(keys, bench.slots[:3]) == [True, False, True]
+
+    async def test_only_the_rows_that_were_named_are_written_to(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(4)]
+        await bench.store(keys, bench.slots[:4])
+        bench.smear(range(self.rows))
+        done = await bench.tier.read(keys, bench.slots[:4], [9, 3, 12, 6])
+        assert done.ok == [True] * 4
+        assert [bench.holds(row, key) for row, key in zip([9, 3, 12, 6], keys, strict=True)]
+        others = set(range(self.rows)) - {9, 3, 12, 6}
+        assert all(bench.is_smeared(row) for row in others)
+
+    async def test_a_rewritten_slot_holds_the_new_chunk_and_not_the_old(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        old, new = key_of(1), key_of(2)
+        await bench.store([old], bench.slots[:1])
+        assert (await bench.store([new], bench.slots[:1])).ok == [True]
+        assert await bench.fetch([new], bench.slots[:1]) == [True]
+        assert await bench.fetch([old], bench.slots[:1]) == [False]
+
+    async def test_after_a_rewrite_the_next_open_reports_the_new_chunk_alone(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        await bench.store([key_of(1), key_of(2)], bench.slots[:2])
+        await bench.store([key_of(3)], bench.slots[:1])
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert dict(again.opening.entries) == {
+            key_of(3): bench.slots[0],
+            key_of(2): bench.slots[1],
+        }
+        assert await again.fetch([key_of(3), key_of(2)], bench.slots[:2]) == [True, True]
+
+    # -- in parallel -------------------------------------------------------------------
+
+    async def test_reads_of_the_same_slots_may_run_at_once(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(4)]
+        await bench.store(keys, bench.slots[:4])
+        bench.smear(range(self.rows))
+        reads = [
+            bench.tier.read(keys, bench.slots[:4], range(first, first + 4))
+            for first in range(0, self.rows, 4)
+        ]
+        for done in await asyncio.gather(*reads):
+            assert done.ok == [True] * 4
+        assert all(bench.holds(row, keys[row % 4]) for row in range(self.rows))
+
+    async def test_reads_and_writes_of_different_slots_may_run_at_once(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        old, new = [key_of(n) for n in range(4)], [key_of(n) for n in range(4, 8)]
+        await bench.store(old, bench.slots[:4])
+        bench.fill(new, first_row=4)
+        bench.smear(range(4))
+        read, written = await asyncio.gather(
+            bench.tier.read(old, bench.slots[:4], range(4)),
+            bench.tier.write(new, bench.slots[4:8], range(4, 8)),
+        )
+        assert read.ok == written.ok == [True] * 4
+        assert all(bench.holds(row, key) for row, key in enumerate(old))
+        assert await bench.fetch(new, bench.slots[4:8]) == [True] * 4
+
+    async def test_a_cancelled_read_lets_go_of_its_rows_before_it_returns(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(8)]
+        await bench.store(keys, bench.slots[:8])
+        for _ in range(20):
+            await self._cancel(bench.tier.read(keys, bench.slots[:8], range(8)))
+            # The rows are the caller's again: nothing may still arrive in them.
+            bench.smear(range(8))
+            done = await bench.tier.read(keys[:1], bench.slots[:1], [self.rows - 1])
+            assert done.ok == [True]
+            assert all(bench.is_smeared(row) for row in range(8))
+
+    async def test_a_cancelled_write_leaves_the_whole_chunk_or_a_miss(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        for round_ in range(20):
+            keys = [key_of(100 * round_ + n) for n in range(8)]
+            rows = bench.fill(keys)
+            await self._cancel(bench.tier.write(keys, bench.slots[:8], rows))
+            bench.smear(rows)
+            # `fetch` fails if a smeared payload is served.
+            await bench.fetch(keys, bench.slots[:8])
+
+    # -- growing -----------------------------------------------------------------------
+
+    async def test_a_new_segment_can_be_used_at_once_and_is_there_after_opening_again(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        segment, error = await bench.tier.grow()
+        assert segment is not None
+        assert error is None
+        assert segment not in bench.opening.segments
+        slot = segment * bench.opening.segment_slots
+        assert (await bench.store([key_of(1)], [slot])).ok == [True]
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert segment in again.opening.segments
+        assert list(again.opening.entries) == [(key_of(1), slot)]
+
+    async def test_growing_ends_at_the_capacity_with_a_reason(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        segments = set(bench.opening.segments)
+        for _ in range(bench.opening.max_segments - len(segments)):
+            segment, _ = await bench.tier.grow()
+            assert segment is not None
+            segments.add(segment)
+        assert len(segments) == bench.opening.max_segments
+        segment, error = await bench.tier.grow()
+        assert segment is None
+        assert error
+
+    async def test_growing_twice_at_once_does_not_exceed_the_capacity(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        grown = await asyncio.gather(
+            *(bench.tier.grow() for _ in range(bench.opening.max_segments + 2))
+        )
+        segments = [segment for segment, _ in grown if segment is not None]
+        assert len(set(segments)) == len(segments)
+        assert len(bench.opening.segments) + len(segments) == bench.opening.max_segments
+        bench.abandon()
+        again = self.open(folder, benches).opening
+        assert set(again.segments) == {*bench.opening.segments, *segments}
+
+    # -- forgetting --------------------------------------------------------------------
+
+    async def test_clear_empties_every_segment_durably(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        second, _ = await bench.tier.grow()
+        assert second is not None
+        keys = [key_of(n) for n in range(3)]
+        slots = [*bench.slots[:2], second * bench.opening.segment_slots]
+        await bench.store(keys, slots)
+        emptied = await bench.tier.clear()
+        assert emptied is not None
+        assert set(emptied) == {*bench.opening.segments, second}
+        assert await bench.fetch(keys, slots) == [False] * 3
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert list(again.opening.entries) == []
+        assert await again.fetch(keys, slots) == [False] * 3
+
+    async def test_a_cleared_tier_can_be_written_again(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        await bench.store([key_of(1)], bench.slots[:1])
+        await bench.tier.clear()
+        assert (await bench.store([key_of(1)], bench.slots[1:2])).ok == [True]
+        assert await bench.fetch([key_of(1)], bench.slots[1:2]) == [True]
+        bench.abandon()
+        again = self.open(folder, benches).opening
+        assert list(again.entries) == [(key_of(1), bench.slots[1])]
+
+    # -- opening again -----------------------------------------------------------------
+
+    @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+    async def test_opening_again_reports_the_recency_that_close_was_told(
+        self, folder: Path, benches: list[TierBench], order: list[int]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(5)]
+        await bench.store(keys, bench.slots[:5])
+        coldest_first = [(keys[n], bench.slots[n]) for n in order]
+        await bench.close(coldest_first)
+        again = self.open(folder, benches)
+        assert list(again.opening.entries) == coldest_first
+        assert await again.fetch(keys, bench.slots[:5]) == [True] * 5
+
+    async def test_what_is_written_after_opening_again_is_warmer_than_what_was_found(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        await bench.store([key_of(1), key_of(2)], bench.slots[:2])
+        found = [(key_of(2), bench.slots[1]), (key_of(1), bench.slots[0])]
+        await bench.close(found)
+        again = self.open(folder, benches)
+        await again.store([key_of(3)], bench.slots[2:3])
+        again.abandon()
+        expected = [*found, (key_of(3), bench.slots[2])]
+        assert list(self.open(folder, benches).opening.entries) == expected
+
+    async def test_without_a_clean_stop_recency_is_the_order_of_writing(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        written = []
+        for n in (3, 1, 2, 0):
+            await bench.store([key_of(n)], bench.slots[n : n + 1])
+            written.append((key_of(n), bench.slots[n]))
+        bench.abandon()
+        assert list(self.open(folder, benches).opening.entries) == written
+
+    async def test_of_two_places_of_one_key_the_later_one_is_reported(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        for slot in (bench.slots[3], bench.slots[6], bench.slots[1]):
+            assert (await bench.store([key_of(1)], [slot])).ok == [True]
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert list(again.opening.entries) == [(key_of(1), bench.slots[1])]
+        assert await again.fetch([key_of(1)], [bench.slots[1]]) == [True]
+
+    async def test_what_was_written_survives_the_kill_of_the_process(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=_write_and_die, args=(self, folder))
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+        bench = self.open(folder, benches)
+        found = dict(bench.opening.entries)
+        keys = [key_of(n) for n in range(8)]
+        assert found.keys() == set(keys)
+        assert await bench.fetch(keys, [found[key] for key in keys]) == [True] * 8
+
+    # -- closing -----------------------------------------------------------------------
+
+    async def test_close_lets_running_writes_end_and_they_are_found_again(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        keys = [key_of(n) for n in range(8)]
+        await bench.store(keys[:2], bench.slots[:2])
+        rows = bench.fill(keys)
+        writing = asyncio.ensure_future(bench.tier.write(keys[2:], bench.slots[2:8], rows[2:]))
+        await asyncio.sleep(0)
+        told = [(keys[1], bench.slots[1]), (keys[0], bench.slots[0])]
+        await bench.close(told)
+        written = (await writing).ok
+        again = self.open(folder, benches)
+        found = dict(again.opening.entries)
+        claimed = [*keys[:2], *(key for key, ok in zip(keys[2:], written, strict=True) if ok)]
+        assert found.keys() >= set(claimed)
+        assert await again.fetch(claimed, [found[key] for key in claimed]) == [True] * len(claimed)
+
+    async def test_a_closed_tier_can_be_opened_by_another_at_once(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        for n in range(3):
+            bench = self.open(folder, benches)
+            assert len(bench.opening.entries) == n
+            await bench.store([key_of(n)], bench.slots[n : n + 1])
+            await bench.close([(key_of(at), bench.slots[at]) for at in range(n + 1)])
+
+    # -- inside ------------------------------------------------------------------------
+
+    @staticmethod
+    async def _cancel(call: Coroutine[Any, Any, Transfer]) -> None:
+        task = asyncio.create_task(call)
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _write_and_die(contract: TierContract, folder: Path) -> None:
+    bench = TierBench(
+        contract.new_tier(folder), contract.rows, contract.row_bytes, contract.chunk_bytes
+    )
+    keys = [key_of(n) for n in range(8)]
+    done = asyncio.run(bench.store(keys, bench.slots[:8]))
+    if done.ok == [True] * 8:
+        os.kill(os.getpid(), signal.SIGKILL)

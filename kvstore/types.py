@@ -1,0 +1,124 @@
+"""Words that the core, the tiers and the faces share.
+
+A *key* is ``bytes``: a block hash followed by the 4-byte big-endian index of
+its KV cache group. A *row* is a chunk's place in host memory, a *slot* its
+place on a slower tier; both are plain integers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.errors import BlockKeyError
+
+__all__ = [
+    "MAX_KEY_BYTES",
+    "Completion",
+    "Event",
+    "Move",
+    "Op",
+    "TierOpening",
+    "check_key",
+    "group_of",
+]
+
+MAX_KEY_BYTES = 56
+"""Longest key that a record of the disk format can hold, in bytes."""
+
+
+def check_key(key: bytes) -> bytes:
+    """Return `key` unchanged.
+
+    Raises:
+        BlockKeyError: if it is not ``bytes`` of 1 to `MAX_KEY_BYTES` bytes.
+    """
+    if not isinstance(key, bytes):
+        raise BlockKeyError(f"a block key must be bytes, not {type(key).__name__}")
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise BlockKeyError(
+            f"a block key must have 1 to {MAX_KEY_BYTES} bytes; this one has {len(key)}"
+        )
+    return key
+
+
+def group_of(key: bytes) -> bytes:
+    """The KV cache group of a key: its last four bytes."""
+    return key[-4:]
+
+
+class Op(enum.Enum):
+    """What a move does."""
+
+    PROMOTE = "promote"
+    """Copy slots of a slower tier to rows of host memory."""
+    CASCADE = "cascade"
+    """Copy rows of host memory to slots of a slower tier."""
+    GROW = "grow"
+    """Make one more segment of a slower tier ready for use."""
+    CLEAR = "clear"
+    """Forget everything that a slower tier holds, durably."""
+
+
+@dataclass(slots=True)
+class Move:
+    """One unit of work that the core asks of the engine.
+
+    `keys`, `rows` and `slots` run in parallel; GROW and CLEAR carry none.
+    The rows and slots of a move stay reserved until its `Completion` comes
+    back, whatever happens meanwhile.
+    """
+
+    id: int
+    op: Op
+    tier: int
+    keys: list[bytes] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Completion:
+    """The end of a move.
+
+    `ok` runs in parallel to the move's keys: a block that failed fails alone.
+    `segments` names the segment that GROW made ready (empty when the tier
+    cannot grow now), or those that CLEAR emptied. `error` says in words what
+    went wrong, for one log line.
+    """
+
+    move_id: int
+    ok: list[bool]
+    segments: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Event:
+    """Keys that appeared on (`removed` is False) or left a medium."""
+
+    keys: list[bytes]
+    medium: str
+    removed: bool
+
+
+@dataclass(slots=True)
+class TierOpening:
+    """What a tier reports when it is opened.
+
+    Attributes:
+        name: the tier's name in logs and statistics.
+        medium: "disk" or "remote".
+        entries: (key, slot) of every chunk found, coldest first.
+        segment_slots: slots in a segment; slot s lies in segment s // segment_slots.
+        segments: segments that are ready for use.
+        max_segments: segments that fit the tier's capacity.
+    """
+
+    name: str
+    medium: str
+    entries: Sequence[tuple[bytes, int]]
+    segment_slots: int
+    segments: Sequence[int]
+    max_segments: int

@@ -1,0 +1,27 @@
+"""kvstore as an offloading spec of vLLM's OffloadingConnector.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"spec_name": "KVStoreOffloadingSpec",
+        "spec_module_path": "kvstore.vllm", "cpu_bytes_to_use": "8GiB",
+        "tiers": [{"type": "disk", "path": "/nvme/kv", "capacity_bytes": "500GiB"}]}}'
+
+This module is imported in several processes of the server; it imports nothing
+until the spec is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstore.vllm.spec import KVStoreOffloadingSpec
+
+__all__ = ["KVStoreOffloadingSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVStoreOffloadingSpec":
+        from kvstore.vllm.spec import KVStoreOffloadingSpec
+
+        return KVStoreOffloadingSpec
+    raise AttributeError(f"module 'kvstore.vllm' has no attribute {name!r}")

@@ -1,0 +1,245 @@
+"""The scheduler's side: vLLM's offloading manager over the core and an engine thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from kvstore.assembly import assemble
+from kvstore.engine import EngineThread
+from kvstore.vllm.metrics import Reporter
+from kvstore.vllm.region import manager_region, release_region
+
+if TYPE_CHECKING:
+    from kvstore.vllm.spec import KVStoreOffloadingSpec
+
+__all__ = ["KVStoreOffloadingManager"]
+
+logger = logging.getLogger("kvstore")
+
+IDLE_STEP_SECONDS = 0.0005
+"""A step shorter than this had nothing to do but wait."""
+
+WAIT_SECONDS = 0.001
+"""How long an idle step waits for the next completion, instead of spinning."""
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
+
+
+class KVStoreOffloadingManager(OffloadingManager):
+    """Answers the scheduler from memory; no call waits for I/O.
+
+    A step of the core begins with the first call after `on_schedule_end`.
+    """
+
+    def __init__(self, spec: KVStoreOffloadingSpec) -> None:
+        super().__init__()
+        if not hasattr(self, "lock"):
+            # vLLM 0.33 takes it around calls from other threads.
+            self.lock = threading.RLock()
+        config = spec.store_config
+        self._engine_id = spec.config.engine_id
+        self._drain = config.drain_s
+        self._single_group = len(spec.config.groups) == 1
+        self._events = spec.kv_events_config.enable_kv_cache_events
+        self._region = manager_region(
+            self._engine_id, spec.config.parallel.world_size, spec.rows, spec.row_bytes
+        )
+        identity = {**spec.layout.identity, **config.identity}
+        try:
+            self._assembly = assemble(
+                config,
+                self._region,
+                spec.layout.chunk_bytes,
+                spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
+                identity,
+                events=self._events,
+            )
+        except BaseException:
+            release_region(self._engine_id, self._region)
+            raise
+        self._core = self._assembly.core
+        self._core.log_to(logger.warning)
+        self._engine = EngineThread(self._assembly.tiers)
+        self._reporter = Reporter()
+        self._in_step = False
+        self._retried: set[str] = set()
+        self._step_ended = 0.0
+        self._closed = False
+        self._lookup = self._core.lookup
+        logger.info("kvstore: %s", self._assembly.description)
+
+    # -- lookup ------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._in_step:
+            self._begin_step()
+        request = req_context.req_id
+        tiers = getattr(req_context, "load_tier_filter", None)
+        if tiers is not None and tiers.matchers[:1] != _ANY and not self._allowed(key, tiers):
+            return MISS
+        answer = self._lookup(key, request)
+        if answer:
+            return HIT
+        if answer is not None:
+            return MISS
+        if not self._core.is_waiting(request):
+            return PENDING
+        if not self._single_group:
+            return RETRY
+        # One RETRY defers the request; the MISS after it ends the scan of its keys.
+        if request in self._retried:
+            return MISS
+        self._retried.add(request)
+        return RETRY
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        medium = self._core.load_source(key)
+        return {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}.get(
+            medium, CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._core.touch(keys)
+
+    # -- load and store ------------------------------------------------------------------
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> LoadStoreSpec:
+        return CPULoadStoreSpec(self._core.prepare_load(keys, req_context.req_id))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._core.complete_load(keys, req_context.req_id)
+        self._hand_over()
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        self._core.absorb(self._engine.take())
+        grant = self._core.prepare_store(keys, req_context.req_id)
+        if grant is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=[OffloadKey(key) for key in grant.keys],
+            store_spec=CPULoadStoreSpec(grant.rows),
+            evicted_keys=[OffloadKey(key) for key in grant.evicted],
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self._core.complete_store(keys, req_context.req_id, success)
+        self._hand_over()
+
+    # -- requests and steps ----------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._core.on_new_request(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._core.on_request_finished(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if not self._in_step:
+            self._begin_step()
+        self._hand_over()
+        self._in_step = False
+        self._retried.clear()
+        now = time.monotonic()
+        idle = now - self._step_ended < IDLE_STEP_SECONDS
+        if idle and self._core.in_flight and (self._core.waiting or self._core.unsaved):
+            self._engine.wait(WAIT_SECONDS)
+            now = time.monotonic()
+        self._step_ended = now
+
+    def has_pending_work(self) -> bool:
+        # Copies to a tier queue up here and go out as earlier ones end.
+        return self._core.unsaved > 0
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for event in self._core.take_events():
+            yield OffloadingEvent(
+                keys=[OffloadKey(key) for key in event.keys],
+                medium=Medium.CPU if event.medium == "host" else Medium.STORAGE,
+                removed=event.removed,
+            )
+
+    def reset_cache(self) -> None:
+        self._core.reset()
+        self._hand_over()
+
+    def on_reset_flushed(self) -> None:
+        """vLLM 0.33 tells when the workers have flushed; nothing waits for it here."""
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = self._core.stats()
+        report = OffloadingConnectorStats()
+        for name, increment in self._reporter.counters(stats).items():
+            report.increase_counter(name, increment)
+        for name, value in self._reporter.gauges(stats).items():
+            report.set_gauge(name, value)
+        return report
+
+    def shutdown(self) -> None:
+        """Copy what is still on its way to the tiers, ``drain_s`` at most, and close them."""
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + self._drain
+        while self._core.unsaved and time.monotonic() < end:
+            self._begin_step()
+            self._hand_over()
+            self._engine.wait(0.01)
+        left = max(0.1, end - time.monotonic())
+        if self._engine.close(self._assembly.recency(), left):
+            release_region(self._engine_id, self._region)
+        logger.info("kvstore: closed, %d chunks not copied", self._core.unsaved)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._in_step = True
+        self._core.poll(time.monotonic(), self._engine.take())
+
+    def _hand_over(self) -> None:
+        self._engine.submit(self._core.flush(time.monotonic()))
+
+    def _allowed(self, key: bytes, tiers: Any) -> bool:
+        medium = Medium.CPU if key in self._core.pool.chunks else Medium.STORAGE
+        return bool(tiers.allows(medium, None))
+
+
+def _any_tier() -> tuple[object, ...]:
+    try:
+        from vllm.v1.kv_offload.base import TierFilter
+    except ImportError:
+        return ()
+    return tuple(TierFilter.ALL.matchers[:1])
+
+
+_ANY = _any_tier()

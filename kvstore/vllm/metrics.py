@@ -1,0 +1,98 @@
+"""What kvstore reports through vLLM's statistics and Prometheus."""
+
+from __future__ import annotations
+
+from kvstore.core import CoreStats, TierStats
+
+__all__ = ["COUNTERS", "GAUGES", "Reporter"]
+
+_PREFIX = "vllm:kvstore_"
+
+COUNTERS: dict[str, str] = {
+    "loaded_host_chunks": "Chunks loaded to the device that were in host memory.",
+    "loaded_disk_chunks": "Chunks loaded to the device that came from disk.",
+    "stored_chunks": "Chunks taken from the device into host memory.",
+    "missed_keys": "Looked-up keys that were nowhere.",
+    "deferrals": "Lookups that had to wait for a slower tier.",
+    "timeouts": "Waits that were ended by their deadline.",
+    "truncations": "Waits that ended with a shorter prefix for want of room.",
+    "refused_chunks": "Chunks that found no room in host memory.",
+    "stores_put_off": "Stores that were put off to a later step.",
+    "shed_chunks": "Chunks evicted from host memory before their copy to disk.",
+    "disk_read_chunks": "Chunks read from disk and verified.",
+    "disk_failed_reads": "Chunks on disk that could not be read or did not match their digest.",
+    "disk_written_chunks": "Chunks written to disk.",
+    "disk_failed_writes": "Chunks that could not be written to disk.",
+    "disk_refused_chunks": "Chunks not copied because the disk could not take copies then.",
+    "disk_evicted_chunks": "Chunks evicted from disk.",
+}
+
+GAUGES: dict[str, str] = {
+    "host_usage": "Fraction of the rows of host memory that hold a chunk.",
+    "host_busy": "Fraction of the rows of host memory that are being written, read or leased.",
+    "waiting_requests": "Requests that wait for a slower tier now.",
+    "disk_chunks": "Chunks on disk now.",
+    "disk_stalled": "1 while the disk does not answer.",
+}
+
+
+class Reporter:
+    """Turns totals of the core into the increments that vLLM expects."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def counters(self, stats: CoreStats) -> dict[str, int]:
+        """What was counted since the last call, by full metric name; zeros are left out."""
+        disk = [tier for tier in stats.tiers if tier.medium == "disk"]
+        sources = stats.loaded_from
+        totals = {
+            "loaded_host_chunks": sources.get("host", 0),
+            "loaded_disk_chunks": sources.get("disk", 0),
+            "stored_chunks": stats.stored,
+            "missed_keys": stats.misses,
+            "deferrals": stats.deferrals,
+            "timeouts": stats.timeouts,
+            "truncations": stats.truncations,
+            "refused_chunks": stats.chunks_refused,
+            "stores_put_off": stats.stores_put_off,
+            "shed_chunks": stats.shed,
+            "disk_read_chunks": _sum(disk, "promoted"),
+            "disk_failed_reads": _sum(disk, "failed_reads"),
+            "disk_written_chunks": _sum(disk, "written"),
+            "disk_failed_writes": _sum(disk, "failed_writes"),
+            "disk_refused_chunks": _sum(disk, "refused"),
+            "disk_evicted_chunks": _sum(disk, "evicted"),
+        }
+        increments = {
+            _PREFIX + name: total - self._last.get(name, 0)
+            for name, total in totals.items()
+            if total != self._last.get(name, 0)
+        }
+        self._last = totals
+        return increments
+
+    @staticmethod
+    def gauges(stats: CoreStats) -> dict[str, float]:
+        """The state now, by full metric name."""
+        disk = [tier for tier in stats.tiers if tier.medium == "disk"]
+        values = {
+            "host_usage": stats.chunks / stats.rows,
+            "host_busy": stats.busy_rows / stats.rows,
+            "waiting_requests": stats.waiting,
+            "disk_chunks": _sum(disk, "chunks"),
+            "disk_stalled": float(any(tier.stalled for tier in disk)),
+        }
+        return {_PREFIX + name: value for name, value in values.items()}
+
+    @staticmethod
+    def documentation() -> tuple[dict[str, str], dict[str, str]]:
+        """Counters and gauges by full metric name, with their documentation."""
+        return (
+            {_PREFIX + name: text for name, text in COUNTERS.items()},
+            {_PREFIX + name: text for name, text in GAUGES.items()},
+        )
+
+
+def _sum(tiers: list[TierStats], name: str) -> int:
+    return sum(int(getattr(tier, name)) for tier in tiers)

@@ -1,0 +1,88 @@
+"""The contract of an eviction policy.
+
+A policy orders keys. It holds no bytes, does no I/O, knows no time and is
+owned by one thread. Host memory and disk use the same contract.
+
+The caller guarantees:
+
+* `insert` is called only for keys that are not resident, `touch` and `remove`
+  only for keys that are;
+* a request's keys come tail first, so that a policy which treats equals in
+  order of arrival sheds a chain from its end;
+* `protected` answers the same for a key throughout one `evict` call.
+
+The policy guarantees:
+
+* `evict` returns exactly `count` distinct resident keys, none of them
+  protected, and forgets them; or it returns None and nothing has changed in
+  the set of resident keys;
+* a key that `evict` met and found protected may be treated as used just now:
+  this is what keeps eviction O(1) amortised however many keys are in use;
+* `clear` leaves the policy as new.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+__all__ = ["EvictionPolicy", "Protected"]
+
+Protected = Callable[[bytes], bool]
+"""Tells whether a key may not leave now."""
+
+
+class EvictionPolicy(ABC):
+    """Decides who leaves when room is needed.
+
+    Args:
+        capacity: the number of chunks that the tier can hold, at least 1.
+    """
+
+    name: str
+    """The name under which the policy is registered."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")
+        self.capacity = capacity
+
+    @abstractmethod
+    def insert(self, key: bytes) -> None:
+        """`key` has entered the tier."""
+
+    @abstractmethod
+    def touch(self, key: bytes) -> None:
+        """`key` is resident and was used."""
+
+    @abstractmethod
+    def remove(self, key: bytes) -> None:
+        """`key` left the tier for a reason of the caller's (a failed copy, a purge)."""
+
+    @abstractmethod
+    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+        """Choose and forget exactly `count` keys, or return None."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, ghosts and statistics included."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of resident keys."""
+
+    @abstractmethod
+    def __contains__(self, key: object) -> bool:
+        """Whether `key` is resident."""
+
+    def restore(self, keys: Iterable[bytes]) -> None:
+        """Insert keys found at opening, coldest first."""
+        for key in keys:
+            self.insert(key)
+
+    def order(self) -> Iterable[bytes]:
+        """Resident keys, coldest first where the policy has an order.
+
+        Used at a clean stop to keep recency across a restart.
+        """
+        return ()

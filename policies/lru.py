@@ -1,0 +1,63 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from policies.base import EvictionPolicy, Protected
+
+__all__ = ["LRU"]
+
+
+class LRU(EvictionPolicy):
+    """Evicts the key whose last use lies furthest back.
+
+    Fed tail first, as the core does, this is leaf-first LRU: a chain loses its
+    end before its beginning.
+    """
+
+    name = "lru"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def insert(self, key: bytes) -> None:
+        self._keys[key] = None
+
+    def touch(self, key: bytes) -> None:
+        self._keys.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        del self._keys[key]
+
+    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+        keys = self._keys
+        if count > len(keys):
+            return None
+        victims: list[bytes] = []
+        in_use: list[bytes] = []
+        for key in keys:
+            if len(victims) == count:
+                break
+            (in_use if protected(key) else victims).append(key)
+        for key in in_use:
+            keys.move_to_end(key)
+        if len(victims) < count:
+            return None
+        for key in victims:
+            del keys[key]
+        return victims
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def order(self) -> Iterable[bytes]:
+        return iter(self._keys)

@@ -1,0 +1,162 @@
+"""A core on a bench: one call for each thing that a server or an engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kvstore.core import Core, CoreStats, HostPool, TierDirectory
+from kvstore.types import Completion, Move, Op, TierOpening
+from policies import EvictionPolicy, create_policy
+
+
+def chain(name: str, length: int, start: int = 0) -> list[bytes]:
+    """Keys of one prompt, in prefix order."""
+    return [f"{name}-{depth:05d}".encode() + b"\0\0\0\0" for depth in range(start, length)]
+
+
+class Rig:
+    """A core, a clock that only the test moves, and an engine that does what the test says.
+
+    Args:
+        rows: rows of host memory.
+        on: for each tier the keys that it holds at opening, coldest first; slot i
+            holds the i-th.
+        segment_slots, segments, max_segments: geometry of every tier.
+        in_flight: most rows on their way to one tier.
+        policy: orders host memory; LRU unless told.
+        timing: deadline, ceiling and lease of the core.
+    """
+
+    def __init__(
+        self,
+        rows: int = 8,
+        on: Sequence[Sequence[bytes]] = ((),),
+        *,
+        segment_slots: int = 64,
+        segments: int = 1,
+        max_segments: int | None = None,
+        in_flight: int = 64,
+        policy: EvictionPolicy | None = None,
+        **timing: Any,
+    ) -> None:
+        most = segments if max_segments is None else max_segments
+        directories = [
+            TierDirectory(
+                index,
+                TierOpening(
+                    f"tier{index}",
+                    "disk" if index == 0 else "remote",
+                    [(key, slot) for slot, key in enumerate(held)],
+                    segment_slots,
+                    list(range(segments)),
+                    most,
+                ),
+                create_policy("lru", segment_slots * most),
+                in_flight,
+            )
+            for index, held in enumerate(on)
+        ]
+        timing = {"deadline": 1.0, "ceiling": 10.0, "lease": 3.0, **timing}
+        pool = HostPool(rows, policy or create_policy("lru", rows))
+        self.core = Core(pool, directories, **timing)
+        self.log: list[str] = []
+        self.core.log_to(self.log.append)
+        self.now = 100.0
+        self.moves: list[Move] = []
+        """Handed out and not ended."""
+        self.ended: list[Completion] = []
+        """Ended and not taken in."""
+        self.core.poll(self.now)
+
+    def flush(self) -> list[Move]:
+        """The moves of this moment, which stay under way until `end`."""
+        moves = self.core.flush(self.now)
+        self.moves += moves
+        return moves
+
+    def step(self, seconds: float = 0.0) -> list[Move]:
+        """End the step and begin the next, `seconds` later; returns the moves handed out."""
+        moves = self.flush()
+        self.now += seconds
+        ended, self.ended = self.ended, []
+        self.core.poll(self.now, ended)
+        return moves
+
+    def wait(self, seconds: float, each: float = 0.1) -> list[Move]:
+        """Steps of `each` seconds in which the engine ends nothing."""
+        moves: list[Move] = []
+        for _ in range(round(seconds / each)):
+            moves += self.step(each)
+        return moves
+
+    def end(
+        self, move: Move, failed: Collection[bytes] = (), segments: Collection[int] | None = None
+    ) -> None:
+        """The engine ends `move`; the core hears of it at the next step."""
+        self.moves.remove(move)
+        ok = [key not in failed for key in move.keys]
+        tier = self.core.tiers[move.tier]
+        made: list[int] = []
+        if segments is not None:
+            made = list(segments)
+        elif move.op is Op.GROW:
+            made = [tier.segments]
+        elif move.op is Op.CLEAR:
+            made = list(range(tier.segments))
+        error = "injected" if failed or (not move.keys and not made) else None
+        self.ended.append(Completion(move.id, ok, made, error))
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Steps in which the engine ends everything, until nothing moves."""
+        for _ in range(1000):
+            self.step(seconds)
+            if not self.moves and not self.ended:
+                return
+            for move in list(self.moves):
+                self.end(move)
+        raise AssertionError("the core never comes to rest")
+
+    def under_way(self, op: Op, tier: int = 0) -> list[Move]:
+        return [move for move in self.moves if move.op is op and move.tier == tier]
+
+    @property
+    def promotion(self) -> Move:
+        """The only promotion under way."""
+        (move,) = self.under_way(Op.PROMOTE)
+        return move
+
+    # -- the server ------------------------------------------------------------------
+
+    def ask(self, keys: Sequence[bytes], request: str = "r") -> int | None:
+        return self.core.lookup_prefix(keys, request)
+
+    def resolve(self, keys: Sequence[bytes], request: str = "r", seconds: float = 0.01) -> int:
+        """Ask step after step, with an engine that ends everything at once."""
+        for _ in range(1000):
+            answer = self.ask(keys, request)
+            if answer is not None:
+                return answer
+            self.step(seconds)
+            for move in list(self.moves):
+                self.end(move)
+        raise AssertionError(f"{request} is deferred for ever")
+
+    def load(self, keys: Sequence[bytes], request: str = "r") -> list[int]:
+        return self.core.prepare_load(keys, request)
+
+    def put(self, keys: Sequence[bytes], request: str = "writer") -> None:
+        """Store `keys` in host memory; there must be room for all."""
+        grant = self.core.prepare_store(keys, request)
+        assert grant is not None
+        assert grant.keys == [key for key in dict.fromkeys(keys) if key in grant.keys]
+        self.core.complete_store(grant.keys, request)
+        assert all(self.in_host(key) for key in keys)
+
+    def in_host(self, key: bytes) -> bool:
+        chunk = self.core.pool.chunks.get(key)
+        return chunk is not None and chunk.status >= 0
+
+    @property
+    def stats(self) -> CoreStats:
+        return self.core.stats()

@@ -1,0 +1,272 @@
+"""How chunks reach slower tiers, and what a tier that cannot take them does to the rest."""
+
+from __future__ import annotations
+
+from kvstore.core.core import CASCADE_BATCH, RETRY_PAUSE, STORE_PAUSE
+from kvstore.types import Op
+from tests.core.rig import Rig, chain
+
+
+def test_what_is_stored_is_copied_to_every_tier() -> None:
+    rig = Rig(rows=8, on=[(), ()])
+    keys = chain("a", 4)
+    rig.put(keys)
+    moves = rig.step()
+    assert [(move.op, move.tier, move.keys) for move in moves] == [
+        (Op.CASCADE, 0, keys),
+        (Op.CASCADE, 1, keys),
+    ]
+    rig.settle()
+    assert [list(tier.entries) for tier in rig.core.tiers] == [keys[::-1], keys[::-1]]
+    assert rig.core.unsaved == 0
+
+
+def test_a_chain_goes_to_neighbouring_slots_whatever_order_the_server_reports() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 8)
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.complete_store(set(keys), "w")
+    (move,) = rig.step()
+    assert (move.keys, move.slots) == (keys, list(range(8)))
+
+
+def test_what_a_tier_has_is_not_copied_there_again() -> None:
+    keys = chain("a", 2)
+    rig = Rig(rows=8, on=[keys])
+    rig.put(keys)
+    assert rig.step() == []
+
+
+def test_what_was_promoted_is_not_copied_back() -> None:
+    keys = chain("a", 2)
+    rig = Rig(rows=8, on=[keys, ()])
+    rig.resolve(keys)
+    rig.step()
+    assert rig.under_way(Op.CASCADE, 0) == rig.under_way(Op.CASCADE, 1) == []
+
+
+def test_a_chunk_cannot_leave_while_it_is_copied() -> None:
+    rig = Rig(rows=4)
+    keys = chain("a", 4)
+    rig.put(keys)
+    rig.step()
+    assert rig.core.pool.busy == 4
+    assert rig.core.prepare_store(chain("b", 1), "w") is None
+    rig.settle()
+    assert rig.core.pool.busy == 0
+    rig.put(chain("b", 4))
+
+
+def test_a_chunk_that_waits_for_its_copy_does_not_leave_for_a_store() -> None:
+    rig = Rig(rows=4, in_flight=1)
+    keys = chain("a", 4)
+    rig.put(keys)
+    rig.step()
+    grant = rig.core.prepare_store(chain("b", 1), "w")
+    assert grant is None
+    assert all(rig.in_host(key) for key in keys)
+
+
+def test_a_chunk_that_waits_for_its_copy_leaves_for_a_load() -> None:
+    cold = chain("cold", 3)
+    rig = Rig(rows=4, on=[cold], in_flight=1)
+    keys = chain("a", 4)
+    rig.put(keys)
+    rig.step()
+    assert rig.ask(cold) is None
+    rig.step()
+    assert sum(len(move.keys) for move in rig.under_way(Op.PROMOTE)) == 3
+    assert rig.stats.shed == 3
+    rig.settle()
+    assert rig.ask(cold) == 3
+
+
+def test_copies_on_their_way_to_a_tier_are_bounded() -> None:
+    rig = Rig(rows=32, in_flight=5)
+    rig.put(chain("a", 32))
+    rig.step()
+    assert sum(len(move.rows) for move in rig.moves) == 5
+    for _ in range(10):
+        rig.step()
+        assert rig.core.tiers[0].rows_in_flight <= 5
+        for move in list(rig.moves):
+            rig.end(move)
+    assert rig.core.unsaved == 0
+
+
+def test_one_copy_is_no_larger_than_a_batch() -> None:
+    rig = Rig(rows=200, segment_slots=256, in_flight=200)
+    rig.put(chain("a", 200))
+    sizes = [len(move.keys) for move in rig.step()]
+    assert max(sizes) == CASCADE_BATCH
+    assert sum(sizes) == 200
+
+
+def test_a_full_tier_evicts_the_end_of_the_oldest_chain() -> None:
+    old = chain("old", 4)
+    rig = Rig(rows=8, on=[old[::-1]], segment_slots=4)
+    rig.put(chain("new", 2))
+    rig.settle()
+    assert sorted(rig.core.tiers[0].entries) == sorted([*old[:2], *chain("new", 2)])
+    assert rig.stats.tiers[0].evicted == 2
+
+
+def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
+    read = chain("read", 4)
+    rig = Rig(rows=16, on=[read], segment_slots=4)
+    assert rig.ask(read) is None
+    (promotion,) = rig.step()
+    rig.put(chain("new", 4))
+    rig.step()
+    assert rig.under_way(Op.CASCADE) == []
+    assert set(rig.core.tiers[0].entries) == set(read)
+    rig.end(promotion)
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == set(chain("new", 4))
+
+
+def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_free() -> None:
+    rig = Rig(rows=8, segment_slots=8)
+    keys = chain("a", 4)
+    rig.put(keys)
+    (move,) = rig.step()
+    rig.end(move, failed={keys[1]})
+    rig.step()
+    assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
+    assert rig.core.tiers[0].free == 5
+    assert rig.core.pool.busy == 0
+
+
+def test_a_failed_write_pauses_the_tier_and_lets_waiting_chunks_go() -> None:
+    rig = Rig(rows=8, in_flight=2)
+    keys = chain("a", 6)
+    rig.put(keys)
+    (move,) = rig.step()
+    rig.end(move, failed=set(move.keys))
+    rig.step()
+    assert rig.core.unsaved == 0
+    assert rig.log == ["tier tier0 cannot store now: injected"]
+    rig.put(chain("b", 8))
+    assert rig.wait(STORE_PAUSE - 0.5) == [], "nothing is copied for a while"
+    assert rig.stats.tiers[0].refused == 4 + 8
+
+
+def test_a_paused_tier_stores_again_after_the_pause() -> None:
+    rig = Rig(rows=8)
+    rig.put(chain("a", 2))
+    (move,) = rig.step()
+    rig.end(move, failed=set(move.keys))
+    rig.wait(STORE_PAUSE + 0.2)
+    rig.put(chain("b", 2))
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == set(chain("b", 2))
+    assert rig.log[-1] == "tier tier0 stores again"
+
+
+def test_a_tier_where_every_other_write_fails_does_not_flood_the_log() -> None:
+    rig = Rig(rows=8, in_flight=2)
+    rig.put(chain("a", 8))
+    failing = True
+    for _ in range(100):
+        rig.step(0.1)
+        for move in rig.under_way(Op.CASCADE):
+            rig.end(move, failed=set(move.keys) if failing else ())
+            failing = not failing
+        grant = rig.core.prepare_store(chain(f"b{rig.now}", 4), "w")
+        if grant is not None:
+            rig.core.complete_store(grant.keys, "w")
+    assert 1 <= len(rig.log) <= 6, rig.log
+
+
+def test_reads_go_on_while_a_tier_cannot_store() -> None:
+    cold = chain("cold", 2)
+    rig = Rig(rows=8, on=[cold])
+    rig.put(chain("a", 2))
+    (move,) = rig.step()
+    rig.end(move, failed=set(move.keys))
+    rig.step()
+    assert rig.resolve(cold) == 2
+
+
+def test_a_tier_asks_for_a_segment_before_it_needs_it() -> None:
+    rig = Rig(rows=8, segment_slots=8, max_segments=2)
+    rig.put(chain("a", 5))
+    rig.settle()
+    assert rig.core.tiers[0].segments == 2
+    assert rig.core.tiers[0].free == 11
+
+
+def test_only_one_segment_is_asked_for_at_a_time() -> None:
+    rig = Rig(rows=32, segment_slots=8, max_segments=4)
+    rig.put(chain("a", 32))
+    rig.wait(0.5)
+    assert len(rig.under_way(Op.GROW)) == 1
+
+
+def test_a_tier_never_has_more_segments_than_its_capacity() -> None:
+    rig = Rig(rows=32, segment_slots=8, max_segments=2)
+    for wave in range(5):
+        rig.put(chain(f"w{wave}", 20))
+        rig.settle(0.1)
+    assert rig.core.tiers[0].segments == 2
+    assert len(rig.core.tiers[0].entries) == 16
+
+
+def test_chunks_wait_for_a_segment_that_is_on_its_way_rather_than_evict() -> None:
+    old = chain("old", 4)
+    rig = Rig(rows=8, on=[old], segment_slots=4, max_segments=2)
+    (grow,) = rig.step()
+    rig.put(chain("new", 4))
+    rig.step()
+    assert set(rig.core.tiers[0].entries) == set(old)
+    rig.end(grow)
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == {*old, *chain("new", 4)}
+
+
+def test_a_tier_that_cannot_grow_goes_on_with_the_segments_it_has() -> None:
+    old = chain("old", 4)
+    rig = Rig(rows=8, on=[old], segment_slots=4, max_segments=2)
+    rig.put(chain("new", 4))
+    for _ in range(4):
+        rig.step()
+        for move in list(rig.moves):
+            rig.end(move, segments=[])
+    assert set(rig.core.tiers[0].entries) == set(chain("new", 4))
+    assert rig.core.unsaved == 0
+    rig.put(chain("newer", 8))
+
+
+def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
+    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2)
+    (grow,) = rig.step()
+    rig.end(grow, segments=[])
+    rig.step()
+    assert rig.wait(RETRY_PAUSE - 0.2) == []
+    (again,) = rig.wait(0.4)
+    assert again.op is Op.GROW
+    rig.end(again)
+    rig.step()
+    assert rig.core.tiers[0].segments == 2
+
+
+def test_a_segment_that_never_comes_does_not_stop_stores() -> None:
+    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2, deadline=1.0)
+    (grow,) = rig.step()
+    rig.put(chain("a", 8))
+    for _ in range(40):
+        rig.step(0.1)
+        for move in list(rig.moves):
+            if move is not grow:
+                rig.end(move)
+    assert rig.core.unsaved == 0
+    rig.put(chain("b", 8))
+
+
+def test_a_tier_of_one_slot_holds_the_last_chunk_that_was_copied() -> None:
+    rig = Rig(rows=4, segment_slots=1)
+    keys = chain("a", 3)
+    rig.put(keys)
+    rig.settle()
+    assert len(rig.core.tiers[0].entries) == 1
+    assert rig.core.unsaved == 0

@@ -1,0 +1,245 @@
+""""Ask again" always ends: by data, by a partial prefix, or by the deadline."""
+
+from __future__ import annotations
+
+from tests.core.rig import Rig, chain
+
+
+def many(count: int, length: int) -> tuple[dict[str, list[bytes]], list[bytes]]:
+    prompts = {f"r{index}": chain(f"p{index}", length) for index in range(count)}
+    return prompts, [key for keys in prompts.values() for key in keys]
+
+
+def test_a_tier_that_never_answers_costs_each_request_one_deadline() -> None:
+    prompts, held = many(5, 4)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+    rig.wait(0.9)
+    assert [rig.ask(keys, request) for request, keys in prompts.items()] == [None] * 5
+    rig.wait(0.2)
+    assert [rig.ask(keys, request) for request, keys in prompts.items()] == [0] * 5
+    assert rig.stats.timeouts == 5
+
+
+def test_a_request_that_was_answered_does_not_wait_a_second_time() -> None:
+    prompts, held = many(2, 4)
+    rig = Rig(rows=8, on=[held], deadline=1.0)
+    keys = prompts["r0"]
+    assert rig.ask(keys[:2], "r0") is None
+    rig.wait(1.1)
+    assert rig.ask(keys[:2], "r0") == 0
+    assert rig.ask(prompts["r1"], "r0") == 0, "its time is used up, also for other keys"
+
+
+def test_keys_that_were_not_asked_before_may_be_waited_for_within_the_deadline() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys], deadline=1.0)
+    assert rig.resolve(keys[:2]) == 2
+    assert rig.ask(keys) is None
+    assert rig.resolve(keys) == 4
+
+
+def test_later_requests_do_not_wait_for_a_stalled_tier() -> None:
+    prompts, held = many(3, 4)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.wait(2.2)
+    assert rig.stats.tiers[0].stalled
+    assert rig.ask(prompts["r1"], "r1") == 0
+    assert rig.ask(prompts["r0"], "late") == 0, "nor for chunks that are stuck on their way"
+
+
+def test_a_stalled_tier_is_told_once_and_recovers_with_its_first_answer() -> None:
+    prompts, held = many(2, 4)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.wait(5.0)
+    assert len(rig.log) == 1
+    assert "has not answered" in rig.log[0]
+    rig.end(rig.promotion)
+    rig.step()
+    assert not rig.stats.tiers[0].stalled
+    assert rig.log[1:] == ["tier tier0 answers again"]
+    assert rig.resolve(prompts["r1"], "r1") == 4
+    assert rig.ask(prompts["r0"], "late") == 4, "what came late is used"
+
+
+def test_nothing_is_copied_to_a_stalled_tier() -> None:
+    prompts, held = many(1, 2)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    rig.put(chain("early", 2))
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.wait(2.2)
+    rig.put(chain("late", 2))
+    assert rig.core.pool.chunks[chain("late", 1)[0]].unsaved == 0
+    assert rig.stats.tiers[0].refused == 2
+    rig.put(chain("more", 6))
+
+
+def test_a_tier_that_works_through_a_long_queue_is_not_stalled() -> None:
+    prompts, held = many(6, 2)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+    for move in rig.step():
+        rig.wait(0.9)
+        rig.end(move)
+        rig.step()
+        assert not rig.stats.tiers[0].stalled
+    assert rig.log == []
+
+
+def test_reads_that_are_queued_behind_others_are_waited_for_while_those_end() -> None:
+    prompts, held = many(6, 2)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+    for move in rig.step():
+        rig.wait(0.9)
+        rig.end(move)
+        rig.step()
+    assert [rig.ask(keys, request) for request, keys in prompts.items()] == [2] * 6
+    assert rig.stats.timeouts == 0
+
+
+def test_reads_that_overtake_do_not_extend_a_wait() -> None:
+    prompts, held = many(6, 2)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+    rig.step()
+    stuck, *others = rig.moves
+    for move in others[:3]:
+        rig.wait(0.4)
+        rig.end(move)
+        rig.step()
+    assert rig.ask(prompts["r0"], "r0") == 0, f"{stuck} never came"
+    assert rig.ask(prompts["r5"], "r5") is None, "reads before it came"
+
+
+def test_standing_in_line_for_rows_does_not_count_while_the_line_moves() -> None:
+    prompts, held = many(4, 8)
+    rig = Rig(rows=8, on=[held], deadline=1.0)
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+        rig.step()
+    for request, keys in prompts.items():
+        rig.wait(0.9)
+        rig.end(rig.promotion)
+        rig.step()
+        assert rig.ask(keys, request) == 8
+        rig.core.on_request_finished(request)
+        rig.step()
+        rig.step()
+    assert rig.now > 103.0
+    assert rig.stats.timeouts == 0
+
+
+def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:
+    mine, others = chain("mine", 8), [chain(f"o{index}", 8) for index in range(12)]
+    rig = Rig(rows=8, on=[[*mine, *(key for keys in others for key in keys)]], ceiling=4.0,
+              segment_slots=256)
+    for index, keys in enumerate(others[:11]):
+        assert rig.ask(keys, f"o{index}") is None
+    assert rig.ask(mine) is None
+    waited = 0.0
+    for index in range(11):
+        rig.step(0.5)
+        waited += 0.5
+        if rig.ask(mine) is not None:
+            break
+        rig.end(rig.promotion)
+        rig.step()
+        rig.core.on_request_finished(f"o{index}")
+        rig.step()
+    assert waited == 4.0
+    assert rig.ask(mine) == 0
+
+
+def test_what_has_arrived_by_the_deadline_is_the_answer() -> None:
+    keys = chain("a", 6)
+    rig = Rig(on=[keys[:3], keys], deadline=1.0)
+    assert rig.ask(keys) is None
+    near, far = rig.step()
+    rig.end(near)
+    rig.wait(1.2)
+    assert rig.ask(keys) == 3
+    assert len(rig.load(keys[:3])) == 3
+    rig.end(far)
+    rig.step()
+    assert rig.core.pool.busy == 3, "what came too late is not kept for anybody"
+
+
+def test_a_caller_that_slept_does_not_take_its_own_sleep_for_a_stalled_tier() -> None:
+    prompts, held = many(1, 4)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    rig.put(chain("w", 2))
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.step()
+    rig.step(60.0)
+    assert not rig.stats.tiers[0].stalled
+    for move in list(rig.moves):
+        rig.end(move)
+    rig.step()
+    assert rig.log == []
+    assert rig.ask(prompts["r0"], "r0") == 4, "and what it waited for is there"
+
+
+def test_a_wait_longer_than_the_ceiling_is_refused_at_once() -> None:
+    prompts, held = many(3, 10)
+    rig = Rig(rows=40, on=[held], ceiling=10.0)
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.wait(0.9)
+    move = rig.promotion
+    rig.end(move)
+    rig.step()
+    pace = rig.core.tiers[0].seconds_per_chunk
+    assert 0.08 < pace < 0.1, "ten chunks took 0.9 s"
+    rig.core.tiers[0].seconds_per_chunk = 5.0
+    assert rig.ask(prompts["r1"], "r1") is None
+    rig.step()
+    rig.step()
+    assert rig.stats.tiers[0].congested
+    assert rig.ask(prompts["r2"], "r2") == 0
+    rig.end(rig.promotion)
+    rig.step()
+    assert not rig.stats.tiers[0].congested, "nothing is being read"
+
+
+def test_the_pace_is_that_of_all_chunks_that_came_in_one_step() -> None:
+    prompts, held = many(4, 2)
+    rig = Rig(rows=40, on=[held])
+    for request, keys in prompts.items():
+        assert rig.ask(keys, request) is None
+    rig.wait(0.8)
+    for move in list(rig.moves):
+        rig.end(move)
+    rig.step()
+    assert abs(rig.core.tiers[0].seconds_per_chunk - 0.1) < 0.02
+
+
+def test_the_pace_is_not_measured_across_a_sleep_of_the_caller() -> None:
+    prompts, held = many(2, 2)
+    rig = Rig(rows=40, on=[held])
+    assert rig.ask(prompts["r0"], "r0") is None
+    rig.step()
+    rig.end(rig.promotion)
+    rig.step(300.0)
+    assert rig.core.tiers[0].seconds_per_chunk < 1.0
+
+
+def test_each_tier_has_its_own_pace() -> None:
+    near, far = chain("near", 2), chain("far", 2)
+    rig = Rig(rows=40, on=[near, far])
+    assert rig.ask(near, "r0") is None
+    assert rig.ask(far, "r1") is None
+    fast, slow = rig.step()
+    rig.wait(0.1)
+    rig.end(fast)
+    rig.wait(0.7)
+    rig.end(slow)
+    rig.step()
+    paces = [tier.seconds_per_chunk for tier in rig.core.tiers]
+    assert 0.04 < paces[0] < 0.11
+    assert 0.35 < paces[1] < 0.46

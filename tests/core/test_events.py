@@ -1,0 +1,93 @@
+"""Events tell, in order, what appeared on and left each medium."""
+
+from __future__ import annotations
+
+from tests.core.rig import Rig, chain
+
+
+def follow(rig: Rig, known: dict[str, set[bytes]]) -> None:
+    """Apply the events to what a listener knows."""
+    for event in rig.core.take_events():
+        there = known.setdefault(event.medium, set())
+        for key in event.keys:
+            assert (key in there) is event.removed, f"{event.medium}: {key!r} told twice"
+            (there.remove if event.removed else there.add)(key)
+
+
+def test_a_chunk_appears_in_host_memory_then_on_its_tier() -> None:
+    rig = Rig()
+    keys = chain("a", 2)
+    rig.put(keys)
+    (event,) = rig.core.take_events()
+    assert (event.keys, event.medium, event.removed) == (keys, "host", False)
+    rig.settle()
+    (event,) = rig.core.take_events()
+    assert (event.keys, event.medium, event.removed) == (keys[::-1], "disk", False)
+    assert rig.core.take_events() == []
+
+
+def test_a_chunk_that_is_still_being_written_is_not_told() -> None:
+    rig = Rig()
+    keys = chain("a", 2)
+    rig.core.prepare_store(keys, "w")
+    assert rig.core.take_events() == []
+    rig.core.complete_store(keys, "w", ok=False)
+    assert rig.core.take_events() == []
+
+
+def test_eviction_and_loss_are_told() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=3, on=[keys], segment_slots=3)
+    rig.resolve(keys[:2])
+    rig.core.on_request_finished("r")
+    rig.core.take_events()
+    assert rig.ask(keys[2:], "r1") is None
+    rig.step()
+    rig.end(rig.promotion, failed=keys[2:])
+    rig.step()
+    (event,) = rig.core.take_events()
+    assert (event.keys, event.medium, event.removed) == (keys[2:], "disk", True)
+    rig.put(chain("b", 3))
+    events = rig.core.take_events()
+    assert [(event.medium, event.removed, len(event.keys)) for event in events] == [
+        ("host", True, 2),
+        ("host", False, 3),
+    ]
+
+
+def test_what_came_and_went_since_the_last_look_is_told_in_that_order() -> None:
+    rig = Rig(rows=2, on=())
+    known: dict[str, set[bytes]] = {}
+    rig.put(chain("a", 2))
+    rig.step()
+    rig.put(chain("b", 2))
+    rig.step()
+    rig.put(chain("a", 2))
+    rig.step()
+    rig.put(chain("c", 1))
+    follow(rig, known)
+    assert known["host"] == set(rig.core.pool.chunks)
+
+
+def test_a_reset_tells_what_is_gone() -> None:
+    keys = chain("a", 3)
+    rig = Rig(on=[keys])
+    rig.put(keys)
+    known = {"disk": set(keys)}
+    follow(rig, known)
+    rig.core.reset()
+    follow(rig, known)
+    assert known == {"disk": set(), "host": set()}
+
+
+def test_without_a_listener_nothing_is_kept() -> None:
+    from kvstore.core import Core, HostPool
+    from policies import create_policy
+
+    core = Core(HostPool(2, create_policy("lru", 2)), events=False)
+    core.poll(0.0)
+    for wave in range(10):
+        core.prepare_store(chain(f"w{wave}", 2), "w")
+        core.complete_store(chain(f"w{wave}", 2), "w")
+        core.poll(float(wave))
+    assert core.take_events() == []

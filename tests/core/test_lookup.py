@@ -1,0 +1,227 @@
+"""What a lookup answers, how long the answer holds, and what asking costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policies import Protected
+from policies.lru import LRU
+from tests.core.rig import Rig, chain
+
+
+class CountingDict(dict[Any, Any]):
+    """Counts the keys that anybody looks for."""
+
+    reads = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        CountingDict.reads += 1
+        return super().get(key, default)
+
+    def __getitem__(self, key: Any) -> Any:
+        CountingDict.reads += 1
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        CountingDict.reads += 1
+        return super().__contains__(key)
+
+
+def test_a_key_that_nobody_stored_is_a_miss_at_once() -> None:
+    rig = Rig()
+    assert rig.core.lookup(b"unknown", "r") is False
+    assert rig.stats.misses == 1
+
+
+def test_a_chunk_is_a_hit_only_after_its_store_is_complete() -> None:
+    rig = Rig()
+    (key,) = chain("a", 1)
+    grant = rig.core.prepare_store([key], "w")
+    assert grant is not None
+    assert rig.core.lookup(key, "r") is None
+    rig.core.complete_store([key], "w")
+    rig.step()
+    assert rig.core.lookup(key, "r") is True
+
+
+def test_a_store_that_fails_ends_the_wait_of_who_asked_for_it() -> None:
+    rig = Rig()
+    (key,) = chain("a", 1)
+    rig.core.prepare_store([key], "w")
+    assert rig.ask([key]) is None
+    rig.step()
+    rig.core.complete_store([key], "w", ok=False)
+    rig.step()
+    assert rig.ask([key]) == 0
+
+
+def test_a_prefix_ends_at_its_first_miss() -> None:
+    rig = Rig()
+    keys = chain("a", 4)
+    rig.put([keys[0], keys[1], keys[3]])
+    assert rig.ask(keys) == 2
+
+
+def test_an_empty_prefix_is_an_answer_and_leaves_no_trace() -> None:
+    rig = Rig()
+    assert rig.ask([]) == 0
+    assert not rig.core._requests
+
+
+def test_a_lookup_that_was_answered_at_once_leaves_no_trace_after_its_step() -> None:
+    rig = Rig()
+    keys = chain("a", 2)
+    rig.put(keys)
+    assert rig.ask([*keys, b"unknown"]) == 2
+    rig.step()
+    assert not rig.core._requests
+
+
+def test_a_hit_stays_loadable_until_its_step_ends() -> None:
+    rig = Rig(rows=2, on=())
+    keys, others = chain("a", 2), chain("b", 2)
+    rig.put(keys)
+    rig.step()
+    assert rig.ask(keys) == 2
+    assert rig.core.prepare_store(others, "w") is None
+    assert len(rig.load(keys)) == 2
+
+
+def test_a_hit_of_an_earlier_step_may_leave() -> None:
+    rig = Rig(rows=2, on=())
+    keys, others = chain("a", 2), chain("b", 2)
+    rig.put(keys)
+    assert rig.ask(keys) == 2
+    rig.step()
+    rig.put(others)
+    assert rig.ask(keys) == 0
+
+
+def test_a_hit_outlives_the_promotions_of_its_step() -> None:
+    cold = chain("cold", 2)
+    rig = Rig(rows=2, on=[cold])
+    hot = chain("hot", 2)
+    rig.put(hot)
+    rig.settle()
+    assert rig.ask(cold, "c") is None
+    assert rig.ask(hot, "h") == 2
+    rig.flush()
+    assert len(rig.load(hot, "h")) == 2
+
+
+def test_loading_what_was_not_a_hit_raises_and_pins_nothing() -> None:
+    rig = Rig()
+    keys = chain("a", 2)
+    rig.put(keys[:1])
+    rig.settle()
+    with pytest.raises(KeyError, match="look it up in the same step"):
+        rig.load(keys)
+    assert rig.core.pool.busy == 0
+    assert not rig.core._requests
+
+
+def test_a_deferred_request_is_told_to_ask_again_whatever_the_key() -> None:
+    keys = chain("a", 3)
+    rig = Rig(on=[keys])
+    rig.put(chain("hot", 1))
+    assert rig.ask(keys) is None
+    rig.step()
+    assert rig.core.is_waiting("r")
+    assert rig.core.lookup(b"unknown", "r") is None
+    assert rig.core.lookup(chain("hot", 1)[0], "r") is None
+    assert rig.core.lookup(chain("hot", 1)[0], "another") is True
+
+
+def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
+    keys = chain("a", 10_000)
+    rig = Rig(rows=64, on=[keys], segment_slots=10_000)
+    core = rig.core
+    core.pool.chunks = CountingDict(core.pool.chunks)
+    core.tiers[0].entries = CountingDict(core.tiers[0].entries)
+    CountingDict.reads = 0
+    assert rig.ask(keys) is None
+    assert CountingDict.reads >= 10_000, "the first time every key is looked at"
+    rig.step()
+    CountingDict.reads = 0
+    for _ in range(3):
+        assert rig.ask(keys) is None
+        rig.step()
+    assert CountingDict.reads == 0
+
+
+def test_a_deferral_is_counted_once_for_each_wait() -> None:
+    keys = chain("a", 2)
+    rig = Rig(on=[keys])
+    for _ in range(5):
+        assert rig.ask(keys) is None
+        rig.step()
+    assert rig.stats.deferrals == 1
+    assert rig.stats.waiting == 1
+    rig.settle()
+    assert rig.ask(keys) == 2
+    assert rig.stats.waiting == 0
+
+
+def test_keys_asked_one_by_one_are_fetched_together() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    assert [rig.core.lookup(key, "r") for key in keys] == [None] * 4
+    rig.step()
+    assert rig.promotion.keys == keys
+
+
+def test_a_key_may_be_asked_twice() -> None:
+    keys = chain("a", 2)
+    rig = Rig(on=[keys])
+    assert rig.ask([keys[0], keys[0], keys[1]]) is None
+    rig.step()
+    assert rig.promotion.keys == keys
+    rig.settle()
+    assert rig.ask([keys[0], keys[0], keys[1]]) == 3
+
+
+def test_a_hit_tells_from_which_medium_it_came_until_it_was_loaded() -> None:
+    keys = chain("a", 1)
+    rig = Rig(on=[keys])
+    rig.put(chain("hot", 1))
+    assert rig.core.load_source(chain("hot", 1)[0]) == "host"
+    rig.resolve(keys)
+    assert rig.core.load_source(keys[0]) == "disk"
+    rig.load(keys)
+    rig.core.complete_load(keys, "r")
+    assert rig.core.load_source(keys[0]) == "host"
+    assert rig.stats.loaded_from == {"disk": 1}
+
+
+def test_a_core_without_tiers_answers_from_host_memory_alone() -> None:
+    rig = Rig(on=())
+    keys = chain("a", 3)
+    rig.put(keys[:2])
+    assert rig.ask(keys) == 2
+    assert rig.step() == []
+
+
+class CountingLRU(LRU):
+    """Counts how many keys it asked about."""
+
+    asked = 0
+
+    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+        def counting(key: bytes) -> bool:
+            self.asked += 1
+            return protected(key)
+
+        return super().evict(count, counting)
+
+
+def test_a_pool_full_of_chunks_that_wait_for_their_copy_is_not_searched_at_each_step() -> None:
+    policy = CountingLRU(1000)
+    rig = Rig(rows=1000, segment_slots=2000, policy=policy)
+    rig.put(chain("unsaved", 1000))
+    for _ in range(50):
+        assert rig.core.prepare_store(chain("more", 4), "w") is None
+        rig.now += 0.01
+        rig.core.poll(rig.now)
+    assert policy.asked == 0

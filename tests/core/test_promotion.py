@@ -1,0 +1,307 @@
+"""How chunks come back from slower tiers: in order, leased, as many as fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.types import Op
+from tests.core.rig import Rig, chain
+
+
+def test_a_prefix_is_fetched_by_one_move_in_order_from_neighbouring_slots() -> None:
+    keys = chain("a", 6)
+    rig = Rig(on=[keys])
+    assert rig.ask(keys) is None
+    (move,) = rig.step()
+    assert (move.op, move.keys, move.slots) == (Op.PROMOTE, keys, list(range(6)))
+    assert len(set(move.rows)) == 6
+    assert rig.ask(keys) is None
+    assert rig.step() == [], "what is on its way is not fetched again"
+
+
+def test_only_what_host_memory_lacks_is_fetched() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    rig.put([keys[1]])
+    assert rig.ask(keys) is None
+    rig.step()
+    assert rig.promotion.keys == [keys[0], keys[2], keys[3]]
+    rig.settle()
+    assert rig.ask(keys) == 4
+
+
+def test_a_prefix_too_long_for_one_move_comes_in_several_so_that_its_progress_shows() -> None:
+    keys = chain("a", 7)
+    rig = Rig(rows=8, on=[keys], in_flight=3)
+    assert rig.ask(keys) is None
+    moves = rig.step()
+    assert [len(move.keys) for move in moves] == [3, 3, 1]
+    assert [key for move in moves for key in move.keys] == keys
+    for move in moves:
+        assert rig.wait(0.9) == []
+        assert rig.ask(keys) is None, "each part that arrives is movement"
+        rig.end(move)
+    rig.step()
+    assert rig.ask(keys) == 7
+
+
+def test_two_requests_for_one_prefix_share_one_fetch() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    assert rig.ask(keys, "r0") is None
+    assert rig.ask(keys, "r1") is None
+    (move,) = rig.step()
+    assert move.keys == keys
+    rig.settle()
+    assert (rig.ask(keys, "r0"), rig.ask(keys, "r1")) == (4, 4)
+
+
+def test_promotions_are_granted_in_the_order_of_asking() -> None:
+    chains = [chain(name, 4) for name in "abc"]
+    rig = Rig(rows=8, on=[[key for keys in chains for key in keys]])
+    for index, keys in enumerate(chains):
+        assert rig.ask(keys, f"r{index}") is None
+    assert [move.keys for move in rig.step()] == chains[:2]
+    rig.settle()
+    assert rig.ask(chains[2], "r2") is None, "the rows belong to those who came first"
+    rig.core.on_request_finished("r0")
+    assert [move.keys for move in rig.step()] == [chains[2]]
+
+
+def test_a_request_that_needs_no_rows_is_not_held_up_by_one_that_does() -> None:
+    first, second, shared = chain("a", 8), chain("b", 8), chain("c", 2)
+    rig = Rig(rows=10, on=[first + second])
+    assert rig.core.prepare_store(shared, "w") is not None
+    assert rig.ask(first, "r0") is None
+    rig.step()
+    assert rig.ask(second, "r1") is None
+    assert rig.step() == []
+    assert rig.ask(shared, "r2") is None
+    rig.step()
+    rig.core.complete_store(shared, "w")
+    rig.step()
+    assert rig.ask(shared, "r2") == 2
+    assert rig.ask(second, "r1") is None
+
+
+def test_promotions_cannot_evict_each_other() -> None:
+    chains = [chain(name, 5) for name in "ab"]
+    rig = Rig(rows=8, on=[chains[0] + chains[1]])
+    for index, keys in enumerate(chains):
+        assert rig.ask(keys, f"r{index}") is None
+    rig.settle()
+    assert rig.ask(chains[0], "r0") == 5
+    assert len(rig.load(chains[0], "r0")) == 5
+
+
+def test_requests_each_as_large_as_the_pool_all_get_everything_one_after_the_other() -> None:
+    prompts = {f"r{index}": chain(f"p{index}", 8) for index in range(8)}
+    rig = Rig(rows=8, on=[[key for keys in prompts.values() for key in keys]])
+    served: list[str] = []
+    for _ in range(200):
+        for request, keys in prompts.items():
+            if request in served:
+                continue
+            answer = rig.ask(keys, request)
+            if answer is None:
+                continue
+            assert answer == 8, f"{request} got {answer} of 8 chunks"
+            rig.load(keys, request)
+            rig.core.complete_load(set(keys), request)
+            rig.core.on_request_finished(request)
+            served.append(request)
+        rig.step(0.05)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert served == list(prompts)
+    assert rig.stats.timeouts == rig.stats.truncations == 0
+
+
+@pytest.mark.parametrize("length", [9, 16, 100])
+def test_a_prefix_larger_than_the_pool_fills_the_pool(length: int) -> None:
+    keys = chain("a", length)
+    rig = Rig(rows=8, on=[keys], segment_slots=128)
+    assert rig.resolve(keys) == 8
+    assert rig.stats.truncations == 1
+    assert len(rig.load(keys[:8])) == 8
+
+
+def test_a_prefix_larger_than_the_pool_keeps_the_part_that_is_there() -> None:
+    keys = chain("a", 12)
+    rig = Rig(rows=8, on=[keys])
+    rig.put(keys[:5])
+    rig.settle()
+    assert rig.resolve(keys) == 8
+
+
+def test_a_prefix_waits_for_rows_that_others_are_about_to_give_back() -> None:
+    mine, theirs = chain("a", 8), chain("b", 4)
+    rig = Rig(rows=8, on=[mine])
+    rig.put(theirs)
+    rig.settle()
+    assert rig.ask(theirs, "other") == 4
+    rig.load(theirs, "other")
+    assert rig.ask(mine) is None
+    rig.settle()
+    assert rig.ask(mine) is None, "four of eight are there, and rows will come"
+    rig.core.complete_load(theirs, "other")
+    rig.settle()
+    assert rig.ask(mine) == 8
+
+
+def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
+    mine, theirs = chain("a", 8), chain("b", 5)
+    rig = Rig(rows=8, on=[mine])
+    rig.put(theirs)
+    rig.settle()
+    assert rig.ask(theirs, "other") == 5
+    rig.load(theirs, "other")
+    assert rig.ask(mine) is None
+    rig.settle()
+    rig.wait(1.2)
+    assert rig.ask(mine) == 3
+    assert rig.stats.timeouts == 1
+
+
+def test_a_request_that_made_progress_is_not_cut_short_in_the_same_breath() -> None:
+    """Room that hits of other requests held for one step is used as soon as it is free."""
+    mine, hot = chain("a", 6), chain("hot", 4)
+    rig = Rig(rows=8, on=[mine])
+    rig.put([*mine[3:], *hot])
+    rig.settle()
+    assert rig.ask(mine) is None
+    assert rig.ask(hot, "other") == 4
+    rig.settle()
+    assert rig.resolve(mine) == 6
+
+
+def test_a_failed_block_fails_alone() -> None:
+    keys = chain("a", 6)
+    rig = Rig(on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.end(rig.promotion, failed={keys[3]})
+    rig.step()
+    assert rig.ask(keys) == 3, "the prefix before it is used"
+    assert [rig.in_host(key) for key in keys] == [True, True, True, False, True, True]
+    assert rig.stats.tiers[0].failed_reads == 1
+
+
+def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
+    keys = chain("a", 2)
+    rig = Rig(on=[keys], segment_slots=2)
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.end(rig.promotion, failed={keys[1]})
+    rig.step()
+    assert rig.core.lookup(keys[1], "another") is False
+    new = chain("b", 1)
+    rig.put(new)
+    rig.settle()
+    assert rig.core.tiers[0].entries == {keys[0]: 0, new[0]: 1}
+
+
+def test_what_is_promoted_stays_for_its_request_under_pressure() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys, ()], lease=3.0)
+    rig.resolve(keys)
+    for wave in range(10):
+        rig.put(chain(f"other{wave}", 4))
+        rig.settle()
+    assert rig.ask(keys) == 4
+    assert len(rig.load(keys)) == 4
+
+
+def test_asking_again_renews_the_lease() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys], lease=3.0)
+    rig.resolve(keys)
+    for wave in range(20):
+        assert rig.ask(keys) == 4
+        rig.put(chain(f"other{wave}", 4))
+        rig.settle(1.0)
+    assert rig.stats.lapses == 0
+
+
+def test_a_lease_ends_when_nobody_asks() -> None:
+    keys = chain("a", 8)
+    rig = Rig(rows=8, on=[keys], lease=3.0)
+    rig.resolve(keys)
+    assert rig.core.pool.busy == 8
+    rig.wait(2.8)
+    assert rig.core.pool.busy == 8
+    rig.wait(0.4)
+    assert rig.core.pool.busy == 0
+    assert rig.stats.lapses == 1
+    rig.put(chain("b", 8))
+
+
+def test_a_request_that_is_silent_for_long_is_forgotten() -> None:
+    keys = chain("a", 2)
+    rig = Rig(on=[keys], lease=3.0)
+    rig.resolve(keys)
+    rig.wait(40, each=1.0)
+    assert not rig.core._requests
+    assert not rig.core.line.answered
+
+
+def test_a_lease_ends_when_its_request_finishes() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    rig.resolve(keys)
+    rig.core.on_request_finished("r")
+    assert rig.core.pool.busy == 0
+    assert not rig.core._requests
+
+
+def test_a_lease_gives_way_to_the_pins_of_its_load() -> None:
+    keys = chain("a", 8)
+    rig = Rig(rows=8, on=[keys])
+    rig.resolve(keys)
+    rig.load(keys)
+    rig.wait(10)
+    assert rig.core.pool.busy == 8, "a load has no deadline"
+    rig.core.complete_load(keys, "r")
+    assert rig.core.pool.busy == 0
+
+
+def test_a_request_that_leaves_while_its_chunks_are_on_their_way_pins_nothing() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.core.on_request_finished("r")
+    rig.settle()
+    assert rig.core.pool.busy == 0
+    assert rig.ask(keys, "later") == 4, "the bytes came, so they are used"
+
+
+def test_the_fastest_tier_that_has_a_chunk_is_asked() -> None:
+    near, far = chain("a", 3), chain("a", 6)
+    rig = Rig(on=[near, far])
+    assert rig.ask(far) is None
+    moves = rig.step()
+    assert [(move.tier, move.keys) for move in moves] == [(0, near), (1, far[3:])]
+    rig.settle()
+    assert rig.ask(far) == 6
+
+
+def test_a_chunk_is_fetched_from_the_next_tier_while_the_first_does_not_answer() -> None:
+    stuck, keys = chain("stuck", 1), chain("a", 3)
+    rig = Rig(on=[stuck + keys, keys])
+    assert rig.ask(stuck, "victim") is None
+    rig.wait(3.0)
+    assert rig.stats.tiers[0].stalled
+    assert rig.ask(keys) is None
+    (move,) = rig.step()
+    assert (move.tier, move.keys) == (1, keys)
+
+
+def test_promoted_chunks_are_touched_so_that_their_head_stays_longest() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=4, on=[keys])
+    rig.resolve(keys)
+    rig.core.on_request_finished("r")
+    rig.step()
+    rig.put(chain("b", 2))
+    assert [rig.in_host(key) for key in keys] == [True, True, False, False]

@@ -1,0 +1,155 @@
+"""Forgetting everything while moves are under way."""
+
+from __future__ import annotations
+
+from kvstore.core.core import RETRY_PAUSE
+from kvstore.types import Op
+from tests.core.rig import Rig, chain
+
+
+def test_after_a_reset_nothing_is_found() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys, keys])
+    rig.put(chain("b", 4))
+    rig.core.reset()
+    assert rig.ask(keys, "r0") == 0
+    assert rig.ask(chain("b", 4), "r1") == 0
+    assert rig.core.pool.free == 8
+
+
+def test_rows_of_moves_under_way_are_not_given_out_until_those_end() -> None:
+    cold, warm = chain("cold", 3), chain("warm", 2)
+    rig = Rig(rows=8, on=[cold])
+    rig.put(warm)
+    assert rig.ask(cold) is None
+    moves = rig.step()
+    in_use = {row for move in moves for row in move.rows}
+    rig.core.reset()
+    grant = rig.core.prepare_store(chain("new", 8), "w")
+    assert grant is None or not in_use & set(grant.rows)
+    grant = rig.core.prepare_store(chain("new", 8), "w")
+    assert grant is not None
+    assert len(grant.rows) == 8 - len(in_use)
+    assert not in_use & set(grant.rows)
+    rig.core.complete_store(grant.keys, "w")
+    rig.settle()
+    assert rig.core.pool.held == 0
+    assert rig.core.pool.free + len(rig.core.pool.chunks) == 8
+
+
+def test_what_comes_late_is_not_taken_for_what_was_asked_since() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys) is None
+    (move,) = rig.step()
+    rig.core.reset()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    rig.end(move)
+    rig.step()
+    assert rig.ask(keys) is None, "the new store is not complete"
+    rig.core.complete_store(keys, "w")
+    rig.step()
+    assert rig.ask(keys) == 3
+
+
+def test_a_tier_is_cleared_once_nothing_moves_there_and_given_no_slot_before() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=16, on=[keys])
+    assert rig.ask(keys) is None
+    (promotion,) = rig.step()
+    rig.core.reset()
+    rig.put(chain("b", 3))
+    assert rig.wait(1.0) == []
+    rig.end(promotion)
+    rig.step()
+    (clear,) = rig.step()
+    assert clear.op is Op.CLEAR
+    rig.put(chain("c", 3))
+    assert rig.wait(1.0) == []
+    rig.end(clear)
+    rig.step()
+    rig.put(chain("d", 3))
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == set(chain("d", 3))
+    assert rig.core.tiers[0].free == 61
+
+
+def test_a_tier_that_cannot_be_cleared_is_asked_again_after_a_pause_and_not_used() -> None:
+    rig = Rig(rows=8, on=[chain("a", 3)])
+    rig.core.reset()
+    (clear,) = rig.step()
+    rig.end(clear, segments=[])
+    rig.step()
+    assert rig.wait(RETRY_PAUSE - 0.2) == []
+    assert rig.ask(chain("a", 3)) == 0
+    (again,) = rig.wait(0.4)
+    assert again.op is Op.CLEAR
+    rig.end(again)
+    rig.step()
+    assert not rig.core.tiers[0].clearing
+
+
+def test_a_second_reset_while_the_first_is_under_way() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.core.reset()
+    rig.core.reset()
+    rig.settle()
+    assert rig.core.pool.free == 8
+    rig.core.reset()
+    (clear,) = rig.step()
+    rig.core.reset()
+    rig.end(clear)
+    rig.settle()
+    assert not rig.core.tiers[0].clearing
+    assert rig.core.tiers[0].free == 64
+
+
+def test_a_row_read_by_two_moves_is_free_only_when_both_have_ended() -> None:
+    rig = Rig(rows=4, on=[(), ()])
+    rig.put(chain("a", 1))
+    first, second = rig.step()
+    assert first.rows == second.rows
+    rig.core.reset()
+    rig.end(first)
+    rig.step()
+    assert (rig.core.pool.free, rig.core.pool.held) == (3, 1)
+    rig.end(second)
+    rig.step()
+    assert (rig.core.pool.free, rig.core.pool.held) == (4, 0)
+
+
+def test_a_segment_that_is_made_during_a_reset_is_used_afterwards() -> None:
+    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2)
+    (grow,) = rig.step()
+    rig.core.reset()
+    rig.end(grow)
+    rig.settle()
+    assert rig.core.tiers[0].segments == 2
+    assert rig.core.tiers[0].free == 8
+
+
+def test_requests_that_waited_start_anew() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.core.reset()
+    assert rig.stats.waiting == 0
+    assert not rig.core._requests
+    rig.settle()
+    assert rig.ask(keys) == 0
+    assert rig.core.pool.busy == 0
+
+
+def test_the_end_of_a_load_from_before_is_stray() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8)
+    rig.put(keys)
+    rig.load(keys)
+    rig.core.reset()
+    rig.core.complete_load(keys, "r")
+    assert rig.stats.stray == 3

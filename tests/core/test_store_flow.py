@@ -1,0 +1,261 @@
+"""How chunks of the device enter host memory, and what happens to calls that match nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.rig import Rig, chain
+
+
+def test_a_store_is_granted_in_prefix_order_with_a_row_for_each_key() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 5)
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys
+    assert len(set(grant.rows)) == 5
+    assert grant.evicted == []
+
+
+def test_what_host_memory_has_is_not_stored_again() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 5)
+    rig.put(keys[:3])
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[3:]
+
+
+def test_what_is_being_stored_is_not_stored_twice() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 2)
+    assert rig.core.prepare_store(keys, "w0") is not None
+    again = rig.core.prepare_store(keys, "w1")
+    assert again is not None
+    assert again.keys == []
+
+
+def test_a_key_given_twice_is_stored_once() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 2)
+    grant = rig.core.prepare_store([keys[0], keys[1], keys[0]], "w")
+    assert grant is not None
+    assert grant.keys == keys
+
+
+def test_a_store_that_failed_leaves_nothing_behind() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 4)
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.complete_store(keys, "w", ok=False)
+    assert rig.core.pool.free == 8
+    assert rig.ask(keys) == 0
+    rig.settle()
+    assert not rig.core.tiers[0].entries
+
+
+def test_a_store_may_fail_in_part() -> None:
+    rig = Rig(rows=8)
+    keys = chain("a", 4)
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.complete_store(keys[:2], "w")
+    rig.core.complete_store(keys[2:], "w", ok=False)
+    rig.step()
+    assert rig.ask(keys) == 2
+
+
+def test_a_store_evicts_and_says_whom() -> None:
+    rig = Rig(rows=4, on=())
+    old, new = chain("a", 4), chain("b", 2)
+    rig.put(old)
+    rig.step()
+    grant = rig.core.prepare_store(new, "w")
+    assert grant is not None
+    assert grant.evicted == [old[3], old[2]], "a chain is shed from its end"
+
+
+def test_a_store_does_not_evict_the_chunks_of_its_own_chain() -> None:
+    rig = Rig(rows=4, on=())
+    keys, others = chain("a", 6), chain("b", 1)
+    rig.put(keys[:3])
+    rig.put(others)
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[3:4]
+    assert grant.evicted == others
+
+
+def test_a_store_larger_than_the_pool_is_granted_for_its_prefix() -> None:
+    rig = Rig(rows=4, on=())
+    keys = chain("a", 9)
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[:4]
+    assert rig.stats.chunks_refused == 5
+
+
+def test_a_store_is_put_off_once_while_room_is_on_its_way_then_gets_what_fits() -> None:
+    rig = Rig(rows=4, on=())
+    busy, keys = chain("busy", 2), chain("a", 4)
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(keys, "w") is None
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[:2]
+    assert rig.stats.stores_put_off == 1
+
+
+def test_a_store_that_was_put_off_gets_everything_once_the_room_is_there() -> None:
+    rig = Rig(rows=4, on=())
+    busy, keys = chain("busy", 2), chain("a", 4)
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(keys, "w") is None
+    rig.core.complete_load(busy, "r")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys
+    assert not rig.core._requests
+
+
+def test_each_request_is_put_off_on_its_own_account() -> None:
+    rig = Rig(rows=4, on=())
+    busy = chain("busy", 2)
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(chain("a", 4), "w0") is None
+    assert rig.core.prepare_store(chain("b", 4), "w1") is None
+
+
+def test_a_request_that_was_put_off_and_finishes_is_forgotten() -> None:
+    rig = Rig(rows=4, on=())
+    busy = chain("busy", 2)
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(chain("a", 4), "w") is None
+    rig.core.on_request_finished("w")
+    assert "w" not in rig.core._requests
+
+
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_a_store_is_never_refused_while_every_row_is_busy(length: int) -> None:
+    rig = Rig(rows=4, on=())
+    busy, keys = chain("busy", 4), chain("a", length)
+    rig.put(busy)
+    rig.load(busy)
+    for _ in range(5):
+        assert rig.core.prepare_store(keys, "w") is None
+        rig.step(1.0)
+    rig.core.complete_load(busy, "r")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[:4]
+    assert rig.stats.chunks_refused == max(0, length - 4)
+
+
+def test_a_chunk_being_stored_belongs_to_the_store_until_it_is_complete() -> None:
+    rig = Rig(rows=2, on=())
+    keys = chain("a", 2)
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.on_request_finished("w")
+    rig.wait(60, each=1.0)
+    assert rig.core.prepare_store(chain("b", 1), "other") is None
+    rig.core.complete_store(keys, "w")
+    rig.step()
+    assert rig.ask(keys) == 2
+
+
+def test_the_end_of_a_store_that_nobody_began_is_counted_and_harmless() -> None:
+    rig = Rig(rows=4)
+    keys = chain("a", 2)
+    rig.core.complete_store(keys, "w")
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.complete_store(keys, "another")
+    assert rig.ask(keys) is None, "it is still being written"
+    rig.core.complete_store(keys, "w")
+    rig.core.complete_store(keys, "w")
+    rig.core.complete_store(keys, "w", ok=False)
+    assert rig.stats.stray == 8
+    rig.settle()
+    assert rig.ask(keys) == 2
+
+
+def test_the_end_of_a_load_that_nobody_began_is_counted_and_harmless() -> None:
+    rig = Rig(rows=4)
+    keys = chain("a", 2)
+    rig.put(keys)
+    rig.load(keys, "r")
+    rig.core.complete_load(keys, "another")
+    rig.core.complete_load([b"unknown"], "r")
+    assert rig.stats.stray == 3
+    assert all(rig.core.pool.chunks[key].status > 0 for key in keys)
+    rig.core.complete_load(keys, "r")
+    rig.core.complete_load(keys, "r")
+    assert rig.stats.stray == 5
+    rig.settle()
+    assert rig.core.pool.busy == 0
+
+
+def test_the_end_of_a_move_that_nobody_began_is_counted_and_harmless() -> None:
+    from kvstore.types import Completion
+
+    rig = Rig(rows=4)
+    rig.core.poll(rig.now, [Completion(12345, [True])])
+    assert rig.stats.stray == 1
+
+
+def test_a_load_goes_on_after_its_request_has_finished() -> None:
+    rig = Rig(rows=2, on=())
+    keys = chain("a", 2)
+    rig.put(keys)
+    rig.load(keys)
+    rig.core.on_request_finished("r")
+    assert rig.core.prepare_store(chain("b", 2), "w") is None, "its rows are being read"
+    rig.core.complete_load(keys, "r")
+    assert not any(chunk.status for chunk in rig.core.pool.chunks.values())
+    assert "r" not in rig.core._requests
+
+
+def test_two_loads_of_one_request_each_hold_their_pins() -> None:
+    rig = Rig(rows=2, on=())
+    keys = chain("a", 2)
+    rig.put(keys)
+    rig.load(keys)
+    rig.load(keys)
+    rig.core.complete_load(keys, "r")
+    assert rig.core.pool.busy == 2
+    rig.core.complete_load(keys, "r")
+    assert rig.core.pool.busy == 0
+
+
+def test_a_load_may_name_a_key_twice_and_end_with_a_set() -> None:
+    rig = Rig(rows=2, on=())
+    keys = chain("a", 2)
+    rig.put(keys)
+    rows = rig.load([keys[0], keys[1], keys[0]])
+    assert rows[0] == rows[2] != rows[1]
+    rig.core.complete_load(set(keys), "r")
+    assert rig.core.pool.busy == 0
+    assert rig.stats.stray == 0
+
+
+def test_what_is_used_stays_longer() -> None:
+    rig = Rig(rows=4, on=())
+    old, young = chain("a", 2), chain("b", 2)
+    rig.put(old)
+    rig.put(young)
+    rig.step()
+    rig.core.touch(old)
+    rig.put(chain("c", 2))
+    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
+
+
+def test_touching_what_is_nowhere_is_harmless() -> None:
+    rig = Rig(rows=4, on=[chain("t", 2)])
+    rig.core.touch([*chain("unknown", 2), *chain("t", 2)])
+    assert list(rig.core.tiers[0].policy.order()) == [chain("t", 2)[1], chain("t", 2)[0]]

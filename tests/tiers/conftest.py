@@ -1,0 +1,83 @@
+"""Fixtures for the tests of the tiers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.tier import TierBench
+from tests.tiers.support import Child, bench_of
+
+OpenBench = Callable[..., TierBench]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A place for a cache; not made yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_bench(folder: Path) -> Iterator[OpenBench]:
+    """Opens the tests' disk tier in `folder`; what is left open is let go of at the end."""
+    benches: list[TierBench] = []
+
+    def open_one(path: Path = folder, **options: Any) -> TierBench:
+        bench = bench_of(path, **options)
+        benches.append(bench)
+        return bench
+
+    yield open_one
+    for bench in benches:
+        bench.abandon()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts other Python processes; those that still live are killed at the end."""
+    children: list[Child] = []
+
+    def start(code: str, *arguments: object) -> Child:
+        started = Child(code, *arguments)
+        children.append(started)
+        return started
+
+    yield start
+    for started in children:
+        started.kill()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts real file systems; skips where this user may not."""
+    places: list[Path] = []
+
+    def make(*arguments: str, name: str = "mounted") -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("mounting a file system needs root")
+        place = tmp_path / name
+        place.mkdir()
+        done = subprocess.run(["mount", *arguments, place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield make
+    for place in reversed(places):
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.fixture
+def small_disk(mount: Callable[..., Path]) -> Callable[[int], Path]:
+    """Makes a file system of so many bytes."""
+
+    def make(size: int) -> Path:
+        return mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", name=f"disk-of-{size}")
+
+    return make

@@ -1,0 +1,137 @@
+"""A small disk tier and what the tests of the disk tier do with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from kvstore.testing.tier import TierBench
+from tiers.disk import DiskTier
+from tiers.disk.format import Geometry
+from tiers.disk.namespace import Namespace
+
+CHUNK = 8000
+SLOT = 8192
+SLOTS = 8
+GEOMETRY = Geometry(SLOTS, SLOT, CHUNK)
+SEGMENT = GEOMETRY.file_bytes
+ROWS = 16
+NAMESPACE = Namespace.of("tiny", {"model": "tiny", "dtype": "bf16"})
+
+
+def disk_tier(path: Path, *, segments: int = 3, **options: Any) -> DiskTier:
+    """A tier in `path` for chunks of `CHUNK` bytes, `SLOTS` to a segment."""
+    options = {"capacity_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, **options}
+    namespace = options.pop("namespace", NAMESPACE)
+    return DiskTier(path, namespace, CHUNK, options.pop("capacity_bytes"), **options)
+
+
+def bench_of(path: Path, **options: Any) -> TierBench:
+    """An open tier with host memory beside it."""
+    return TierBench(disk_tier(path, **options), ROWS, SLOT, CHUNK)
+
+
+def lane_of(path: Path, number: int = 0) -> Path:
+    """The folder of a lane."""
+    return path / NAMESPACE.name / f"lane-{number}"
+
+
+def segment_of(path: Path, number: int = 0) -> Path:
+    """A segment file of lane 0."""
+    return lane_of(path) / f"segment-{number}.safetensors"
+
+
+def lane_bytes(path: Path) -> int:
+    """Size of all that lies in lane 0, its lock excepted."""
+    return sum(
+        file.lstat().st_size for file in lane_of(path).iterdir() if file.name not in ("lock",)
+    )
+
+
+def flip(file: Path, offset: int, mask: int = 0x01) -> None:
+    """Flip bits of one byte of a file."""
+    with open(file, "r+b") as handle:
+        handle.seek(offset)
+        (byte,) = handle.read(1)
+        handle.seek(offset)
+        handle.write(bytes([byte ^ mask]))
+
+
+PREAMBLE = """
+import asyncio, os, signal, sys, time
+from pathlib import Path
+from kvstore.errors import KVStoreError
+from kvstore.testing.tier import TierBench, key_of
+from tiers.disk import DiskTier
+from tiers.disk.namespace import Namespace
+from tiers.pinned import PinnedRegion
+
+def say(*words):
+    print(*words, flush=True)
+
+def bench(path, **options):
+    namespace = Namespace({name!r}, {identity!r})
+    options = dict(segment_bytes={segment}) | options
+    tier = DiskTier(Path(path), namespace, {chunk}, {capacity}, **options)
+    return TierBench(tier, {rows}, {slot}, {chunk})
+"""
+
+
+class Child:
+    """Another Python process that runs `code` and talks over its standard streams.
+
+    `code` finds `say` to print a line, `bench` to open the tests' tier, and its
+    arguments in ``sys.argv[1:]``.
+    """
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        preamble = PREAMBLE.format(
+            name=NAMESPACE.name,
+            identity=dict(NAMESPACE.identity),
+            segment=SEGMENT,
+            capacity=3 * SEGMENT,
+            chunk=CHUNK,
+            slot=SLOT,
+            rows=ROWS,
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        self.pid = self._process.pid
+
+    def line(self) -> str:
+        """The next line that the child says; empty when it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def answer(self, text: str = "") -> None:
+        """Send the child one line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(text + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._close()
+
+    def end(self) -> int:
+        """Close its standard input and wait; returns the exit status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._close()
+
+    def _close(self) -> int:
+        status = self._process.wait(30)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        return status

@@ -1,0 +1,276 @@
+"""Format 1: headers, records, and what other programs see."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import ForeignFileError
+from kvstore.testing.tier import key_of
+from kvstore.types import MAX_KEY_BYTES
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of
+from tiers.disk.format import (
+    ALIGN,
+    RECORD_BYTES,
+    Geometry,
+    Header,
+    decode_records,
+    encode_header,
+    encode_records,
+    parse_header,
+    segment_seed,
+)
+
+SEGMENT_ID = "00112233445566778899aabbccddeeff"
+SEED = segment_seed(SEGMENT_ID)
+
+keys = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
+digests = st.binary(min_size=16, max_size=16)
+segment_ids = st.binary(min_size=16, max_size=16).map(bytes.hex)
+
+
+def one_record(key: bytes = b"a key\0\0\0\0", slot: int = 3) -> bytes:
+    return encode_records([key], slot, 41, CHUNK, [bytes(range(16))], SEED)
+
+
+# -- records -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(keys, digests), min_size=1, max_size=20),
+    st.integers(0, 2**31),
+    st.integers(0, 2**62),
+    st.integers(1, 2**40),
+    segment_ids,
+)
+def test_records_read_back_as_they_were_written(
+    chunks: list[tuple[bytes, bytes]], first: int, sequence: int, length: int, segment_id: str
+) -> None:
+    seed = segment_seed(segment_id)
+    its_keys, its_digests = [key for key, _ in chunks], [digest for _, digest in chunks]
+    raw = encode_records(its_keys, first, sequence, length, its_digests, seed)
+    assert len(raw) == RECORD_BYTES * len(chunks)
+    live = decode_records(raw, first, length, seed)
+    assert live.keys() == its_keys
+    assert live.digests() == its_digests
+    assert live.slots == list(range(first, first + len(chunks)))
+    assert live.records["sequence"].tolist() == list(range(sequence, sequence + len(chunks)))
+    assert live.damaged == []
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_record_with_a_flipped_bit_is_valid(bit: int) -> None:
+    for byte in range(RECORD_BYTES):
+        raw = bytearray(one_record())
+        raw[byte] ^= 1 << bit
+        live = decode_records(bytes(raw), 3, CHUNK, SEED)
+        assert live.slots == []
+        assert live.damaged == [3]
+
+
+@given(keys, digests, st.integers(0, RECORD_BYTES * 8 - 1))
+def test_no_flipped_bit_makes_another_record_of_any_record(
+    key: bytes, digest: bytes, bit: int
+) -> None:
+    raw = bytearray(encode_records([key], 0, 7, CHUNK, [digest], SEED))
+    raw[bit // 8] ^= 1 << bit % 8
+    assert decode_records(bytes(raw), 0, CHUNK, SEED).slots == []
+
+
+@given(st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES * 8))
+def test_random_bytes_are_no_records(raw: bytes) -> None:
+    assert decode_records(raw, 0, CHUNK, SEED).slots == []
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_a_record_is_valid_in_its_own_slot_alone(slot: int, other: int) -> None:
+    live = decode_records(one_record(slot=slot), other, CHUNK, SEED)
+    assert live.slots == ([slot] if slot == other else [])
+
+
+@given(segment_ids, segment_ids)
+def test_a_record_is_valid_in_its_own_segment_alone(ours: str, theirs: str) -> None:
+    raw = encode_records([b"key"], 0, 0, CHUNK, [bytes(16)], segment_seed(ours))
+    live = decode_records(raw, 0, CHUNK, segment_seed(theirs))
+    assert live.slots == ([0] if segment_seed(ours) == segment_seed(theirs) else [])
+
+
+def test_a_record_of_another_payload_length_is_damaged() -> None:
+    assert decode_records(one_record(), 3, CHUNK + 1, SEED).damaged == [3]
+
+
+def test_zeros_are_empty_slots_and_not_damage() -> None:
+    live = decode_records(bytes(RECORD_BYTES * 5), 0, CHUNK, SEED)
+    assert live.slots == live.damaged == live.keys() == live.digests() == []
+
+
+def test_a_damaged_record_costs_its_neighbours_nothing() -> None:
+    raw = bytearray(encode_records([b"a", b"b", b"c"], 0, 0, CHUNK, [bytes(16)] * 3, SEED))
+    raw[RECORD_BYTES + 70] ^= 0x80
+    live = decode_records(bytes(raw), 0, CHUNK, SEED)
+    assert live.keys() == [b"a", b"c"]
+    assert live.slots == [0, 2]
+    assert live.damaged == [1]
+
+
+@pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, RECORD_BYTES + 1])
+def test_records_that_are_cut_off_are_not_there(size: int) -> None:
+    raw = encode_records([b"a", b"b"], 0, 0, CHUNK, [bytes(16)] * 2, SEED)[:size]
+    assert decode_records(raw, 0, CHUNK, SEED).slots == list(range(size // RECORD_BYTES))
+
+
+# -- headers -------------------------------------------------------------------------------
+
+geometries = st.builds(
+    lambda slots, pages, short: Geometry(slots, pages * ALIGN, pages * ALIGN - short),
+    st.integers(1, 2**24),
+    st.integers(1, 2**20),
+    st.integers(0, ALIGN - 1),
+)
+headers = st.builds(
+    Header, st.binary(min_size=32, max_size=32).map(bytes.hex), segment_ids, geometries
+)
+
+
+@given(headers)
+def test_a_header_reads_back_as_it_was_written(header: Header) -> None:
+    page = encode_header(header)
+    assert len(page) == ALIGN
+    assert parse_header(page, "segment") == header
+
+
+@given(headers, st.integers(0, ALIGN * 8 - 1))
+def test_a_header_with_a_flipped_bit_is_refused_or_reads_as_another(
+    header: Header, bit: int
+) -> None:
+    page = bytearray(encode_header(header))
+    page[bit // 8] ^= 1 << bit % 8
+    try:
+        found = parse_header(bytes(page), "segment-7")
+    except ForeignFileError as error:
+        assert "segment-7" in str(error)
+    else:
+        # Another name is another segment: what was stored under this one is not served.
+        assert found != header
+        assert (found.geometry.slots, found.geometry.slot_bytes) == (
+            header.geometry.slots,
+            header.geometry.slot_bytes,
+        )
+
+
+def page_of(text: str | bytes) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return (struct.pack("<Q", ALIGN - 8) + raw.ljust(ALIGN - 8))[:ALIGN]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.binary(max_size=ALIGN + 50)
+    | st.binary(max_size=ALIGN).map(page_of)
+    | json_values.map(json.dumps).map(page_of)
+    | st.integers(0, 2000).map(lambda depth: page_of("[" * depth))
+)
+def test_whatever_is_no_header_is_a_foreign_file_and_nothing_worse(page: bytes) -> None:
+    with pytest.raises(ForeignFileError):
+        parse_header(page, "segment-0")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_header_with_any_other_value_is_a_foreign_file_and_nothing_worse(
+    data: st.DataObject,
+) -> None:
+    told = json.loads(encode_header(Header("ab" * 32, SEGMENT_ID, Geometry(8, SLOT, CHUNK)))[8:])
+    metadata = told["__metadata__"]
+    name = data.draw(st.sampled_from(sorted(metadata)))
+    old = metadata[name]
+    metadata[name] = data.draw(
+        json_values
+        | st.integers().map(str)
+        | st.sampled_from(["\u00e9" * 700, "9" * 900, "1" + "0" * 400, 1e308 * 10, "-1", "8 ", "08"])
+    )
+    page = page_of(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    if metadata[name] == old:
+        return
+    with pytest.raises(ForeignFileError):
+        parse_header(page, "segment-0")
+
+
+def test_a_newer_version_is_refused_by_name() -> None:
+    told = json.loads(encode_header(Header("ab" * 32, SEGMENT_ID, Geometry(8, SLOT, CHUNK)))[8:])
+    told["__metadata__"]["version"] = "2"
+    with pytest.raises(ForeignFileError, match="format version 2; this program reads version 1"):
+        parse_header(page_of(json.dumps(told)), "segment-0")
+
+
+# -- sizes ---------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32), st.integers(1, 2**11))
+def test_a_geometry_fills_the_segment_and_never_exceeds_it(size: int, pages: int) -> None:
+    slot = pages * ALIGN
+    geometry = Geometry.fitting(size, slot, slot)
+    if geometry.slots:
+        assert geometry.file_bytes <= size
+    assert Geometry(geometry.slots + 1, slot, slot).file_bytes > size
+    assert geometry.blocks_offset % ALIGN == 0
+
+
+# -- what others see -----------------------------------------------------------------------
+
+
+async def test_a_segment_is_a_safetensors_file(folder: Path, open_bench: OpenBench) -> None:
+    bench = open_bench()
+    await bench.store([key_of(5)], [2])
+    with safetensors.safe_open(segment_of(folder), "numpy") as file:
+        assert {"index", "blocks"} <= set(file.keys()) <= {"index", "blocks", "padding"}
+        index, blocks = file.get_tensor("index"), file.get_tensor("blocks")
+        metadata = file.metadata()
+    assert index.dtype == blocks.dtype == np.uint8
+    assert index.shape == (SLOTS, RECORD_BYTES)
+    assert blocks.shape == (SLOTS, SLOT)
+    assert metadata["format"] == "kvstore segment"
+    assert bytes(blocks[2]) == bytes(bench.region.row(0))
+    live = decode_records(index.tobytes(), 0, CHUNK, segment_seed(metadata["segment"]))
+    assert live.slots == [2]
+    assert live.keys() == [key_of(5)]
+
+
+@pytest.mark.parametrize("slots", [1, 7, 32, 33])
+def test_any_number_of_slots_makes_a_safetensors_file(tmp_path: Path, slots: int) -> None:
+    geometry = Geometry(slots, ALIGN, 100)
+    file = tmp_path / "segment-0.safetensors"
+    with open(file, "wb") as handle:
+        handle.write(encode_header(Header("ab" * 32, SEGMENT_ID, geometry)))
+        handle.truncate(geometry.file_bytes)
+    tensors: dict[str, Any] = safetensors.numpy.load_file(file)
+    assert tensors["index"].shape == (slots, RECORD_BYTES)
+    assert tensors["blocks"].shape == (slots, ALIGN)
+
+
+async def test_keys_that_end_in_zeros_are_whole_for_other_readers(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    its_keys = [b"hash" + b"\0" * count for count in range(5)]
+    await bench.store(its_keys, range(5))
+    with safetensors.safe_open(segment_of(folder), "numpy") as file:
+        raw = file.get_tensor("index").tobytes()
+        seed = segment_seed(file.metadata()["segment"])
+    assert decode_records(raw, 0, CHUNK, seed).keys() == its_keys

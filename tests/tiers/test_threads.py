@@ -1,0 +1,255 @@
+"""The I/O threads: order, wake-ups, cancellation, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tiers.disk.threads import IOThreads
+
+Pool = Callable[[int], IOThreads]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Starts threads that end with the test."""
+    pools: list[IOThreads] = []
+
+    def start(count: int) -> IOThreads:
+        pools.append(IOThreads(count, "test"))
+        return pools[-1]
+
+    yield start
+    for threads in pools:
+        assert threads.close(), "an I/O thread did not end"
+
+
+class Gate:
+    """An operation that has begun, and ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.opened = threading.Event()
+        self.ended = False
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.opened.wait(10)
+        self.ended = True
+        return "through"
+
+
+async def begun(gate: Gate) -> None:
+    """Wait until a thread is at the gate; the loop goes on meanwhile."""
+    assert await asyncio.to_thread(gate.begun.wait, 10)
+
+
+async def test_results_come_in_the_order_of_the_operations(pool: Pool) -> None:
+    def operation(n: int) -> int:
+        time.sleep(0.002 * (5 - n))
+        return n
+
+    results = await pool(4).run([lambda n=n: operation(n) for n in range(5)], load=True)
+    assert results == [0, 1, 2, 3, 4]
+
+
+async def test_operations_of_one_job_run_at_the_same_time(pool: Pool) -> None:
+    together = threading.Barrier(3)
+    results = await pool(3).run([lambda: together.wait(10)] * 3, load=False)
+    assert sorted(results) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("load", [True, False])
+async def test_a_job_of_no_operations_is_done_at_once(pool: Pool, load: bool) -> None:
+    job = asyncio.ensure_future(pool(1).run([], load=load))
+    done, _ = await asyncio.wait({job}, timeout=5)
+    assert done, "an empty job never ends"
+    assert job.result() == []
+
+
+async def test_loads_overtake_stores_that_wait(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    order: list[str] = []
+    first = asyncio.ensure_future(threads.run([gate], load=False))
+    await begun(gate)
+    stores = [
+        asyncio.ensure_future(threads.run([lambda: order.append("store")] * 3, load=False))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    load = asyncio.ensure_future(threads.run([lambda: order.append("load")] * 2, load=True))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(first, load, *stores)
+    assert order == ["load"] * 2 + ["store"] * 6
+
+
+async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
+    threads = pool(4)
+    loop = asyncio.get_running_loop()
+    wake_ups: list[Any] = []
+    wake = loop.call_soon_threadsafe
+
+    def counted(callback: Callable[..., object], *args: Any, **options: Any) -> asyncio.Handle:
+        wake_ups.append(callback)
+        return wake(callback, *args, **options)
+
+    loop.call_soon_threadsafe = counted  # type: ignore[assignment]
+    await threads.run([lambda: None] * 100, load=True)
+    assert len(wake_ups) == 1
+
+
+async def test_the_loop_is_free_while_operations_block(pool: Pool) -> None:
+    gate = Gate()
+    job = asyncio.ensure_future(pool(1).run([gate], load=True))
+    await begun(gate)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not job.done()
+    gate.opened.set()
+    assert await job == ["through"]
+
+
+async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) -> None:
+    gate = Gate()
+    job = asyncio.ensure_future(pool(1).run([gate], load=True))
+    await begun(gate)
+    for _ in range(3):
+        job.cancel()
+        done, _ = await asyncio.wait({job}, timeout=0.01)
+        assert not done
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert gate.ended
+
+
+async def test_operations_of_a_cancelled_job_that_had_not_begun_still_run(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    ran: list[int] = []
+    job = asyncio.ensure_future(threads.run([gate, lambda: ran.append(1)], load=False))
+    await begun(gate)
+    job.cancel()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert ran == [1]
+
+
+async def test_an_operation_that_raises_fails_its_job_and_no_other(pool: Pool) -> None:
+    threads = pool(1)
+
+    def broken() -> None:
+        raise ZeroDivisionError("a fault in the tier")
+
+    ran: list[int] = []
+    job = asyncio.ensure_future(threads.run([broken, lambda: ran.append(1)], load=True))
+    done, _ = await asyncio.wait({job}, timeout=5)
+    assert done, "the job of an operation that raised never ends"
+    with pytest.raises(ZeroDivisionError):
+        job.result()
+    assert ran == [1], "the job ended before all of its operations had"
+    assert await threads.run([lambda: "alive"], load=True) == ["alive"]
+
+
+async def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(pool: Pool) -> None:
+    class Memory:
+        pass
+
+    threads, memory = pool(1), Memory()
+    gone = weakref.ref(memory)
+    await threads.run([lambda m=memory: None], load=True)
+    del memory
+    for _ in range(100):
+        gc.collect()
+        if gone() is None:
+            break
+        await asyncio.sleep(0.005)
+    assert gone() is None
+
+
+async def test_idle_waits_for_jobs_and_not_for_those_who_asked(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    job = asyncio.ensure_future(threads.run([gate], load=True))
+    await begun(gate)
+    idle = asyncio.ensure_future(threads.idle())
+    done, _ = await asyncio.wait({idle}, timeout=0.01)
+    assert not done
+    gate.opened.set()
+    await asyncio.wait_for(idle, 5)
+    assert await job == ["through"]
+    await asyncio.wait_for(threads.idle(), 5)
+
+
+async def test_close_lets_queued_operations_end(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    ran: list[int] = []
+    job = asyncio.ensure_future(threads.run([gate, *[lambda: ran.append(1)] * 5], load=False))
+    await begun(gate)
+    closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
+    await asyncio.sleep(0.01)
+    gate.opened.set()
+    assert await closing
+    await job
+    assert ran == [1] * 5
+
+
+async def test_a_closed_pool_takes_no_job(pool: Pool) -> None:
+    threads = pool(1)
+    assert threads.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await threads.run([lambda: None], load=True)
+
+
+async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool) -> None:
+    threads, gates = pool(3), [Gate(), Gate(), Gate()]
+    job = asyncio.ensure_future(threads.run(gates, load=True))
+    for gate in gates:
+        await begun(gate)
+    start = time.monotonic()
+    assert not await asyncio.to_thread(threads.close, 0.2)
+    assert time.monotonic() - start < 0.2 * 3, "the time was given for all threads together"
+    for gate in gates:
+        gate.opened.set()
+    await job
+
+
+def test_an_operation_that_outlives_its_loop_does_no_harm(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    loop = asyncio.new_event_loop()
+    job = loop.create_task(threads.run([gate], load=True))
+    loop.run_until_complete(begun(gate))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gate.opened.set()
+    other = asyncio.new_event_loop()
+    try:
+        assert other.run_until_complete(threads.run([lambda: 1], load=True)) == [1]
+    finally:
+        other.close()
+    assert not job.done()
+    job.cancel()
+
+
+def test_a_stuck_operation_does_not_keep_the_process_from_exiting() -> None:
+    code = """
+import asyncio, threading
+from tiers.disk.threads import IOThreads
+async def main():
+    threads = IOThreads(2, "stuck")
+    asyncio.ensure_future(threads.run([threading.Event().wait], load=True))
+    await asyncio.sleep(0.05)
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True)
+    assert done.returncode == 0

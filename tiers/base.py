@@ -1,0 +1,93 @@
+"""The contract of a slower tier.
+
+A tier stores chunks of one fixed size in numbered slots and copies them to
+and from rows of one host region. It decides nothing: which key goes to which
+slot, who leaves and what is fetched is told to it.
+
+The caller guarantees:
+
+* `open` is called once, before anything else, and `close` once, at the end;
+* a row that is named in a running `read` is not touched by anybody else, and a
+  row in a running `write` is not written;
+* no two running calls name the same slot, unless all of them are reads.
+
+The tier guarantees:
+
+* `open` reports each chunk that an earlier process was told had been written,
+  and nothing that cannot be told apart from such a chunk;
+* `read` says True for a block only when its row holds exactly the bytes that
+  were written under that key; a block that fails fails alone;
+* `write` says True only when the chunk will be reported by the next `open`,
+  also when this process is killed right after;
+* neither raises because the medium is slow, full or broken;
+* its event loop is never blocked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.types import TierOpening
+from tiers.pinned import PinnedRegion
+
+__all__ = ["Tier", "Transfer"]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The outcome of a `read` or `write`: one flag per key, and what went wrong in words."""
+
+    ok: list[bool]
+    error: str | None = None
+
+
+class Tier(ABC):
+    """See the module's text."""
+
+    @abstractmethod
+    def open(self, region: PinnedRegion) -> TierOpening:
+        """Take possession of the medium. May block; called before the engine runs.
+
+        Raises:
+            KVStoreError: if the medium cannot be used; says which and why.
+        """
+
+    @abstractmethod
+    async def read(
+        self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+    ) -> Transfer:
+        """Copy `slots` to `rows`, verified against `keys`."""
+
+    @abstractmethod
+    async def write(
+        self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+    ) -> Transfer:
+        """Copy `rows` to `slots` under `keys`. What the slots held before is lost."""
+
+    @abstractmethod
+    async def grow(self) -> tuple[int | None, str | None]:
+        """Make one more segment ready; returns its number, or None and why that cannot be now."""
+
+    @abstractmethod
+    async def clear(self) -> list[int] | None:
+        """Forget all chunks, durably; returns the segments that are empty now, None on failure."""
+
+    @abstractmethod
+    async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
+        """Finish what runs and let go of the medium.
+
+        Args:
+            coldest_first: the (key, slot) that are valid now, in the order of
+                recency that the next `open` should report.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of the medium at once, with nothing running; may block shortly."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """Kind, place, size and means in a few words, for the line in the log at start."""

@@ -1,0 +1,5 @@
+"""The disk tier: segments, slots, records, recovery."""
+
+from tiers.disk.tier import DiskTier
+
+__all__ = ["DiskTier"]

@@ -1,0 +1,74 @@
+"""How bytes are moved between a file and memory: one small interface."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["IOV_MAX", "IOBackend", "read_whole", "write_whole"]
+
+IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+"""Most buffers that one vectored call takes."""
+
+
+class IOBackend(ABC):
+    """Moves extents: one call for many neighbouring slots.
+
+    All calls block, release the GIL while they do, and may run in several
+    threads at once. Buffers and offsets are multiples of 4096.
+    """
+
+    name: str
+
+    @abstractmethod
+    def open(self, path: Path) -> int:
+        """A descriptor for `read` and `write` on an existing file."""
+
+    @abstractmethod
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` from `offset` on. Returns the bytes read; fewer at the end of the file.
+
+        Raises:
+            OSError: as the system says.
+        """
+
+    @abstractmethod
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write `buffers` at `offset`, all of them.
+
+        Raises:
+            OSError: as the system says; part may have been written then.
+        """
+
+
+def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """``preadv`` until all buffers are full or the file ends."""
+    total = sum(len(buffer) for buffer in buffers)
+    done = 0
+    while done < total:
+        count = os.preadv(fd, _rest(buffers, done), offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def write_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """``pwritev`` until all buffers are written."""
+    total = sum(len(buffer) for buffer in buffers)
+    done = 0
+    while done < total:
+        done += os.pwritev(fd, _rest(buffers, done), offset + done)
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    if not done:
+        return buffers
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest

@@ -1,0 +1,118 @@
+"""Lanes: one writing process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+import weakref
+from pathlib import Path
+
+from kvstore.errors import LaneBusyError, PathUnusableError
+from tiers.disk.namespace import make_folder
+
+__all__ = ["MAX_LANES", "Lane", "lane_folders", "lane_owner"]
+
+MAX_LANES = 64
+LOCK_NAME = "lock"
+LOCK_ATTEMPTS = 10
+
+
+class Lane:
+    """A lane that this process owns until `release`, or its end."""
+
+    def __init__(self, folder: Path, number: int, lock: int) -> None:
+        self.folder = folder
+        self.number = number
+        self._lock: int | None = lock
+        _owned.add(self)
+
+    @classmethod
+    def acquire(cls, namespace: Path, number: int | None = None) -> Lane:
+        """Own lane `number`, or the first that is free.
+
+        Raises:
+            LaneBusyError: if the lane, or every lane, is owned by a living process.
+            PathUnusableError: if the folder cannot be used.
+        """
+        candidates = range(MAX_LANES) if number is None else (number,)
+        for candidate in candidates:
+            folder = namespace / f"lane-{candidate}"
+            make_folder(folder)
+            lock = _lock(folder)
+            if lock is not None:
+                return cls(folder, candidate, lock)
+        if number is None:
+            raise LaneBusyError(f"all {MAX_LANES} lanes of {namespace} are in use")
+        owner = lane_owner(folder)
+        raise LaneBusyError(f"lane {number} of {namespace} is in use by process {owner or '?'}")
+
+    def release(self) -> None:
+        """Let others own the lane."""
+        _owned.discard(self)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+_owned: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    # A forked child must not keep the lanes of its parent locked.
+    for lane in list(_owned):
+        lane.release()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def lane_folders(namespace: Path) -> list[tuple[int, Path]]:
+    """The lanes of a namespace that exist, by number."""
+    lanes = []
+    for folder in namespace.iterdir():
+        match = re.fullmatch(r"lane-(\d{1,4})", folder.name)
+        if match and folder.is_dir() and not folder.is_symlink():
+            lanes.append((int(match[1]), folder))
+    return sorted(lanes)
+
+
+def lane_owner(folder: Path) -> int | None:
+    """The process that owns the lane now, or None."""
+    with contextlib.suppress(OSError, ValueError):
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(os.read(fd, 32) or b"0") or None
+        finally:
+            os.close(fd)
+    return None
+
+
+def _lock(folder: Path) -> int | None:
+    try:
+        fd = os.open(
+            folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+    except OSError as error:
+        raise PathUnusableError(
+            f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"
+        ) from error
+    for attempt in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # `lane_owner` of another process holds the lock for an instant.
+            if attempt == LOCK_ATTEMPTS - 1:
+                os.close(fd)
+                return None
+            time.sleep(0.005)
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd

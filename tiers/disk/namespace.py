@@ -1,0 +1,176 @@
+"""Namespaces: bytes that may be exchanged, and a folder that says whose they are."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ForeignFileError, NamespaceMismatchError, PathUnusableError
+
+__all__ = ["Namespace", "make_folder", "read_namespace"]
+
+FILE_NAME = "namespace.json"
+MAX_FILE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One model, dtype, layout and parallel shape.
+
+    Attributes:
+        name: the folder's name; letters, digits, ``.``, ``_`` and ``-``.
+        identity: everything that must be equal for bytes to be exchanged.
+            Values are JSON scalars, lists or mappings.
+    """
+
+    name: str
+    identity: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, label: str, identity: Mapping[str, Any]) -> Namespace:
+        """A namespace named after `label` and the digest of `identity`."""
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")[-64:].lstrip("-.") or "kv"
+        return cls(f"{slug}-{_digest(identity)[:12]}", identity)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the identity in canonical JSON, in hex: what segments carry."""
+        return _digest(self.identity)
+
+    def establish(self, root: Path) -> Path:
+        """Make sure that ``root/name`` exists and is this namespace; returns the folder.
+
+        Raises:
+            NamespaceMismatchError: if the folder belongs to another identity.
+            PathUnusableError: if it cannot be made, read or written.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
+            raise PathUnusableError(
+                f"namespace name {self.name!r}: allowed are up to 128 letters, digits, "
+                "'.', '_' and '-', not beginning with '.' or '-'"
+            )
+        make_folder(root)
+        folder = root / self.name
+        make_folder(folder)
+        told = {
+            "format": "kvstore namespace",
+            "version": 1,
+            "digest": self.digest,
+            "identity": self.identity,
+        }
+        file = folder / FILE_NAME
+        if not os.path.lexists(file):
+            self._publish(file, told)
+        found = read_namespace(folder)
+        if found.get("digest") != self.digest or found.get("identity") != _plain(self.identity):
+            raise NamespaceMismatchError(
+                f"{folder} belongs to another namespace: {_difference(found, self.identity)}. "
+                "Choose another path or namespace name, or remove the folder"
+            )
+        return folder
+
+    @staticmethod
+    def _publish(file: Path, told: Mapping[str, Any]) -> None:
+        temporary = file.with_name(f".{FILE_NAME}.{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as handle:
+                json.dump(told, handle, indent=2, sort_keys=True)
+                handle.write("\n")
+                handle.flush()
+                os.fsync(handle.fileno())
+            try:
+                os.link(temporary, file)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                # Some file systems have no hard links.
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                os.rename(temporary, file)
+        except OSError as error:
+            raise PathUnusableError(f"{file}: cannot be written ({error.strerror})") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_namespace(folder: Path) -> dict[str, Any]:
+    """What ``namespace.json`` in `folder` says.
+
+    Raises:
+        ForeignFileError: if it is not a namespace file of this format.
+        PathUnusableError: if it cannot be read.
+    """
+    file = folder / FILE_NAME
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as handle:
+            raw = handle.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        if len(raw) > MAX_FILE_BYTES:
+            raise ValueError("too large")
+        found = json.loads(raw)
+        if not isinstance(found, dict) or found["format"] != "kvstore namespace":
+            raise ValueError("another format")
+        if found["version"] != 1:
+            raise ForeignFileError(
+                f"{file}: version {found['version']}; this program reads version 1"
+            )
+        if not isinstance(found["digest"], str) or not isinstance(found["identity"], dict):
+            raise ValueError("incomplete")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ForeignFileError(f"{file}: not a namespace file ({error})") from error
+    return found
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` (mode 0700) if it does not exist, and check that it can be used.
+
+    Raises:
+        PathUnusableError: if it is a file or a symbolic link, or cannot be made or written.
+    """
+    try:
+        if folder.is_symlink():
+            raise PathUnusableError(f"{folder} is a symbolic link; give the folder itself")
+        if folder.exists() and not folder.is_dir():
+            raise PathUnusableError(f"{folder} is a file, not a folder")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PathUnusableError(f"{folder} is not writable by this user")
+        # Root may pass the check above on a read-only file system.
+        probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    except PathUnusableError:
+        raise
+    except OSError as error:
+        raise PathUnusableError(f"{folder} cannot be used: {error.strerror}") from error
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _difference(found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    theirs, ours = found["identity"], _plain(identity)
+    differing = [
+        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+    return "; ".join(differing) or "its digest does not match its identity"

@@ -1,0 +1,123 @@
+"""Opening a lane: from files to entries, reading only headers and index tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import ForeignFileError
+from tiers.disk.format import Geometry, LiveRecords, decode_records
+from tiers.disk.io import IOBackend
+from tiers.disk.segment import Segment, read_header, remove_leftovers, segment_files
+
+__all__ = ["Recovered", "recover"]
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a lane held.
+
+    Attributes:
+        segments: open segments, by number.
+        entries: (key, slot) coldest first; slot = segment number x slots + slot within.
+        sequence: higher than that of every record found.
+        foreign: files that occupy space but cannot be used, with the reason.
+        foreign_bytes: their size.
+        damaged: records that were neither empty nor valid.
+        removed: names of leftovers and surplus segments that were removed.
+    """
+
+    segments: dict[int, Segment]
+    entries: list[tuple[bytes, int]]
+    sequence: int
+    foreign: list[str]
+    foreign_bytes: int
+    damaged: int
+    removed: list[str]
+
+
+def lane_geometry(folder: Path, namespace: str, wanted: Geometry) -> Geometry:
+    """The geometry that the lane's segments have; `wanted` where there are none.
+
+    Segments keep the number of slots they were made with, so a lane goes on
+    with what it has when the configuration asks for another segment size.
+    """
+    for _, path in segment_files(folder):
+        try:
+            header = read_header(path)
+        except ForeignFileError:
+            continue
+        found = header.geometry
+        same = (wanted.slot_bytes, wanted.chunk_bytes) == (found.slot_bytes, found.chunk_bytes)
+        if header.namespace == namespace and same:
+            return found
+    return wanted
+
+
+def recover(
+    folder: Path, namespace: str, geometry: Geometry, capacity_bytes: int, backend: IOBackend
+) -> Recovered:
+    """Open the segments of a lane and find what they hold.
+
+    Files that are no segments of this lane are left alone and count against
+    the capacity. When the lane holds more segments than the capacity allows,
+    those whose chunks are coldest are removed.
+    """
+    removed = remove_leftovers(folder)
+    segments: dict[int, Segment] = {}
+    found: dict[int, LiveRecords] = {}
+    foreign: list[str] = []
+    foreign_bytes = 0
+    damaged = 0
+    for number, path in segment_files(folder):
+        try:
+            segment = Segment.open(path, namespace, geometry, backend)
+        except (ForeignFileError, OSError) as error:
+            foreign.append(str(error))
+            foreign_bytes += path.lstat().st_size
+            continue
+        raw = segment.read_records(0, geometry.slots)
+        records = decode_records(raw, 0, geometry.chunk_bytes, segment.seed)
+        for slot in records.damaged:
+            segment.erase_records(slot, 1)
+        damaged += len(records.damaged)
+        segments[number] = segment
+        found[number] = records
+    while segments and len(segments) * geometry.file_bytes + foreign_bytes > capacity_bytes:
+        coldest = min(segments, key=lambda number: _warmth(found[number]))
+        segment = segments.pop(coldest)
+        del found[coldest]
+        segment.close()
+        segment.path.unlink()
+        removed.append(segment.path.name)
+    entries, sequence = _entries(found, geometry.slots)
+    return Recovered(segments, entries, sequence, foreign, foreign_bytes, damaged, removed)
+
+
+def _warmth(records: LiveRecords) -> int:
+    return int(records.records["sequence"].max()) if len(records.slots) else -1
+
+
+def _entries(
+    found: dict[int, LiveRecords], slots_per_segment: int
+) -> tuple[list[tuple[bytes, int]], int]:
+    keys: list[bytes] = []
+    slots: list[int] = []
+    sequences: list[np.ndarray[tuple[int], np.dtype[np.uint64]]] = []
+    for number, records in found.items():
+        keys += records.keys()
+        slots += [number * slots_per_segment + slot for slot in records.slots]
+        sequences.append(records.records["sequence"])
+    if not keys:
+        return [], 0
+    sequence = np.concatenate(sequences)
+    order = np.argsort(sequence, kind="stable").tolist()
+    newest: dict[bytes, int] = {}
+    for index in order:
+        key = keys[index]
+        # The last one of a key is the one that counts, also for its place in the order.
+        newest.pop(key, None)
+        newest[key] = slots[index]
+    return list(newest.items()), int(sequence.max()) + 1

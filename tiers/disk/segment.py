@@ -1,0 +1,187 @@
+"""One segment file: made whole or not at all, opened only when it is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from pathlib import Path
+
+from kvstore.errors import ForeignFileError
+from tiers.disk.format import (
+    ALIGN,
+    RECORD_BYTES,
+    Geometry,
+    Header,
+    encode_header,
+    parse_header,
+    segment_seed,
+)
+from tiers.disk.io import IOBackend
+
+__all__ = ["Segment", "read_header", "segment_files"]
+
+_NAME = re.compile(r"segment-(\d{1,9})\.safetensors")
+_TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp")
+
+
+class Segment:
+    """An open segment of a lane that this process owns.
+
+    `data` moves slots, by the backend's way; `meta` moves records, through the
+    page cache: writing a record is a copy to memory that outlives the process.
+
+    Attributes:
+        number: its number within the lane, part of the file's name.
+        seed: seeds the CRC of its records.
+    """
+
+    def __init__(self, number: int, path: Path, header: Header, data: int, meta: int) -> None:
+        self.number = number
+        self.path = path
+        self.header = header
+        self.geometry = header.geometry
+        self.seed = segment_seed(header.segment_id)
+        self.data = data
+        self.meta = meta
+
+    @classmethod
+    def create(
+        cls, folder: Path, number: int, namespace: str, geometry: Geometry, backend: IOBackend
+    ) -> Segment:
+        """Make a new, empty segment with all its space allocated.
+
+        Raises:
+            OSError: as the system says, ENOSPC above all; then nothing is left behind.
+        """
+        path = folder / f"segment-{number}.safetensors"
+        header = Header(namespace, secrets.token_hex(16), geometry)
+        temporary = folder / f".segment-{number}.{secrets.token_hex(4)}.tmp"
+        fd = os.open(
+            temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        try:
+            _allocate(fd, geometry.file_bytes)
+            os.pwrite(fd, encode_header(header), 0)
+            os.fsync(fd)
+            data = backend.open(temporary)
+            try:
+                os.rename(temporary, path)
+            except BaseException:
+                os.close(data)
+                raise
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_folder(folder)
+        return cls(number, path, header, data, fd)
+
+    @classmethod
+    def open(cls, path: Path, namespace: str, geometry: Geometry, backend: IOBackend) -> Segment:
+        """Open an existing segment. A file that was cut short gets its size back.
+
+        Raises:
+            ForeignFileError: if it is not a segment, or one of another namespace or geometry.
+            OSError: as the system says.
+        """
+        header = read_header(path)
+        if header.namespace != namespace:
+            raise ForeignFileError(f"{path}: belongs to another namespace")
+        if header.geometry != geometry:
+            raise ForeignFileError(f"{path}: {header.geometry}, but the lane has {geometry}")
+        match = _NAME.fullmatch(path.name)
+        assert match is not None
+        meta = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(meta).st_size < geometry.file_bytes:
+                _allocate(meta, geometry.file_bytes)
+            data = backend.open(path)
+        except BaseException:
+            os.close(meta)
+            raise
+        return cls(int(match[1]), path, header, data, meta)
+
+    def read_records(self, first: int, count: int) -> bytes:
+        """The raw records of `count` slots from `first` on; may be short at a damaged end."""
+        return os.pread(
+            self.meta, count * RECORD_BYTES, self.geometry.index_offset + first * RECORD_BYTES
+        )
+
+    def write_records(self, first: int, records: bytes) -> None:
+        """Write raw records from slot `first` on."""
+        offset = self.geometry.index_offset + first * RECORD_BYTES
+        done = 0
+        while done < len(records):
+            done += os.pwrite(self.meta, records[done:], offset + done)
+
+    def erase_records(self, first: int, count: int) -> None:
+        """Mark slots as holding nothing."""
+        self.write_records(first, bytes(count * RECORD_BYTES))
+
+    def offset_of(self, slot: int) -> int:
+        """Where a slot begins in the file."""
+        return self.geometry.blocks_offset + slot * self.geometry.slot_bytes
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.data)
+        os.close(self.meta)
+
+
+def read_header(path: Path) -> Header:
+    """The header of a segment file.
+
+    Raises:
+        ForeignFileError: if it is not a segment, or cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            page = os.pread(fd, ALIGN, 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ForeignFileError(f"{path}: cannot be read ({error.strerror})") from error
+    return parse_header(page, str(path))
+
+
+def segment_files(folder: Path) -> list[tuple[int, Path]]:
+    """Segment files of a lane by number, whether or not their content is sound."""
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove segments that were never finished; returns their names."""
+    removed = []
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Give the file its size with all space allocated, so that no later write meets ENOSPC."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

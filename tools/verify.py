@@ -1,0 +1,57 @@
+"""``kvstore verify``: is every payload what its record says."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+
+from kvstore.sizes import format_size
+from kvstore.survey import Fault, Progress, verify as verify_path
+
+__all__ = ["verify"]
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Verify all payloads; 1 when something is wrong. Progress goes to a terminal only."""
+    faults: list[Fault] = []
+    progress = Progress(0, 0, 0)
+    started = time.monotonic()
+    for found in verify_path(options.path):
+        if isinstance(found, Progress):
+            progress = found
+            _show(progress, started)
+        else:
+            faults.append(found)
+            if not options.json:
+                where = f" slot {found.slot}" if found.slot is not None else ""
+                key = f" (key {found.key})" if found.key else ""
+                print(f"WRONG {found.path}{where}: {found.what}{key}")
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if options.json:
+        told = {
+            "chunks": progress.chunks,
+            "bytes": progress.done_bytes,
+            "faults": [dataclasses.asdict(fault) for fault in faults],
+        }
+        print(json.dumps(told, indent=2))
+    else:
+        print(
+            f"{progress.chunks} chunks, {format_size(progress.done_bytes)} read, "
+            f"{len(faults)} faults"
+        )
+    return 1 if faults else 0
+
+
+def _show(progress: Progress, started: float) -> None:
+    if sys.stderr.isatty():
+        share = 100 * progress.done_bytes / max(1, progress.total_bytes)
+        rate = progress.done_bytes / max(1e-3, time.monotonic() - started)
+        print(
+            f"\r{share:5.1f} %  {format_size(progress.done_bytes)} at {format_size(rate)}/s   ",
+            end="",
+            file=sys.stderr,
+        )
