@@ -15,7 +15,7 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
-from tiers.disk.format import RECORD_BYTES, LiveRecords, decode_records, segment_seed
+from tiers.disk.index import read_index
 from tiers.disk.lane import lane_folders, lane_owner
 from tiers.disk.namespace import FILE_NAME, read_namespace
 from tiers.disk.segment import read_header, segment_files
@@ -169,7 +169,7 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
     faults: list[Fault] = []
     if namespace is not None and header.namespace != namespace:
         faults.append(Fault(str(path), None, "belongs to another namespace"))
-    live, size = _read_index(path)
+    _, live, size = read_index(path)
     if size < geometry.file_bytes:
         faults.append(
             Fault(str(path), None, f"cut short: {size} of {geometry.file_bytes} bytes are left")
@@ -192,26 +192,10 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
     ), faults
 
 
-def _read_index(path: Path) -> tuple[LiveRecords, int]:
-    header = read_header(path)
-    geometry = header.geometry
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        # A header can claim any number of slots: read no more than the file has.
-        wanted = min(geometry.slots * RECORD_BYTES, max(0, size - geometry.index_offset))
-        raw = os.pread(fd, wanted, geometry.index_offset)
-    finally:
-        os.close(fd)
-    raw = raw[: len(raw) // RECORD_BYTES * RECORD_BYTES]
-    seed = segment_seed(header.segment_id)
-    return decode_records(raw, 0, geometry.chunk_bytes, seed), size
-
-
 def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress]:
     try:
         geometry = read_header(path).geometry
-        live, _ = _read_index(path)
+        _, live, _ = read_index(path)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (ForeignFileError, FileNotFoundError):
         return
@@ -240,7 +224,7 @@ def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress
         os.close(fd)
     if suspects:
         # A record that has changed since belongs to a newer chunk.
-        again, _ = _read_index(path)
+        _, again, _ = read_index(path)
         before = dict(zip(live.slots, live.digests(), strict=True))
         after = dict(zip(again.slots, again.digests(), strict=True))
         for slot, key, what in suspects:

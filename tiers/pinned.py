@@ -13,6 +13,7 @@ pages, so both kinds ask for huge pages and report what they were given.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -75,8 +76,11 @@ class PinnedRegion:
             ConfigError: if the machine has not that much memory.
         """
         size = _checked_size(rows, row_bytes)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _populate(memory)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(f"host memory of {size} bytes: {error.strerror}") from error
+        _populate(memory, new=True)
         return cls(memory, rows, row_bytes)
 
     @classmethod
@@ -94,26 +98,25 @@ class PinnedRegion:
             PathUnusableError: if no other process could be met within `timeout` seconds.
         """
         size = _checked_size(rows, row_bytes)
-        rendezvous = _Rendezvous(name, size, mappers)
+        rendezvous = _Rendezvous(name, rows, row_bytes, mappers)
         deadline = time.monotonic() + timeout
         while True:
             fd = rendezvous.join()
-            created = False
-            if fd is None:
-                fd, memory = _new_memfd(name, size)
-                created = rendezvous.publish(fd)
-                if not created:
-                    memory.close()
-                    os.close(fd)
-                    if time.monotonic() > deadline:
-                        raise PathUnusableError(f"no rendezvous for shared memory {name!r}")
-                    continue
-            else:
-                memory = mmap.mmap(fd, os.fstat(fd).st_size)
-            region = cls(memory, rows, row_bytes)
-            region._fd = fd
-            region.complete = rendezvous.mapped()
-            return region
+            if fd is not None:
+                memory = _map(fd, name, size)
+                _populate(memory, new=False)
+                break
+            fd, memory = _new_memfd(name, size)
+            if rendezvous.publish(fd):
+                break
+            memory.close()
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise PathUnusableError(f"no rendezvous for shared memory {name!r}")
+        region = cls(memory, rows, row_bytes)
+        region._fd = fd
+        rendezvous.mapped()
+        return region
 
     @property
     def view(self) -> memoryview:
@@ -173,90 +176,114 @@ class PinnedRegion:
 
 
 class _Rendezvous:
-    """A file that names the process and descriptor of a shared region."""
+    """A file that names the process and descriptor of a shared region.
 
-    def __init__(self, name: str, size: int, mappers: int) -> None:
-        self._prefix = f"kvstore-{os.getuid()}-"
+    Who removes it holds a lock on the very file that was looked at, so nobody
+    removes what has taken its place meanwhile.
+    """
+
+    def __init__(self, name: str, rows: int, row_bytes: int, mappers: int) -> None:
         safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:100]
         shm = Path("/dev/shm")
         folder = shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-        self._path = folder / f"{self._prefix}{safe}.json"
-        self._size = size
+        self._path = folder / f"kvstore-{os.getuid()}-{safe}.json"
+        self._shape = [rows, row_bytes]
         self._mappers = mappers
+        self._fd = -1
+        """The file that was joined or published."""
 
     def join(self) -> int | None:
         """Open the published region; None when there is none, or its creator is gone."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        with os.fdopen(fd) as file:
-            stat = os.fstat(fd)
-            text = file.read()
-        if stat.st_uid != os.getuid():
-            raise PathUnusableError(f"{self._path} belongs to another user")
+        except OSError as error:
+            raise PathUnusableError(f"{self._path} cannot be opened: {error.strerror}") from error
+        region = None
+        try:
+            if os.fstat(fd).st_uid != os.getuid():
+                raise PathUnusableError(f"{self._path} belongs to another user")
+            region = self._open_region(os.pread(fd, PAGE, 0))
+            if region is None:
+                self._remove(fd)
+        finally:
+            if region is None:
+                os.close(fd)
+        self._fd = fd
+        return region
+
+    def publish(self, region: int) -> bool:
+        """Name the region; False when another process was faster."""
+        token = os.readlink(f"/proc/self/fd/{region}").removeprefix("/memfd:").split(" ")[0]
+        told = {"pid": os.getpid(), "fd": region, "token": token, "shape": self._shape}
+        temporary = self._path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(temporary, flags, 0o600)
+        except OSError as error:
+            raise PathUnusableError(f"{temporary} cannot be made: {error.strerror}") from error
+        try:
+            os.write(fd, json.dumps(told).encode())
+            os.link(temporary, self._path)
+        except FileExistsError:
+            os.close(fd)
+            return False
+        finally:
+            temporary.unlink()
+        self._fd = fd
+        return True
+
+    def mapped(self) -> None:
+        """Count this process; the last one removes the rendezvous.
+
+        The count is the number of lines: appending one byte is atomic, whoever does it.
+        """
+        os.write(self._fd, b"\n")
+        if os.pread(self._fd, PAGE, 0).count(b"\n") >= self._mappers:
+            self._remove(self._fd)
+        os.close(self._fd)
+
+    def _open_region(self, text: bytes) -> int | None:
         try:
             told = json.loads(text)
-            target = f"/proc/{told['pid']}/fd/{told['fd']}"
-            if not os.readlink(target).startswith(f"/memfd:{told['token']}"):
-                raise FileNotFoundError(target)
-            region = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-        except (OSError, ValueError, KeyError, TypeError):
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
+            pid, fd, token, shape = int(told["pid"]), told["fd"], told["token"], told["shape"]
+        except (ValueError, KeyError, TypeError):
             return None
-        if told["size"] != self._size:
+        target = f"/proc/{pid}/fd/{fd}"
+        try:
+            if not os.readlink(target).startswith(f"/memfd:{token}"):
+                return None
+            region = os.open(target, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError as error:
+            # So says the system of a process that is dead but not buried, too.
+            if _is_alive(pid):
+                raise PathUnusableError(
+                    f"{self._path}: the memory of process {pid} cannot be opened: {error.strerror}"
+                ) from error
+            return None
+        except OSError:
+            return None
+        if shape != self._shape:
             os.close(region)
             raise ConfigError(
-                f"shared memory {self._path.name} has {told['size']} bytes, not {self._size}: "
+                f"shared memory {self._path.name} has rows x bytes {shape}, not {self._shape}: "
                 "all processes of one server must use the same sizes"
             )
         return region
 
-    def publish(self, fd: int) -> bool:
-        """Name the region; False when another process was faster."""
-        self._sweep()
-        token = os.readlink(f"/proc/self/fd/{fd}").removeprefix("/memfd:").split(" ")[0]
-        told = {"pid": os.getpid(), "fd": fd, "token": token, "size": self._size}
-        temporary = self._path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            json.dump(told, file)
-        try:
-            os.link(temporary, self._path)
-            return True
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink()
-
-    def _sweep(self) -> None:
-        """Remove what processes that were killed while they started have left."""
-        for path in self._path.parent.glob(f"{self._prefix}*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                creator = json.loads(path.read_text())["pid"]
-                if not Path(f"/proc/{int(creator)}").exists():
-                    path.unlink()
-
-    def mapped(self) -> bool:
-        """Count this process; the last one removes the rendezvous, and is told so.
-
-        The count is the length of the file beyond its text: appending one
-        byte is atomic, whoever does it.
-        """
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            os.write(fd, b"\n")
-        finally:
-            os.close(fd)
+    def _remove(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
-            if self._path.read_bytes().count(b"\n") >= self._mappers:
+            if os.path.samestat(os.fstat(fd), self._path.lstat()):
                 self._path.unlink()
-                return True
-        return False
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in ("Z", "X")
+    return False
 
 
 def _checked_size(rows: int, row_bytes: int) -> int:
@@ -301,7 +328,7 @@ def _new_memfd(name: str, size: int) -> tuple[int, mmap.mmap]:
         try:
             os.ftruncate(fd, size)
             memory = mmap.mmap(fd, size)
-            _populate(memory)
+            _populate(memory, new=True)
             return fd, memory
         except OSError as error:
             os.close(fd)
@@ -310,7 +337,15 @@ def _new_memfd(name: str, size: int) -> tuple[int, mmap.mmap]:
     raise AssertionError("unreachable")
 
 
-def _populate(memory: mmap.mmap) -> None:
+def _map(fd: int, name: str, size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"shared memory {name!r} of {size} bytes: {error}") from error
+
+
+def _populate(memory: mmap.mmap, *, new: bool) -> None:
     size = len(memory)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -319,7 +354,11 @@ def _populate(memory: mmap.mmap) -> None:
             memory.madvise(_MADV_POPULATE_WRITE, start, min(256 * HUGE_PAGE, size - start))
     except OSError:
         # Linux before 5.14 does not know the advice.
-        np.frombuffer(memory, np.uint8)[::PAGE] = 0
+        pages = np.frombuffer(memory, np.uint8)[::PAGE]
+        if new:
+            pages[:] = 0
+        else:
+            pages.max()
 
 
 def _huge_bytes(address: int) -> int:

@@ -9,7 +9,8 @@ import sys
 import time
 
 from kvstore.sizes import format_size
-from kvstore.survey import Fault, Progress, verify as verify_path
+from kvstore.survey import Fault, Progress
+from kvstore.survey import verify as verify_path
 
 __all__ = ["verify"]
 

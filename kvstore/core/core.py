@@ -36,6 +36,12 @@ RETRY_PAUSE = 5.0
 """Seconds before a tier that could not grow or be cleared is asked again."""
 
 
+_WAITING = RequestState.WAITING
+
+_NOBODY = Request("\0")
+"""Stands for the request that asks while none does; its id is nobody's."""
+
+
 @dataclass(slots=True)
 class StoreGrant:
     """Chunks that a store may write: `keys[i]` goes to row `rows[i]`."""
@@ -77,6 +83,7 @@ class Core:
         self._moves: dict[int, Move] = {}
         self._orphans: set[int] = set()
         self._next_move = 0
+        self._asking = _NOBODY
         self._polled = 0.0
         self._totals = CoreStats(rows=pool.rows)
         self._tier_totals = [TierStats(tier.name, tier.medium) for tier in self.tiers]
@@ -92,6 +99,7 @@ class Core:
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
         """Begin a step: take in what was completed, end what has expired."""
         self.now = now
+        self._asking = _NOBODY
         self.pool.begin_step()
         if not self._keep_events:
             for source in (self.pool, *self.tiers):
@@ -112,6 +120,7 @@ class Core:
     def flush(self, now: float) -> list[Move]:
         """The moves that are due, to be handed to the engine in this order."""
         self.now = now
+        self._asking = _NOBODY
         for request in self._asked:
             if request.deferring:
                 request.deferring = False
@@ -159,6 +168,19 @@ class Core:
         None always resolves: the request's wait has a deadline. A request asks
         its keys in prefix order and stops at the first False.
         """
+        # Written for speed: a scheduler calls this for every key of every request.
+        request = self._asking
+        if request.id != request_id:
+            request = self._begin_asking(request_id)
+        chunk = self.pool.chunks.get(key)
+        if chunk is not None and chunk.status >= READY and request.state is not _WAITING:
+            chunk.step = request.asked_step
+            request.keys.append(key)
+            return True
+        return self._lookup_elsewhere(key, chunk, request)
+
+    def _begin_asking(self, request_id: str) -> Request:
+        """The request's first lookup in this step, or its first after another's."""
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = Request(request_id)
@@ -166,21 +188,26 @@ class Core:
             request.asked_step = self.pool.step
             request.asked = self.now
             self._asked.append(request)
-        if request.state is RequestState.WAITING:
+        self._asking = request
+        return request
+
+    def _lookup_elsewhere(self, key: bytes, chunk: Chunk | None, request: Request) -> bool | None:
+        """The answer for a key that is not a hit at first sight."""
+        state = request.state
+        if state is _WAITING:
             return None
-        chunk = self.pool.chunks.get(key)
-        if chunk is not None:
-            if chunk.status >= READY:
-                chunk.step = self.pool.step
-                request.keys.append(key)
-                return True
-            coming = chunk.origin < 0 or not self.tiers[chunk.origin].stalled
-        else:
-            coming = self._fetchable(key)
-        if not coming:
+        if chunk is None:
+            for tier in self.tiers:
+                if key in tier.entries and tier.readable:
+                    break
+            else:
+                self._totals.misses += 1
+                return False
+        elif chunk.origin >= 0 and self.tiers[chunk.origin].stalled:
+            # On its way from a tier that does not answer.
             self._totals.misses += 1
             return False
-        if request.state is RequestState.ANSWERED and (
+        if state is RequestState.ANSWERED and (
             key in request.tried or self.line.overdue(request, self.now)
         ):
             self._totals.misses += 1
@@ -386,6 +413,7 @@ class Core:
             self.line.leave(request)
         self._requests.clear()
         self._asked.clear()
+        self._asking = _NOBODY
         # Rows of moves that an earlier reset orphaned are held already.
         self.pool.reset(
             row for id, move in self._moves.items() if id not in self._orphans for row in move.rows
@@ -417,9 +445,6 @@ class Core:
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
 
-    def _fetchable(self, key: bytes) -> bool:
-        return any(key in tier.entries and tier.readable for tier in self.tiers)
-
     def _drop_if_idle(self, request: Request) -> None:
         if (
             request.state is RequestState.SCANNING
@@ -430,6 +455,8 @@ class Core:
             and self._requests.get(request.id) is request
         ):
             del self._requests[request.id]
+            if self._asking is request:
+                self._asking = _NOBODY
 
     def _move(
         self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]

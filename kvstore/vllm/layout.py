@@ -1,7 +1,7 @@
 """How the KV pages of a vLLM worker lie in a row of host memory.
 
-    row:   | rank 0 | rank 1 | ... | padding to a page |
-    rank:  | tensor 0: blocks_per_chunk pages | tensor 1 | ... |
+row:   | rank 0 | rank 1 | ... | padding to a page |
+rank:  | tensor 0: blocks_per_chunk pages | tensor 1 | ... |
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -22,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -43,6 +45,7 @@ IDLE_STEP_SECONDS = 0.0005
 WAIT_SECONDS = 0.001
 """How long an idle step waits for the next completion, instead of spinning."""
 
+ANY_TIER = TierFilter.ALL
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 
@@ -96,8 +99,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         if not self._in_step:
             self._begin_step()
         request = req_context.req_id
-        tiers = getattr(req_context, "load_tier_filter", None)
-        if tiers is not None and tiers.matchers[:1] != _ANY and not self._allowed(key, tiers):
+        if req_context.load_tier_filter is not ANY_TIER and not self._allowed(key, req_context):
             return MISS
         answer = self._lookup(key, request)
         if answer:
@@ -127,9 +129,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     # -- load and store ------------------------------------------------------------------
 
-    def prepare_load(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         return CPULoadStoreSpec(self._core.prepare_load(keys, req_context.req_id))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -229,17 +229,6 @@ class KVStoreOffloadingManager(OffloadingManager):
     def _hand_over(self) -> None:
         self._engine.submit(self._core.flush(time.monotonic()))
 
-    def _allowed(self, key: bytes, tiers: Any) -> bool:
+    def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         medium = Medium.CPU if key in self._core.pool.chunks else Medium.STORAGE
-        return bool(tiers.allows(medium, None))
-
-
-def _any_tier() -> tuple[object, ...]:
-    try:
-        from vllm.v1.kv_offload.base import TierFilter
-    except ImportError:
-        return ()
-    return tuple(TierFilter.ALL.matchers[:1])
-
-
-_ANY = _any_tier()
+        return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))

@@ -8,14 +8,22 @@ makes. It is driven by a seeded generator or by hypothesis.
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvstore.core import Core, HostPool, TierDirectory
 from kvstore.core.chunk import FILLING, READY
+from kvstore.core.line import FORGET_AFTER
+from kvstore.core.request import RequestState
 from kvstore.types import Completion, Move, Op, TierOpening
 from policies import create_policy
 
+__all__ = ["GARBAGE", "Client", "World", "chain", "random_act", "random_world"]
+
 GARBAGE = b"garbage"
+
+MEDIA = ("disk", "remote", "remote2")
 
 
 def chain(prompt: int, length: int) -> list[bytes]:
@@ -28,95 +36,207 @@ def chain(prompt: int, length: int) -> list[bytes]:
 
 @dataclass
 class Client:
-    """One request of the server."""
+    """One request of the server.
+
+    Attributes:
+        state: asking, loading, computing, storing or done.
+        joined: when its wait began; None while it does not wait.
+        granted: how many of its keys were leased or fetched so far; `moved` is when.
+        leased: how many leading keys it was told of and has leases for.
+        asked: when it last asked.
+        put_off: whether its last store was put off.
+        gone: it has finished; only a transfer that was begun is still under way.
+    """
 
     id: str
     keys: list[bytes]
     state: str = "asking"
-    first_none: float | None = None
+    deferred: bool = False
+    joined: float | None = None
+    granted: int = 0
+    moved: float = 0.0
+    leased: int = 0
+    asked: float = 0.0
+    put_off: bool = False
+    gone: bool = False
     loaded: list[bytes] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Its wait and its leases have ended."""
+        self.deferred, self.joined, self.granted, self.leased = False, None, 0, 0
 
 
 class World:
+    """See the module's text.
+
+    Args:
+        rows, slots, segment_slots, tiers, in_flight: geometry.
+        deadline, ceiling, lease: of the core, in seconds.
+        faults: the fraction of moves that fail, or some of their blocks.
+    """
+
     def __init__(
         self,
         rows: int = 12,
         slots: int = 24,
         segment_slots: int = 8,
         tiers: int = 1,
+        in_flight: int = 12,
         policy: str = "lru",
         deadline: float = 1.0,
         ceiling: float = 5.0,
         lease: float = 3.0,
+        faults: float = 0.1,
     ) -> None:
         self.rows = [GARBAGE] * rows
-        self.row_owner: list[object | None] = [None] * rows
         self.slots = [[GARBAGE] * slots for _ in range(tiers)]
-        self.max_slots = slots
         self.segment_slots = segment_slots
-        directories = [
-            TierDirectory(
-                index,
-                TierOpening(f"t{index}", "disk", [], segment_slots, [0], slots // segment_slots),
-                create_policy(policy, slots),
-                max_rows_in_flight=rows,
-            )
-            for index in range(tiers)
-        ]
-        self.core = Core(
-            HostPool(rows, create_policy(policy, rows)),
-            directories,
-            deadline=deadline,
-            ceiling=ceiling,
-            lease=lease,
-        )
+        self.in_flight = in_flight
+        self.faults = faults
+        self.policy = policy
+        self.timing = {"deadline": deadline, "ceiling": ceiling, "lease": lease}
         self.now = 0.0
+        self.moved = 0.0
+        """When anything last moved for anybody."""
+        self.rotten: set[tuple[int, int]] = set()
+        """(tier, slot) whose bytes changed behind the core's back."""
+        self.silent: set[int] = set()
+        """Tiers whose moves do not end at present."""
+        self.cramped: set[int] = set()
+        """Tiers that can neither grow nor be cleared at present."""
+        self.begin([{} for _ in range(tiers)], [1] * tiers)
+
+    def begin(self, found: list[dict[bytes, int]], segments: list[int]) -> None:
+        """A process begins, and finds these entries on its tiers."""
+        rows = len(self.rows)
+        self.rows = [GARBAGE] * rows
+        self.row_owner: list[object | None] = [None] * rows
+        directories = []
+        for index, entries in enumerate(found):
+            slots = len(self.slots[index])
+            opening = TierOpening(
+                f"t{index}",
+                MEDIA[index],
+                list(entries.items()),
+                self.segment_slots,
+                list(range(segments[index])),
+                slots // self.segment_slots,
+            )
+            policy = create_policy(self.policy, slots)
+            directories.append(TierDirectory(index, opening, policy, self.in_flight))
+        pool = HostPool(rows, create_policy(self.policy, rows))
+        self.core = Core(pool, directories, **self.timing)
         self.moves: list[Move] = []
         self.done: list[Completion] = []
         self.clients: dict[str, Client] = {}
-        self.next_client = 0
-        self.polled = False
         self.hits_this_step: set[bytes] = set()
+        self.told: list[set[bytes]] = [set(), *(set(entries) for entries in found)]
+        """What a listener to the events believes to be in host memory and on each tier."""
         self.core.poll(self.now)
 
-    # -- acts ----------------------------------------------------------------------
-
-    def arrive(self, prompt: int, length: int) -> Client:
-        client = Client(f"r{self.next_client}", chain(prompt, length))
-        self.next_client += 1
-        self.clients[client.id] = client
-        self.core.on_new_request(client.id)
-        return client
+    # -- the clock and the server ------------------------------------------------------
 
     def step(self, seconds: float) -> None:
         """The edge between two steps."""
         self.now += seconds
-        for move in self.core.flush(self.now):
-            self._start(move)
+        self.hand_over()
+        if self.done:
+            self.moved = self.now
         done, self.done = self.done, []
         self.core.poll(self.now, done)
         self.hits_this_step.clear()
+        self.listen()
 
-    def ask(self, client: Client) -> int | None:
-        """Look the client's prefix up; on an answer, load what is there."""
-        answer = self.core.lookup_prefix(client.keys, client.id)
+    def hand_over(self) -> None:
+        """The engine gets the moves that are due."""
+        for client in self.clients.values():
+            if client.deferred and client.joined is None:
+                client.joined = self.now
+        line = self.core.line
+        truncations = line.truncations
+        for move in self.core.flush(self.now):
+            self._start(move)
+        for client in self.clients.values():
+            request = self.core._requests.get(client.id)
+            if request is None or client.joined is None:
+                continue
+            waits = request.state is RequestState.WAITING
+            granted = request.granted if waits else len(client.keys)
+            if granted > client.granted and line.truncations == truncations:
+                client.granted, client.moved = granted, self.now
+
+    def take_in(self) -> None:
+        """The core hears of moves that have ended, in the middle of a step."""
+        done, self.done = self.done, []
+        if done:
+            self.moved = self.now
+        self.core.absorb(done)
+
+    def arrive(self, name: str, prompt: int, length: int) -> Client:
+        client = Client(name, chain(prompt, length))
+        self.clients[client.id] = client
+        self.core.on_new_request(client.id)
+        return client
+
+    def ask(self, client: Client, one_by_one: bool = False) -> int | None:
+        """Look the client's prefix up."""
+        core = self.core
+        before = core._requests.get(client.id)
+        silence = self.now - client.asked
+        held = before is not None and silence < core.line.lease
+        if silence >= FORGET_AFTER * core.line.lease:
+            # Forgotten by now: it begins anew.
+            client.forget()
+        answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
+        client.asked = self.now
         if answer is None:
-            if client.first_none is None:
-                client.first_none = self.now
-            waited = self.now - client.first_none
-            limit = self.core.line.ceiling + self.core.line.deadline
-            assert waited <= limit + 3.0, f"{client} defers for {waited} s"
+            self._check_wait(client)
+            client.deferred = True
             return None
-        client.first_none = None
+        if client.leased and held:
+            assert answer >= client.leased, f"{client.id} lost chunks that were leased to it"
+        if client.deferred or not held:
+            # It was told for the first time since it waited: what was granted stays.
+            client.leased = min(answer, client.granted)
+        client.deferred, client.joined, client.granted = False, None, 0
         self.hits_this_step.update(client.keys[:answer])
         return answer
+
+    def _scan(self, client: Client) -> int | None:
+        """Ask as a server does that knows only `lookup`."""
+        deferred = False
+        for count, key in enumerate(client.keys):
+            answer = self.core.lookup(key, client.id)
+            if answer is False:
+                return None if deferred else count
+            deferred |= answer is None
+        return None if deferred else len(client.keys)
+
+    def _check_wait(self, client: Client) -> None:
+        core = self.core
+        if client.joined is not None:
+            waited = self.now - max(client.joined, client.moved, self.moved)
+            assert waited < core.line.deadline, f"{client.id} waits while nothing moves"
+            assert self.now - client.joined < core.line.ceiling, f"{client.id} waits for ever"
+        if not core.is_waiting(client.id):
+            stalled = {tier.index for tier in core.tiers if tier.stalled}
+            assert not stalled or any(self._may_come(key, stalled) for key in client.keys), (
+                f"{client.id} begins to wait for a tier that does not answer"
+            )
+
+    def _may_come(self, key: bytes, stalled: set[int]) -> bool:
+        chunk = self.core.pool.chunks.get(key)
+        if chunk is not None:
+            return chunk.status == FILLING and chunk.origin not in stalled
+        return any(key in tier.entries for tier in self.core.tiers if tier.index not in stalled)
 
     def load(self, client: Client, count: int) -> None:
         keys = client.keys[:count]
         client.rows = self.core.prepare_load(keys, client.id)
         client.loaded = keys
+        client.forget()
         client.state = "loading"
         for key, row in zip(keys, client.rows, strict=True):
             assert self.rows[row] == key, f"row {row} holds {self.rows[row]!r}, not {key!r}"
@@ -125,61 +245,58 @@ class World:
         for key, row in zip(client.loaded, client.rows, strict=True):
             assert self.rows[row] == key, f"row {row} was rewritten while it was read"
         self.core.complete_load(set(client.loaded), client.id)
+        self.moved = self.now
         client.state = "computing"
+        if client.gone:
+            del self.clients[client.id]
 
     def store(self, client: Client) -> None:
-        grant = self.core.prepare_store(client.keys, client.id)
+        core, pool = self.core, self.core.pool
+        new = [key for key in client.keys if key not in pool.chunks]
+        present = [key for key in client.keys if key in pool.chunks]
+        grant = core.prepare_store(client.keys, client.id)
+        client.forget()
+        room = pool.free + sum(
+            chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
+            for chunk in pool.chunks.values()
+        )
+        assert all(key in pool.chunks for key in present), "a store evicted its own chain"
         if grant is None:
+            assert not client.put_off or not room, "a store is put off once"
+            client.put_off = True
             return
-        expected = [key for key in client.keys if key in set(grant.keys)]
-        assert grant.keys == expected, "a store is granted in prefix order"
+        client.put_off = False
+        assert grant.keys == new[: len(grant.keys)], "a store is granted in prefix order"
+        assert len(grant.keys) == len(new) or not room, "a store gets as much as fits"
+        assert grant.keys or not new, "a store is not refused as a whole"
         for row in grant.rows:
             assert self.row_owner[row] is None, f"row {row} is in use by {self.row_owner[row]}"
-            self.row_owner[row] = client.id
+            self.row_owner[row] = client
             self.rows[row] = GARBAGE
         client.stored, client.rows = grant.keys, grant.rows
         client.state = "storing" if grant.keys else "done"
 
-    def finish_store(self, client: Client, ok: bool) -> None:
+    def finish_store(self, client: Client, failed: Collection[bytes]) -> None:
         for key, row in zip(client.stored, client.rows, strict=True):
-            assert self.row_owner[row] == client.id
+            assert self.row_owner[row] is client
             self.row_owner[row] = None
-            if ok:
+            if key not in failed:
                 self.rows[row] = key
-        self.core.complete_store(set(client.stored), client.id, ok)
+        # As servers do: as a set, in no order.
+        self.core.complete_store({*client.stored} - {*failed}, client.id)
+        self.core.complete_store(failed, client.id, ok=False)
+        self.moved = self.now
         client.state = "done"
-
-    def leave(self, client: Client) -> None:
-        self.core.on_request_finished(client.id)
-        if client.state in ("asking", "computing", "done"):
+        if client.gone:
             del self.clients[client.id]
 
-    def complete(self, index: int, failures: set[int], late: bool = False) -> None:
-        """The engine ends a move; `failures` are positions that failed."""
-        move = self.moves.pop(index)
-        slots = self.slots[move.tier]
-        ok = [position not in failures for position in range(len(move.keys))]
-        segments: list[int] = []
-        if move.op is Op.GROW and not failures:
-            used = self.core.tiers[move.tier].segments
-            segments = [used]
-        elif move.op is Op.CLEAR:
-            segments = list(range(self.core.tiers[move.tier].segments))
-            for slot in range(self.max_slots):
-                slots[slot] = GARBAGE
-        for position, (key, row, slot) in enumerate(
-            zip(move.keys, move.rows, move.slots, strict=True)
-        ):
-            if move.op is Op.PROMOTE:
-                assert self.row_owner[row] == ("move", move.id)
-                self.row_owner[row] = None
-                if slots[slot] != key:
-                    ok[position] = False
-                self.rows[row] = key if ok[position] else GARBAGE
-            else:
-                slots[slot] = self.rows[row] if ok[position] else GARBAGE
-                assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
-        self.done.append(Completion(move.id, ok, segments, "injected" if failures else None))
+    def leave(self, client: Client) -> None:
+        if not client.gone:
+            self.core.on_request_finished(client.id)
+        client.forget()
+        client.gone = True
+        if client.state not in ("loading", "storing"):
+            del self.clients[client.id]
 
     def reset(self) -> None:
         """As a server does it: with no transfer between device and host under way."""
@@ -188,7 +305,84 @@ class World:
         self.core.reset()
         self.hits_this_step.clear()
         for client in self.clients.values():
-            client.state, client.first_none = "asking", None
+            client.forget()
+            client.state, client.put_off = "asking", False
+
+    def restart(self) -> None:
+        """The process is killed; the next one finds what the slots hold."""
+        for move in self.moves:
+            if move.op is Op.CASCADE:
+                for slot in move.slots:
+                    self.slots[move.tier][slot] = GARBAGE
+        promised = [set(tier.entries) for tier in self.core.tiers if not tier.clearing]
+        found = [
+            {key: slot for slot, key in enumerate(slots) if key is not GARBAGE}
+            for slots in self.slots
+        ]
+        if len(promised) == len(found):
+            for index, keys in enumerate(promised):
+                rotten = {k for k, s in self.core.tiers[index].entries.items()
+                          if (index, s) in self.rotten}
+                assert keys - rotten <= set(found[index]), "what was stored is gone"
+        self.begin(found, [tier.segments for tier in self.core.tiers])
+
+    def listen(self) -> None:
+        """Somebody follows the events."""
+        media = ["host", *(tier.medium for tier in self.core.tiers)]
+        for event in self.core.take_events():
+            there = self.told[media.index(event.medium)]
+            for key in event.keys:
+                assert (key in there) is event.removed, f"{event.medium}: {key!r} told twice"
+                (there.remove if event.removed else there.add)(key)
+
+    # -- the engine ----------------------------------------------------------------------
+
+    def _start(self, move: Move) -> None:
+        for key, row, slot in zip(move.keys, move.rows, move.slots, strict=True):
+            owner = self.row_owner[row]
+            assert owner is None, f"row {row} is in use by {owner}"
+            if move.op is Op.PROMOTE:
+                self.row_owner[row] = move
+                self.rows[row] = GARBAGE
+                self.moved = self.now
+            else:
+                assert self.rows[row] == key, "a copy of bytes that are not the key's"
+                self.slots[move.tier][slot] = GARBAGE
+                self.rotten.discard((move.tier, slot))
+        self.moves.append(move)
+
+    def complete(self, index: int, failures: Collection[int] = ()) -> None:
+        """The engine ends a move; `failures` are positions that failed."""
+        move = self.moves.pop(index)
+        slots = self.slots[move.tier]
+        ok = [position not in failures for position in range(len(move.keys))]
+        segments: list[int] = []
+        failed = bool(failures) or (not move.keys and move.tier in self.cramped)
+        ready = self.core.tiers[move.tier].segments
+        if move.op is Op.GROW and not failed:
+            segments = [ready]
+        elif move.op is Op.CLEAR and not failed:
+            segments = list(range(ready))
+            slots[:] = [GARBAGE] * len(slots)
+        for position, (key, row, slot) in enumerate(
+            zip(move.keys, move.rows, move.slots, strict=True)
+        ):
+            if move.op is Op.PROMOTE:
+                assert self.row_owner[row] is move
+                self.row_owner[row] = None
+                # A slot that holds anything else fails its digest.
+                ok[position] = ok[position] and slots[slot] == key
+                self.rows[row] = key if ok[position] else GARBAGE
+            else:
+                slots[slot] = self.rows[row] if ok[position] else GARBAGE
+                assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
+        self.done.append(Completion(move.id, ok, segments, "injected" if failed else None))
+
+    def rot(self, tier: int, slot: int) -> None:
+        """A slot loses its bytes."""
+        if self.slots[tier][slot] is not GARBAGE:
+            self.slots[tier][slot] = GARBAGE
+            self.rotten.add((tier, slot))
 
     # -- checks ----------------------------------------------------------------------
 
@@ -198,105 +392,252 @@ class World:
         assert len(set(used)) == len(used), "two chunks in one row"
         assert len(used) + pool.free + pool.held == pool.rows, "rows leaked or over budget"
         assert len(pool.policy) == len(pool.chunks)
-        busy = 0
+        busy = unsaved = 0
         for key, chunk in pool.chunks.items():
             assert chunk.key == key
             assert chunk.status >= FILLING
             busy += chunk.status != READY
+            unsaved += chunk.status == READY and chunk.unsaved != 0
             if chunk.status >= READY:
                 assert self.rows[chunk.row] == key, "a ready chunk without its bytes"
                 assert chunk.waiters is None
         assert busy == pool.busy
+        assert unsaved == pool.unsaved
+        self._check_pins()
         for key in self.hits_this_step:
-            chunk = pool.chunks.get(key)
-            assert chunk is not None and chunk.status >= READY, "a hit left within its step"
+            ready = pool.chunks.get(key)
+            assert ready is not None, "a hit left within its step"
+            assert ready.status >= READY
         for tier in core.tiers:
-            slots = [*tier.entries.values(), *tier.writing.values()]
-            assert len(set(slots)) == len(slots), "two keys in one slot"
-            assert all(0 <= slot < self.max_slots for slot in slots), "over the disk budget"
-            assert len(tier.policy) == len(tier.entries)
-            if not tier.clearing:
-                ready = tier.segments * self.segment_slots
-                assert len(slots) + tier.free == ready, "slots leaked"
-            assert tier.rows_in_flight <= tier.max_rows_in_flight + sum(
-                len(move.rows) for move, _ in tier.in_flight.values() if move.op is Op.PROMOTE
-            )
-        for request in core.line.waiting.values():
-            assert request.pending == sum(c.status == FILLING for c in request.leases.values())
+            self._check_tier(tier)
+
+    def _check_pins(self) -> None:
+        """Every pin has an owner that knows of it, and every owner its pin."""
+        core, line = self.core, self.core.line
+        pins: Counter[bytes] = Counter()
+        for name, request in core._requests.items():
+            assert request.id == name
+            assert (request.state is RequestState.WAITING) == (line.waiting.get(name) is request)
+            assert (request.state is RequestState.ANSWERED) == (line.answered.get(name) is request)
+            pending = 0
+            for key, chunk in request.leases.items():
+                assert core.pool.chunks[key] is chunk, "a lease on a chunk that is gone"
+                assert request.state is not RequestState.SCANNING, "leases without a wait"
+                if chunk.status == FILLING:
+                    pending += 1
+                else:
+                    pins[key] += 1
+            assert request.pending == pending
+            pins.update(request.loading)
+        assert len(line.waiting) + len(line.answered) <= len(core._requests)
+        for id, move in core._moves.items():
+            if move.op is Op.CASCADE and id not in core._orphans:
+                pins.update(move.keys)
+        held = {key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY}
+        assert held == pins, "pins without an owner"
+
+    def _check_tier(self, tier: TierDirectory) -> None:
+        contents = self.slots[tier.index]
+        slots = [*tier.entries.values(), *tier.writing.values()]
+        assert len(set(slots)) == len(slots), "two keys in one slot"
+        assert len(tier.policy) == len(tier.entries)
+        assert tier.segments <= tier.max_segments, "over the disk budget"
+        for key, slot in tier.entries.items():
+            assert contents[slot] == key or (tier.index, slot) in self.rotten, "a stale entry"
+        if not tier.clearing:
+            assert len(slots) + tier.free == tier.segments * self.segment_slots, "slots leaked"
+        rows: Counter[Op] = Counter()
+        reading: Counter[bytes] = Counter()
+        for move, _ in tier.in_flight.values():
+            rows[move.op] += len(move.rows)
+            if move.op is Op.PROMOTE and move.id not in self.core._orphans:
+                reading.update(move.keys)
+        assert reading == tier.reading, "what is read is protected, and nothing else"
+        assert tier.rows_in_flight == rows.total()
+        assert rows[Op.CASCADE] <= tier.max_rows_in_flight, "too much on its way to a tier"
+
+    def check_events(self) -> None:
+        """Whoever followed the events knows what is where."""
+        self.listen()
+        pool = self.core.pool
+        assert self.told[0] == {k for k, chunk in pool.chunks.items() if chunk.status != FILLING}
+        for tier, told in zip(self.core.tiers, self.told[1:], strict=True):
+            assert told == set(tier.entries)
 
     def settle(self) -> None:
         """Everybody goes home, the engine ends all: nothing may stay pinned or waiting."""
+        core = self.core
+        self.silent.clear()
+        self.cramped.clear()
         for client in list(self.clients.values()):
+            self.leave(client)
             if client.state == "loading":
                 self.finish_load(client)
             elif client.state == "storing":
-                self.finish_store(client, True)
-            self.leave(client)
-        for _ in range(200):
-            while self.moves:
-                self.complete(0, set())
-            self.step(10 * self.core.line.lease + 1)
-            if not self.moves and not self.done:
-                break
+                self.finish_store(client, ())
+        self.run_dry(10 * core.line.lease + 1)
         self.check()
-        assert self.core.in_flight == 0
-        assert self.core.waiting == 0
-        assert self.core.pool.busy == 0, "a pin leaked"
-        assert self.core.pool.held == 0
-        assert not self.core._requests, "a request was never forgotten"
+        self.check_events()
+        assert core.in_flight == 0
+        assert core.waiting == 0
+        assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
+        assert core.pool.busy == 0, "a pin leaked"
+        assert core.pool.held == 0
+        assert not core._requests, "a request was never forgotten"
+        assert not core.line.answered
+        assert not any(tier.clearing or tier.stalled or tier.reading for tier in core.tiers)
 
-    def _start(self, move: Move) -> None:
-        for key, row in zip(move.keys, move.rows, strict=True):
-            owner = self.row_owner[row]
-            assert owner is None, f"row {row} is in use by {owner}"
-            if move.op is Op.PROMOTE:
-                self.row_owner[row] = ("move", move.id)
-                self.rows[row] = GARBAGE
-            else:
-                assert self.rows[row] == key, "a copy of bytes that are not the key's"
-        self.moves.append(move)
+    def run_dry(self, seconds: float) -> None:
+        """Steps of `seconds` in which every move ends well, until none is left."""
+        quiet = 0
+        for _ in range(400):
+            ended = bool(self.moves)
+            while self.moves:
+                self.complete(0)
+            self.step(seconds)
+            quiet = 0 if ended or self.moves or self.done else quiet + 1
+            if quiet == 3:
+                return
+        raise AssertionError("the core never comes to rest")
+
+    def check_reach(self, prompt: int, length: int) -> None:
+        """In a world at rest, a prefix is found as far as it is known and fits."""
+        core = self.core
+        client = self.arrive("reach", prompt, length)
+        known = 0
+        for key in client.keys:
+            there = key in core.pool.chunks
+            for tier in core.tiers:
+                slot = tier.entries.get(key)
+                there = there or (slot is not None and (tier.index, slot) not in self.rotten)
+            if not there:
+                break
+            known += 1
+        answer = self.ask(client)
+        for _ in range(50):
+            if answer is not None:
+                break
+            self.step(0.001)
+            while self.moves:
+                self.complete(0)
+            answer = self.ask(client)
+        assert answer is not None
+        holes = any(
+            slot is not None and (tier.index, slot) in self.rotten
+            for tier in core.tiers
+            for slot in [tier.entries.get(key) for key in client.keys[:known]]
+        )
+        assert answer >= min(known, core.pool.rows) or holes, (
+            f"{answer} of {known} chunks, {core.pool.rows} rows"
+        )
+        self.leave(client)
+        self.step(0.001)
+
+
+def random_world(rng: random.Random) -> World:
+    """A world of any shape, small enough that everything is always short."""
+    rows = rng.choice((1, 2, 3, 5, 8, 12, 20))
+    segment_slots = rng.choice((1, 4, 8))
+    return World(
+        rows=rows,
+        segment_slots=segment_slots,
+        slots=segment_slots * rng.choice((1, 2, 3, 6)),
+        tiers=rng.choice((0, 1, 1, 1, 2)),
+        in_flight=rng.choice((1, 3, rows)),
+        faults=rng.choice((0.0, 0.01, 0.1)),
+    )
 
 
 def random_act(world: World, rng: random.Random) -> None:
-    """One act of the server, the engine or the clock, followed by the checks."""
+    """One act of the server, the engine or the clock."""
     roll = rng.random()
     clients = list(world.clients.values())
+    able = [i for i, move in enumerate(world.moves) if move.tier not in world.silent]
     if roll < 0.06 and len(clients) < 8:
-        world.arrive(rng.randrange(64), rng.randrange(1, 2 * len(world.rows)))
-    elif roll < 0.55 and clients:
+        free = [name for name in "abcdefghijkl" if name not in world.clients]
+        world.arrive(rng.choice(free), rng.randrange(64), rng.randrange(1, 2 * len(world.rows) + 2))
+    elif 0.06 <= roll < 0.55 and clients:
         act_of_client(world, rng.choice(clients), rng)
-    elif roll < 0.75 and world.moves:
-        index = rng.randrange(len(world.moves))
+    elif 0.55 <= roll < 0.75 and able:
+        # Mostly in order, as a device does, but not always.
+        index = able[0] if rng.random() < 0.6 else rng.choice(able)
         size = len(world.moves[index].keys)
         failures: set[int] = set()
-        if rng.random() < 0.1:
+        if rng.random() < world.faults:
             failures = {p for p in range(max(size, 1)) if rng.random() < 0.5}
         world.complete(index, failures)
-    elif roll < 0.7505:
-        world.reset()
+    elif 0.75 <= roll < 0.754:
+        rare_act(world, rng)
+    elif 0.754 <= roll < 0.76:
+        world.silent.clear()
+        world.cramped.clear()
+    elif 0.76 <= roll < 0.78:
+        world.hand_over()
+    elif 0.78 <= roll < 0.8:
+        world.take_in()
     else:
         world.step(rng.choice((0.0, 0.001, 0.01, 0.1, 1.0)))
+
+
+def rare_act(world: World, rng: random.Random) -> None:
+    """What happens to a store now and then."""
+    roll = rng.random()
+    tiers = range(len(world.slots))
+    if roll < 0.04:
+        world.reset()
+    elif roll < 0.08:
+        world.restart()
+    elif roll < 0.2:
+        world.step(30.0)
+    elif roll < 0.3:
+        world.core.poll(world.now, [Completion(-1, [True])])
+        world.hits_this_step.clear()
+        world.core.complete_load([b"stray"], "nobody")
+        world.core.complete_store([b"stray"], "nobody")
+    elif not tiers:
+        return
+    elif roll < 0.5:
+        tier = rng.choice(tiers)
+        world.rot(tier, rng.randrange(len(world.slots[tier])))
+    elif roll < 0.75:
+        world.silent ^= {rng.choice(tiers)}
+    else:
+        world.cramped ^= {rng.choice(tiers)}
 
 
 def act_of_client(world: World, client: Client, rng: random.Random) -> None:
     """What a server might do next with this request."""
     roll = rng.random()
     if client.state == "asking":
-        answer = world.ask(client)
+        answer = world.ask(client, one_by_one=rng.random() < 0.3)
         if answer and roll < 0.8:
             world.load(client, answer)
         elif answer == 0 and roll < 0.8:
             client.state = "computing"
         elif roll > 0.97:
             world.leave(client)
+        elif roll > 0.95:
+            # It asks for more, or for less, of the same prompt.
+            client.keys = client.keys[: rng.randrange(len(client.keys)) + 1]
+            client.leased = min(client.leased, len(client.keys))
     elif client.state == "loading":
-        world.finish_load(client)
+        if roll < 0.9:
+            world.finish_load(client)
+        else:
+            world.leave(client)
     elif client.state == "computing":
         if roll < 0.8:
             world.store(client)
+        elif roll < 0.85:
+            client.state = "asking"
         else:
             world.leave(client)
     elif client.state == "storing":
-        world.finish_store(client, ok=roll < 0.95)
+        if roll < 0.85:
+            world.finish_store(client, ())
+        elif roll < 0.95:
+            world.finish_store(client, [key for key in client.stored if rng.random() < 0.5])
+        else:
+            world.leave(client)
     else:
         world.leave(client)

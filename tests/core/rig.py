@@ -110,11 +110,11 @@ class Rig:
     def settle(self, seconds: float = 0.0) -> None:
         """Steps in which the engine ends everything, until nothing moves."""
         for _ in range(1000):
-            self.step(seconds)
-            if not self.moves and not self.ended:
-                return
             for move in list(self.moves):
                 self.end(move)
+            took_in = bool(self.ended)
+            if not self.step(seconds) and not took_in:
+                return
         raise AssertionError("the core never comes to rest")
 
     def under_way(self, op: Op, tier: int = 0) -> list[Move]:

@@ -86,7 +86,7 @@ def test_copies_on_their_way_to_a_tier_are_bounded() -> None:
     rig.put(chain("a", 32))
     rig.step()
     assert sum(len(move.rows) for move in rig.moves) == 5
-    for _ in range(10):
+    while rig.core.unsaved:
         rig.step()
         assert rig.core.tiers[0].rows_in_flight <= 5
         for move in list(rig.moves):

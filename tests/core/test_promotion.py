@@ -219,7 +219,7 @@ def test_asking_again_renews_the_lease() -> None:
     for wave in range(20):
         assert rig.ask(keys) == 4
         rig.put(chain(f"other{wave}", 4))
-        rig.settle(1.0)
+        rig.settle(0.5)
     assert rig.stats.lapses == 0
 
 

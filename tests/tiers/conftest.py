@@ -69,7 +69,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         return place
 
     yield make
-    for place in reversed(places):
+    for place in reversed([place for place in places if place.is_mount()]):
         subprocess.run(["umount", "-l", place], check=True)
 
 

@@ -157,15 +157,11 @@ def test_a_header_with_a_flipped_bit_is_refused_or_reads_as_another(
     page[bit // 8] ^= 1 << bit % 8
     try:
         found = parse_header(bytes(page), "segment-7")
-    except ForeignFileError as error:
-        assert "segment-7" in str(error)
-    else:
-        # Another name is another segment: what was stored under this one is not served.
-        assert found != header
-        assert (found.geometry.slots, found.geometry.slot_bytes) == (
-            header.geometry.slots,
-            header.geometry.slot_bytes,
-        )
+    except ForeignFileError:
+        return
+    # Another name is another segment: what was stored under this one is not served.
+    assert found != header
+    assert found.geometry.file_bytes == header.geometry.file_bytes
 
 
 def page_of(text: str | bytes) -> bytes:
@@ -203,7 +199,9 @@ def test_a_header_with_any_other_value_is_a_foreign_file_and_nothing_worse(
     metadata[name] = data.draw(
         json_values
         | st.integers().map(str)
-        | st.sampled_from(["\u00e9" * 700, "9" * 900, "1" + "0" * 400, 1e308 * 10, "-1", "8 ", "08"])
+        | st.sampled_from(
+            ["\u00e9" * 700, "9" * 900, "1" + "0" * 400, 1e308 * 10, "-1", "8 ", "08"]
+        )
     )
     page = page_of(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     if metadata[name] == old:

@@ -223,21 +223,27 @@ async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool
     await job
 
 
-def test_an_operation_that_outlives_its_loop_does_no_harm(pool: Pool) -> None:
-    threads, gate = pool(1), Gate()
-    loop = asyncio.new_event_loop()
-    job = loop.create_task(threads.run([gate], load=True))
-    loop.run_until_complete(begun(gate))
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-    gate.opened.set()
-    other = asyncio.new_event_loop()
-    try:
-        assert other.run_until_complete(threads.run([lambda: 1], load=True)) == [1]
-    finally:
-        other.close()
-    assert not job.done()
-    job.cancel()
+def test_an_operation_that_outlives_its_loop_does_no_harm() -> None:
+    code = """
+import asyncio, threading
+from tiers.disk.threads import IOThreads
+threads, begun, gate = IOThreads(1, "test"), threading.Event(), threading.Event()
+async def main():
+    job = asyncio.ensure_future(threads.run([begun.set, gate.wait], load=True))
+    await asyncio.sleep(0)
+    begun.wait(10)
+    return job
+loop = asyncio.new_event_loop()
+job = loop.run_until_complete(main())
+loop.close()
+gate.set()
+print(asyncio.run(threads.run([lambda: "alive"], load=True)), job.done())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["['alive']", "False"]
+    assert "Exception in thread" not in done.stderr
 
 
 def test_a_stuck_operation_does_not_keep_the_process_from_exiting() -> None:

@@ -206,7 +206,9 @@ def test_a_hybrid_model_with_sliding_windows_hits_in_host_memory_and_on_disk(
     rounds = [{"name": "cold", "prompts": prompts}, {"name": "host", "prompts": prompts}]
     first = run_engine(tmp_path / "run", {**scenario, "rounds": rounds}, environment)
     again = run_engine(
-        tmp_path / "run", {**scenario, "rounds": [{"name": "disk", "prompts": prompts}]}, environment
+        tmp_path / "run",
+        {**scenario, "rounds": [{"name": "disk", "prompts": prompts}]},
+        environment,
     )
     for found in (first.rounds["host"], again.rounds["disk"]):
         assert found.tokens == first.rounds["cold"].tokens

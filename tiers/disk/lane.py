@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.errors import LaneBusyError, PathUnusableError
 from tiers.disk.namespace import make_folder
 
-__all__ = ["MAX_LANES", "Lane", "lane_folders", "lane_owner"]
+__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner"]
 
 MAX_LANES = 64
 LOCK_NAME = "lock"

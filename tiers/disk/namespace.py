@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ForeignFileError, NamespaceMismatchError, PathUnusableError
+from kvstore.errors import ConfigError, ForeignFileError, NamespaceMismatchError, PathUnusableError
 
 __all__ = ["Namespace", "make_folder", "read_namespace"]
 
@@ -51,21 +51,22 @@ class Namespace:
         Raises:
             NamespaceMismatchError: if the folder belongs to another identity.
             PathUnusableError: if it cannot be made, read or written.
+            ConfigError: if the identity cannot be written as JSON.
         """
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
             raise PathUnusableError(
                 f"namespace name {self.name!r}: allowed are up to 128 letters, digits, "
                 "'.', '_' and '-', not beginning with '.' or '-'"
             )
-        make_folder(root)
-        folder = root / self.name
-        make_folder(folder)
         told = {
             "format": "kvstore namespace",
             "version": 1,
             "digest": self.digest,
             "identity": self.identity,
         }
+        make_folder(root)
+        folder = root / self.name
+        make_folder(folder)
         file = folder / FILE_NAME
         if not os.path.lexists(file):
             self._publish(file, told)
@@ -145,16 +146,17 @@ def make_folder(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise PathUnusableError(f"{folder} is a file, not a folder")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise PathUnusableError(f"{folder} is not writable by this user")
-        # Root may pass the check above on a read-only file system.
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise PathUnusableError(f"{folder} is not readable by this user")
         probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        probe.unlink()
+        # Who owns the lane removes probes that it finds there.
+        probe.unlink(missing_ok=True)
     except PathUnusableError:
         raise
-    except OSError as error:
-        raise PathUnusableError(f"{folder} cannot be used: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -162,7 +164,13 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(identity: Mapping[str, Any]) -> str:
-    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    try:
+        canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"identity = {identity!r}: allowed are text, finite numbers, true, false, null, "
+            f"lists and tables of these ({error})"
+        ) from error
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from kvstore.errors import ForeignFileError
 from tiers.disk.format import Geometry, LiveRecords, decode_records
 from tiers.disk.io import IOBackend
+from tiers.disk.lane import LOCK_NAME
 from tiers.disk.segment import Segment, read_header, remove_leftovers, segment_files
 
 __all__ = ["Recovered", "recover"]
@@ -61,8 +63,8 @@ def recover(
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
-    Files that are no segments of this lane are left alone and count against
-    the capacity. When the lane holds more segments than the capacity allows,
+    Whatever else lies in the folder is left alone and counts against the
+    capacity. When the lane holds more segments than the capacity allows,
     those whose chunks are coldest are removed.
     """
     removed = remove_leftovers(folder)
@@ -71,17 +73,17 @@ def recover(
     foreign: list[str] = []
     foreign_bytes = 0
     damaged = 0
+    for path, size in _other_files(folder):
+        foreign.append(f"{path}: no file of a lane")
+        foreign_bytes += size
     for number, path in segment_files(folder):
         try:
-            segment = Segment.open(path, namespace, geometry, backend)
+            segment, records = _open(path, namespace, geometry, backend)
         except (ForeignFileError, OSError) as error:
-            foreign.append(str(error))
+            known = isinstance(error, ForeignFileError)
+            foreign.append(str(error) if known else f"{path}: {error}")
             foreign_bytes += path.lstat().st_size
             continue
-        raw = segment.read_records(0, geometry.slots)
-        records = decode_records(raw, 0, geometry.chunk_bytes, segment.seed)
-        for slot in records.damaged:
-            segment.erase_records(slot, 1)
         damaged += len(records.damaged)
         segments[number] = segment
         found[number] = records
@@ -94,6 +96,34 @@ def recover(
         removed.append(segment.path.name)
     entries, sequence = _entries(found, geometry.slots)
     return Recovered(segments, entries, sequence, foreign, foreign_bytes, damaged, removed)
+
+
+def _open(
+    path: Path, namespace: str, geometry: Geometry, backend: IOBackend
+) -> tuple[Segment, LiveRecords]:
+    """Open a segment, read its index and erase what is damaged in it."""
+    segment = Segment.open(path, namespace, geometry, backend)
+    try:
+        raw = segment.read_records(0, geometry.slots)
+        records = decode_records(raw, 0, geometry.chunk_bytes, segment.seed)
+        for slot in records.damaged:
+            segment.erase_records(slot, 1)
+    except OSError:
+        segment.close()
+        raise
+    return segment, records
+
+
+def _other_files(folder: Path) -> list[tuple[Path, int]]:
+    """What lies in a lane and is named like none of its files, with its size."""
+    known = {LOCK_NAME, *(path.name for _, path in segment_files(folder))}
+    others = []
+    for path in sorted(folder.iterdir()):
+        # Processes that look for a free lane make probes here, for an instant.
+        if path.name not in known and not path.name.startswith(".probe-"):
+            with contextlib.suppress(FileNotFoundError):
+                others.append((path, path.lstat().st_size))
+    return others
 
 
 def _warmth(records: LiveRecords) -> int:

@@ -23,8 +23,8 @@ from tiers.disk.io import IOBackend
 
 __all__ = ["Segment", "read_header", "segment_files"]
 
-_NAME = re.compile(r"segment-(\d{1,9})\.safetensors")
-_TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp")
+_NAME = re.compile(r"segment-(0|[1-9]\d{0,8})\.safetensors")
+_TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp|\.probe-\d+-[0-9a-f]+")
 
 
 class Segment:
@@ -82,7 +82,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, namespace: str, geometry: Geometry, backend: IOBackend) -> Segment:
-        """Open an existing segment. A file that was cut short gets its size back.
+        """Open an existing segment. A file that was cut short, or added to, gets its size back.
 
         Raises:
             ForeignFileError: if it is not a segment, or one of another namespace or geometry.
@@ -97,8 +97,11 @@ class Segment:
         assert match is not None
         meta = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(meta).st_size < geometry.file_bytes:
+            size = os.fstat(meta).st_size
+            if size < geometry.file_bytes:
                 _allocate(meta, geometry.file_bytes)
+            elif size > geometry.file_bytes:
+                os.ftruncate(meta, geometry.file_bytes)
             data = backend.open(path)
         except BaseException:
             os.close(meta)
@@ -160,7 +163,11 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove segments that were never finished; returns their names."""
+    """Remove what a process left that was killed: unfinished segments and probes.
+
+    Returns:
+        Their names.
+    """
     removed = []
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():

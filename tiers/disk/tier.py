@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
-from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from kvstore.types import TierOpening
 from tiers.base import Tier, Transfer
 from tiers.disk.format import Geometry, decode_records, encode_records, reseal_records
@@ -93,17 +93,22 @@ class DiskTier(Tier):
         self._lane = Lane.acquire(folder, self._lane_number)
         try:
             return self._open_lane(self._lane, region, wanted)
-        except BaseException:
+        except BaseException as error:
             self._close_files()
+            if isinstance(error, OSError) and not isinstance(error, KVStoreError):
+                raise PathUnusableError(f"{self._lane.folder}: {error}") from error
             raise
 
     def _open_lane(self, lane: Lane, region: PinnedRegion, wanted: Geometry) -> TierOpening:
         digest = self._namespace.digest
         geometry = lane_geometry(lane.folder, digest, wanted)
         if self._capacity < geometry.file_bytes:
+            way_out = "raise it or lower segment_bytes"
+            if geometry != wanted:
+                way_out = f"those in {lane.folder} have that size; raise it or remove them"
             raise ConfigError(
                 f"capacity_bytes = {self._capacity}: smaller than one segment of "
-                f"{geometry.file_bytes} bytes; raise it or lower segment_bytes"
+                f"{geometry.file_bytes} bytes; {way_out}"
             )
         self._backend: IOBackend = choose_backend(lane.folder, self._io)
         recovered = recover(lane.folder, digest, geometry, self._capacity, self._backend)
@@ -119,7 +124,8 @@ class DiskTier(Tier):
         self._region = region
         self._segments = recovered.segments
         self._sequence = recovered.sequence
-        self._max_segments = (self._capacity - recovered.foreign_bytes) // geometry.file_bytes
+        room = max(0, self._capacity - recovered.foreign_bytes)
+        self._max_segments = room // geometry.file_bytes
         if not self._segments and self._max_segments:
             try:
                 self._new_segment()
@@ -231,7 +237,7 @@ class DiskTier(Tier):
             )
         except OSError as error:
             if len(keys) == 1:
-                return [False], f"write to {segment.path} slot {first}: {error.strerror}"
+                return [False], f"write to {segment.path} slot {first}: {error.strerror or error}"
             return _one_by_one(
                 partial(self._write_extent, segment, first + i, [key], [row], sequence + i)
                 for i, (key, row) in enumerate(zip(keys, rows, strict=True))
@@ -248,7 +254,7 @@ class DiskTier(Tier):
             got = self._backend.read(segment.data, buffers, segment.offset_of(first))
         except OSError as error:
             if len(keys) == 1:
-                return [False], f"read of {segment.path} slot {first}: {error.strerror}"
+                return [False], f"read of {segment.path} slot {first}: {error.strerror or error}"
             return _one_by_one(
                 partial(self._read_extent, segment, first + i, [key], [row])
                 for i, (key, row) in enumerate(zip(keys, rows, strict=True))
@@ -297,11 +303,13 @@ class DiskTier(Tier):
 
         # A record that is written now would be lost between reading and writing the index.
         await self._threads.idle()
-        await self._threads.run([finish], load=False)
-        if self._threads.close():
-            self._close_files()
-        else:
-            logger.warning("disk tier: an I/O call does not return; its files stay open")
+        try:
+            await self._threads.run([finish], load=False)
+        finally:
+            if self._threads.close():
+                self._close_files()
+            else:
+                logger.warning("disk tier: an I/O call does not return; its files stay open")
 
     def abandon(self) -> None:
         self._threads.close(1.0)
@@ -348,7 +356,8 @@ class DiskTier(Tier):
         slots = self._geometry.slots
         ranks: dict[int, dict[int, int]] = {number: {} for number in self._segments}
         for rank, (_, slot) in enumerate(coldest_first):
-            ranks[slot // slots][slot % slots] = self._sequence + rank
+            if slot // slots in ranks:
+                ranks[slot // slots][slot % slots] = self._sequence + rank
         for number, segment in self._segments.items():
             if not ranks[number]:
                 continue

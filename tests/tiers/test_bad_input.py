@@ -1,0 +1,510 @@
+"""Sizes, paths and lanes that cannot be used: refused at once, by name, with what is allowed.
+
+A refused `open` leaves nothing behind: no thread, no descriptor, no locked lane.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import (
+    ConfigError,
+    ForeignFileError,
+    KVStoreError,
+    LaneBusyError,
+    NamespaceMismatchError,
+    PathUnusableError,
+)
+from kvstore.testing.tier import key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, SLOTS, Child, lane_of, segment_of
+from tiers.disk.lane import MAX_LANES, Lane, lane_owner
+from tiers.disk.namespace import Namespace
+
+StartChild = Callable[..., Child]
+
+
+def means() -> tuple[int, int]:
+    """Open descriptors and living threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.fixture
+def refused(folder: Path, open_bench: OpenBench) -> Callable[..., str]:
+    """Checks that opening is refused and leaves nothing behind; returns the message."""
+
+    def check(error: type[KVStoreError], path: Path = folder, **options: Any) -> str:
+        before = means()
+        with pytest.raises(error) as caught:
+            open_bench(path, **options)
+        assert means() == before, "the refused tier left descriptors or threads behind"
+        return str(caught.value)
+
+    return check
+
+
+# -- sizes ---------------------------------------------------------------------------------
+
+
+def test_a_capacity_below_one_segment_is_refused(refused: Callable[..., str]) -> None:
+    message = refused(ConfigError, capacity_bytes=SEGMENT - 1)
+    assert f"capacity_bytes = {SEGMENT - 1}" in message
+    assert f"{SEGMENT} bytes" in message
+    assert "segment_bytes" in message
+
+
+def test_a_segment_too_small_for_one_chunk_is_refused(refused: Callable[..., str]) -> None:
+    message = refused(ConfigError, segment_bytes=SLOT)
+    assert f"segment_bytes = {SLOT}" in message
+    assert f"{CHUNK} bytes" in message
+    least = int(message.rsplit("at least ", 1)[1].split()[0])
+    assert least > SLOT
+
+
+def test_the_smallest_segment_that_the_message_names_is_enough(
+    refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    message = refused(ConfigError, segment_bytes=1)
+    least = int(message.rsplit("at least ", 1)[1].split()[0])
+    assert open_bench(segment_bytes=least).opening.segment_slots == 1
+
+
+def test_the_smallest_capacity_that_the_message_names_is_enough(open_bench: OpenBench) -> None:
+    assert open_bench(capacity_bytes=SEGMENT).opening.max_segments == 1
+
+
+def test_a_capacity_below_the_segments_that_are_there_says_so(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    open_bench().abandon()
+    message = refused(ConfigError, capacity_bytes=SEGMENT // 2, segment_bytes=SEGMENT // 2)
+    assert f"capacity_bytes = {SEGMENT // 2}" in message
+    # Lowering segment_bytes is no way out here, and must not be advised.
+    assert "segment_bytes" not in message
+    assert str(lane_of(folder)) in message
+
+
+def test_an_unknown_backend_is_refused(refused: Callable[..., str]) -> None:
+    message = refused(ConfigError, io="teleport")
+    assert "io = 'teleport'" in message
+    for allowed in ("auto", "direct", "buffered"):
+        assert allowed in message
+
+
+# -- paths ---------------------------------------------------------------------------------
+
+
+def test_a_file_as_path_is_refused(folder: Path, refused: Callable[..., str]) -> None:
+    folder.write_text("a file")
+    message = refused(PathUnusableError)
+    assert str(folder) in message
+    assert "is a file" in message
+    assert folder.read_text() == "a file"
+
+
+def test_a_path_below_a_file_is_refused(folder: Path, refused: Callable[..., str]) -> None:
+    folder.write_text("a file")
+    message = refused(PathUnusableError, folder / "below")
+    assert str(folder / "below") in message
+
+
+def test_a_link_as_path_is_refused(folder: Path, refused: Callable[..., str]) -> None:
+    (folder.parent / "elsewhere").mkdir()
+    folder.symlink_to("elsewhere")
+    message = refused(PathUnusableError)
+    assert str(folder) in message
+    assert "symbolic link" in message
+    assert not any((folder.parent / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("part", ["namespace", "lane"])
+def test_a_link_inside_the_cache_is_refused(
+    folder: Path, refused: Callable[..., str], tmp_path: Path, part: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = folder / NAMESPACE.name if part == "namespace" else lane_of(folder)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    message = refused(PathUnusableError)
+    assert str(link) in message
+    assert "symbolic link" in message
+    assert not any(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["with\0nul", "x" * 5000, "y" * 300], ids=["nul", "path", "name"])
+def test_a_path_that_no_file_system_takes_is_refused(
+    folder: Path, refused: Callable[..., str], name: str
+) -> None:
+    assert repr(str(folder / name)) in refused(PathUnusableError, folder / name)
+
+
+def test_a_folder_is_made_with_its_parents(folder: Path, open_bench: OpenBench) -> None:
+    open_bench(folder / "deep" / "er")
+    assert (folder / "deep" / "er" / NAMESPACE.name / "lane-0").is_dir()
+
+
+def test_nobody_else_may_look_in(folder: Path, open_bench: OpenBench) -> None:
+    old = os.umask(0)
+    try:
+        open_bench()
+    finally:
+        os.umask(old)
+    modes = {
+        path: stat.S_IMODE(path.lstat().st_mode)
+        for path in [folder, *folder.rglob("*")]
+        if path.name != "__pycache__"
+    }
+    assert {path.name for path in modes} >= {"namespace.json", "lock", "segment-0.safetensors"}
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
+
+
+# -- file systems --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that every user can reach."""
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_of_another_user_is_refused(public_folder: Path, child: StartChild) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    code = """
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    for path in sys.argv[1:]:
+        try:
+            bench(path)
+        except KVStoreError as error:
+            say(type(error).__name__, error)
+        else:
+            say("opened")
+    """
+    other = child(code, public_folder, public_folder / "below")
+    for path in (public_folder, public_folder / "below"):
+        message = other.line()
+        assert message == f"PathUnusableError '{path}' cannot be used: Permission denied"
+    assert other.end() == 0
+
+
+def test_a_read_only_file_system_is_refused(
+    mount: Callable[..., Path], refused: Callable[..., str]
+) -> None:
+    place = mount("-t", "tmpfs", "-o", "ro", "tmpfs")
+    message = refused(PathUnusableError, place)
+    assert str(place) in message
+    assert "Read-only file system" in message
+
+
+def test_a_disk_with_no_room_for_a_segment_is_refused(
+    small_disk: Callable[[int], Path], refused: Callable[..., str]
+) -> None:
+    path = small_disk(SEGMENT // 2)
+    message = refused(PathUnusableError, path)
+    assert str(path) in message
+    assert "No space left on device" in message
+    assert not list(path.rglob("*segment*")), "part of a segment was left behind"
+
+
+def test_a_full_disk_is_refused(
+    small_disk: Callable[[int], Path], refused: Callable[..., str]
+) -> None:
+    path = small_disk(64 * 1024)
+    fill(path)
+    message = refused(PathUnusableError, path)
+    assert str(path) in message
+    assert "No space left on device" in message
+
+
+async def test_a_cache_on_a_disk_that_is_full_by_now_is_opened_and_served(
+    small_disk: Callable[[int], Path], open_bench: OpenBench
+) -> None:
+    path = small_disk(2 * SEGMENT)
+    bench = open_bench(path)
+    await bench.store([key_of(1)], [0])
+    await bench.close([(key_of(1), 0)])
+    fill(path)
+    again = open_bench(path)
+    assert await again.fetch([key_of(1)], [0]) == [True]
+    assert (await again.store([key_of(2)], [1])).ok == [True], "its segments have their space"
+    assert await again.fetch([key_of(2)], [1]) == [True]
+
+
+def fill(path: Path) -> None:
+    """Use up the file system to the last byte."""
+    with open(path / "filler", "wb", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+
+
+# -- namespaces ----------------------------------------------------------------------------
+
+
+def test_a_namespace_of_another_model_is_refused_with_the_difference(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    ours = Namespace("shared", {"model": "ours", "dtype": "bf16", "heads": 8})
+    theirs = Namespace("shared", {"model": "theirs", "dtype": "bf16", "layers": 4})
+    open_bench(namespace=theirs).abandon()
+    message = refused(NamespaceMismatchError, namespace=ours)
+    assert str(folder / "shared") in message
+    assert "model is 'theirs' there and 'ours' here" in message
+    assert "heads is None there and 8 here" in message
+    assert "layers is 4 there and None here" in message
+    assert "dtype" not in message
+
+
+def test_namespaces_of_different_models_live_side_by_side(open_bench: OpenBench) -> None:
+    for model in ("a", "b"):
+        namespace = Namespace.of("same label", {"model": model})
+        assert list(open_bench(namespace=namespace).opening.entries) == []
+
+
+@pytest.mark.parametrize("label", ["", "..", "../../etc", "/", "a/b", ".hidden", "-rf", "\n", "ü"])
+def test_any_label_makes_a_folder_of_its_own_below_the_path(
+    folder: Path, open_bench: OpenBench, label: str
+) -> None:
+    open_bench(namespace=Namespace.of(label, {"model": label}))
+    (made,) = folder.iterdir()
+    assert made.is_dir()
+    assert not made.name.startswith((".", "-"))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", ".", "../up", "a/b", "/root", ".hidden", "x" * 129, "ü"]
+)
+def test_a_namespace_name_that_is_no_folder_name_is_refused(
+    folder: Path, refused: Callable[..., str], name: str
+) -> None:
+    message = refused(PathUnusableError, namespace=Namespace(name, {}))
+    assert repr(name) in message
+    assert "allowed are" in message
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"format": "something else"}', b"[" * 100_000],
+    ids=["empty", "half", "list", "null", "not-utf8", "other-format", "deep"],
+)
+def test_a_damaged_namespace_file_is_refused_by_name(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench, content: bytes
+) -> None:
+    open_bench().abandon()
+    file = folder / NAMESPACE.name / "namespace.json"
+    file.write_bytes(content)
+    assert str(file) in refused(ForeignFileError)
+    assert file.read_bytes() == content
+
+
+def test_a_namespace_file_of_a_newer_version_is_refused(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    open_bench().abandon()
+    file = folder / NAMESPACE.name / "namespace.json"
+    told = json.loads(file.read_bytes())
+    told["version"] = 2
+    file.write_text(json.dumps(told))
+    assert "version 2; this program reads version 1" in refused(ForeignFileError)
+
+
+def test_a_link_as_namespace_file_is_refused(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    open_bench().abandon()
+    file = folder / NAMESPACE.name / "namespace.json"
+    file.rename(folder / "elsewhere.json")
+    file.symlink_to(folder / "elsewhere.json")
+    assert str(file) in refused(PathUnusableError)
+
+
+def test_the_namespace_file_says_in_full_whose_bytes_they_are(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    open_bench()
+    told = json.loads((folder / NAMESPACE.name / "namespace.json").read_text())
+    assert told["identity"] == NAMESPACE.identity
+
+
+@pytest.mark.parametrize(
+    "identity", [{"model": {1, 2}}, {"model": b"raw"}, {"scale": float("nan")}], ids=str
+)
+def test_an_identity_that_cannot_be_written_down_is_refused(
+    folder: Path, refused: Callable[..., str], identity: dict[str, Any]
+) -> None:
+    message = refused(ConfigError, namespace=Namespace("odd", identity))
+    assert "identity" in message
+    assert not folder.exists()
+
+
+# -- lanes ---------------------------------------------------------------------------------
+
+HOLD = """
+held = bench(sys.argv[1])
+say(held.tier.description)
+sys.stdin.readline()
+"""
+
+
+def test_a_lane_that_another_process_writes_is_refused_with_its_id(
+    folder: Path, refused: Callable[..., str], child: StartChild
+) -> None:
+    owner = child(HOLD, folder)
+    assert "lane-0" in owner.line()
+    message = refused(LaneBusyError, lane=0)
+    assert "lane 0" in message
+    assert str(folder) in message
+    assert f"process {owner.pid}" in message
+    assert lane_owner(lane_of(folder)) == owner.pid
+
+
+def test_the_nth_process_gets_the_nth_lane_and_a_free_one_is_used_again(
+    folder: Path, child: StartChild
+) -> None:
+    owners = [child(HOLD, folder) for _ in range(3)]
+    lanes = sorted(owner.line().split(",")[0].rsplit("lane-")[1] for owner in owners)
+    assert lanes == ["0", "1", "2"]
+    (second,) = (owner for owner in owners if owner.pid == lane_owner(lane_of(folder, 1)))
+    second.kill()
+    assert "lane-1," in child(HOLD, folder).line()
+
+
+def test_a_second_tier_of_one_process_gets_another_lane(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    open_bench()
+    assert "lane-1," in open_bench().tier.description
+
+
+def test_a_killed_process_leaves_its_lane_free(
+    folder: Path, open_bench: OpenBench, child: StartChild
+) -> None:
+    owner = child(HOLD, folder)
+    owner.line()
+    owner.kill()
+    assert lane_owner(lane_of(folder)) is None
+    open_bench(lane=0)
+
+
+def test_a_lane_is_free_again_after_a_refused_open(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    refused(ConfigError, io="teleport")
+    open_bench(lane=0)
+
+
+def test_a_forked_child_does_not_keep_the_lane_of_its_parent(
+    folder: Path, child: StartChild
+) -> None:
+    code = """
+    parent = bench(sys.argv[1])
+    forked = os.fork()
+    if not forked:
+        signal.pause()
+    parent.abandon()
+    try:
+        bench(sys.argv[1], lane=0)
+        say("opened again")
+    except KVStoreError as error:
+        say(error)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+    """
+    assert child(code, folder).line() == "opened again"
+
+
+def test_a_forked_child_does_not_give_the_lane_of_its_parent_away(
+    folder: Path, refused: Callable[..., str], child: StartChild
+) -> None:
+    code = """
+    parent = bench(sys.argv[1])
+    forked = os.fork()
+    if not forked:
+        parent.abandon()
+        os._exit(0)
+    os.waitpid(forked, 0)
+    say("the child is gone")
+    sys.stdin.readline()
+    """
+    owner = child(code, folder)
+    assert owner.line() == "the child is gone"
+    assert f"process {owner.pid}" in refused(LaneBusyError, lane=0)
+
+
+@pytest.mark.parametrize("instead", ["link", "folder"])
+def test_a_lock_that_is_no_file_is_refused(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench, instead: str
+) -> None:
+    open_bench().abandon()
+    lock = lane_of(folder) / "lock"
+    lock.unlink()
+    if instead == "link":
+        lock.symlink_to(folder / "elsewhere")
+    else:
+        lock.mkdir()
+    assert str(lock) in refused(PathUnusableError)
+    assert not (folder / "elsewhere").exists()
+
+
+def test_when_every_lane_is_in_use_the_message_says_how_many_there_are(
+    folder: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each busy lane is tried for a moment, in case somebody only looks at it.
+    monkeypatch.setattr("tiers.disk.lane.LOCK_ATTEMPTS", 1)
+    lanes = [Lane.acquire(NAMESPACE.establish(folder)) for _ in range(MAX_LANES)]
+    try:
+        message = refused(LaneBusyError)
+    finally:
+        for lane in lanes:
+            lane.release()
+    assert str(MAX_LANES) in message
+    assert str(folder) in message
+
+
+def test_looking_at_a_lane_does_not_take_it(folder: Path, open_bench: OpenBench) -> None:
+    open_bench().abandon()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            lane_owner(lane_of(folder))
+
+    onlooker = threading.Thread(target=look)
+    onlooker.start()
+    try:
+        for _ in range(20):
+            open_bench(lane=0).abandon()
+    finally:
+        stop.set()
+        onlooker.join()
+
+
+def test_a_bad_segment_file_does_not_keep_the_lane_from_opening(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    open_bench().abandon()
+    segment_of(folder).write_bytes(b"")
+    assert len(open_bench().opening.segments) == 1
+    assert open_bench().opening.segment_slots == SLOTS

@@ -1,0 +1,399 @@
+"""Disks that fail: a block that failed fails alone, nothing raises, nothing hangs.
+
+Faults come from an I/O backend that fails where it is told, and, where this
+machine allows it, from real file systems that are full or go down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.tier import key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
+from tiers.disk.io import IO_BACKENDS
+from tiers.disk.io.buffered import BufferedIO
+
+KEYS = [key_of(n) for n in range(SLOTS)]
+ALL = list(range(SLOTS))
+
+
+class FaultyIO(BufferedIO):
+    """Moves bytes as it should, but for the slots that it was told about."""
+
+    name = "faulty"
+
+    def __init__(self) -> None:
+        self.fail_reads: dict[int, Exception] = {}
+        self.fail_writes: dict[int, Exception] = {}
+        self.short_after: int | None = None
+        self.lost_writes: set[int] = set()
+        self.torn_writes: set[int] = set()
+        self.flipped_reads: set[int] = set()
+        self.gate: threading.Event | None = None
+        self.begun = threading.Event()
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._pass()
+        for slot, _ in self._slots(buffers, offset):
+            if slot in self.fail_reads:
+                raise self.fail_reads[slot]
+        got = super().read(fd, buffers, offset)
+        for slot, buffer in self._slots(buffers, offset):
+            if slot in self.flipped_reads:
+                buffer[100] ^= 1
+        if self.short_after is not None:
+            got = min(got, max(0, GEOMETRY.blocks_offset + self.short_after - offset))
+        return got
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self._pass()
+        for slot, buffer in self._slots(buffers, offset):
+            place = GEOMETRY.blocks_offset + slot * SLOT
+            if slot in self.fail_writes:
+                raise self.fail_writes[slot]
+            if slot in self.lost_writes:
+                continue
+            if slot in self.torn_writes:
+                super().write(fd, [buffer[: SLOT // 2]], place)
+            else:
+                super().write(fd, [buffer], place)
+
+    def _pass(self) -> None:
+        self.begun.set()
+        if self.gate is not None:
+            assert self.gate.wait(20)
+
+    @staticmethod
+    def _slots(buffers: Sequence[memoryview], offset: int) -> list[tuple[int, memoryview]]:
+        first = (offset - GEOMETRY.blocks_offset) // SLOT
+        return [(first + index, buffer) for index, buffer in enumerate(buffers)]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, open_bench: OpenBench) -> FaultyIO:
+    """The backend of every tier that is opened with ``io="faulty"``; sound until told otherwise."""
+    backend = FaultyIO()
+    monkeypatch.setitem(IO_BACKENDS, "faulty", lambda: backend)
+    return backend
+
+
+def io_error(number: int = errno.EIO) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def but(*slots: int) -> list[bool]:
+    return [slot not in slots for slot in ALL]
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [(0,), (3,), (SLOTS - 1,), (1, 2, 6), tuple(ALL)], ids=str)
+async def test_blocks_that_cannot_be_read_fail_alone(
+    folder: Path, open_bench: OpenBench, faulty: FaultyIO, bad: tuple[int, ...]
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.fail_reads = dict.fromkeys(bad, io_error())
+    assert await bench.fetch(KEYS, ALL) == but(*bad)
+
+
+async def test_a_failed_read_names_the_file_the_slot_and_the_reason(
+    folder: Path, open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.fail_reads = {3: io_error()}
+    done = await bench.tier.read(KEYS, ALL, ALL)
+    assert done.error is not None
+    assert str(segment_of(folder)) in done.error
+    assert "slot 3" in done.error
+    assert "Input/output error" in done.error
+
+
+async def test_a_chunk_that_could_not_be_read_is_not_thrown_away(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.fail_reads = {3: io_error()}
+    assert await bench.fetch(KEYS, ALL) == but(3)
+    faulty.fail_reads = {}
+    assert await bench.fetch(KEYS, ALL) == but()
+
+
+@pytest.mark.parametrize("got", [0, 1, SLOT - 1, 2 * SLOT, 4 * SLOT + 500, SLOTS * SLOT - SLOT])
+async def test_after_a_short_read_what_arrived_is_good_and_the_rest_is_missed(
+    open_bench: OpenBench, faulty: FaultyIO, got: int
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.short_after = got
+    whole = [slot * SLOT + bench.chunk_bytes <= got for slot in ALL]
+    assert await bench.fetch(KEYS, ALL) == whole
+
+
+async def test_bytes_that_changed_on_their_way_are_a_miss(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.flipped_reads = {2, 5}
+    assert await bench.fetch(KEYS, ALL) == but(2, 5)
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [(0,), (3,), (SLOTS - 1,), (1, 2, 6), tuple(ALL)], ids=str)
+async def test_blocks_that_cannot_be_written_fail_alone(
+    open_bench: OpenBench, faulty: FaultyIO, bad: tuple[int, ...]
+) -> None:
+    bench = open_bench(io="faulty")
+    faulty.fail_writes = dict.fromkeys(bad, io_error(errno.ENOSPC))
+    done = await bench.store(KEYS, ALL)
+    assert done.ok == but(*bad)
+    assert done.error is not None
+    assert "No space left on device" in done.error
+    assert await bench.fetch(KEYS, ALL) == but(*bad)
+    bench.abandon()
+    again = open_bench(io="faulty")
+    assert dict(again.opening.entries) == {KEYS[s]: s for s in ALL if s not in bad}
+
+
+async def test_a_failed_rewrite_leaves_neither_the_old_chunk_nor_the_new(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.fail_writes = {3: io_error()}
+    new = [key_of(100 + n) for n in ALL]
+    assert (await bench.store(new, ALL)).ok == but(3)
+    assert await bench.fetch([KEYS[3]], [3]) == [False]
+    bench.abandon()
+    again = open_bench(io="faulty")
+    assert dict(again.opening.entries) == {new[s]: s for s in ALL if s != 3}
+
+
+@pytest.mark.parametrize("fault", ["lost_writes", "torn_writes"])
+async def test_a_write_that_a_disk_lost_or_tore_is_a_miss_later(
+    open_bench: OpenBench, faulty: FaultyIO, fault: str
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    setattr(faulty, fault, {1, 4})
+    new = [key_of(100 + n) for n in ALL]
+    # The disk said that all was well.
+    assert (await bench.store(new, ALL)).ok == but()
+    bench.abandon()
+    again = open_bench(io="faulty")
+    assert await again.fetch(new, ALL) == but(1, 4)
+
+
+async def test_a_slot_that_failed_can_be_written_later(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    faulty.fail_writes = {3: io_error()}
+    await bench.store(KEYS, ALL)
+    faulty.fail_writes = {}
+    assert (await bench.store([KEYS[3]], [3])).ok == [True]
+    assert await bench.fetch(KEYS, ALL) == but()
+
+
+# -- both ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *map(
+            io_error,
+            (errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EBADF),
+        ),
+        OSError("an error without a number"),
+    ],
+    ids=str,
+)
+async def test_whatever_the_system_says_the_tier_answers(
+    open_bench: OpenBench, faulty: FaultyIO, fault: OSError
+) -> None:
+    bench = open_bench(io="faulty")
+    faulty.fail_writes = {2: fault}
+    faulty.fail_reads = {5: fault}
+    written = await bench.store(KEYS, ALL)
+    assert written.ok == but(2)
+    read = await bench.tier.read(KEYS, ALL, ALL)
+    assert read.ok == but(2, 5)
+    for error in (written.error, read.error):
+        assert (fault.strerror or str(fault)) in str(error)
+
+
+async def test_a_backend_that_raises_something_else_does_not_hang_its_caller(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty")
+    await bench.store(KEYS, ALL)
+    faulty.fail_reads = {3: ZeroDivisionError("a fault in the backend")}
+    for _ in range(6):
+        reading = asyncio.ensure_future(bench.fetch(KEYS, ALL))
+        done, _ = await asyncio.wait({reading}, timeout=10)
+        assert done, "the read never ends"
+        assert reading.exception() is not None or not reading.result()[3]
+    # No thread was lost by it.
+    faulty.fail_reads = {}
+    assert await bench.fetch(KEYS, ALL) == but()
+
+
+async def test_a_disk_that_does_not_answer_never_blocks_the_loop(
+    open_bench: OpenBench, faulty: FaultyIO
+) -> None:
+    bench = open_bench(io="faulty", io_threads=2)
+    await bench.store(KEYS, ALL)
+    faulty.gate = threading.Event()
+    faulty.begun.clear()
+    read = asyncio.ensure_future(bench.tier.read(KEYS[:4], ALL[:4], ALL[:4]))
+    rows = bench.fill(KEYS[4:], first_row=4)
+    write = asyncio.ensure_future(bench.tier.write(KEYS[4:], ALL[4:], rows))
+    grow = asyncio.ensure_future(bench.tier.grow())
+    await asyncio.to_thread(faulty.begun.wait, 10)
+    close = asyncio.ensure_future(bench.close())
+    # Only this loop opens the gate: if it waited for the disk, it would wait in vain.
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert not any(call.done() for call in (read, write, close))
+    faulty.gate.set()
+    await asyncio.gather(read, write, grow, close)
+    assert read.result().ok == write.result().ok == [True] * 4
+
+
+async def test_close_ignores_the_recency_of_slots_that_are_not_there(open_bench: OpenBench) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, ALL)
+    await bench.close([(KEYS[1], 1), (b"nowhere", 99 * SLOTS), (KEYS[0], 0)])
+    again = open_bench(lane=0)
+    assert list(again.opening.entries)[-2:] == [(KEYS[1], 1), (KEYS[0], 0)]
+    assert await again.fetch(KEYS, ALL) == but()
+
+
+# -- real file systems ---------------------------------------------------------------------
+
+
+async def test_a_full_disk_stops_growth_with_a_reason_and_nothing_else(
+    small_disk: Callable[[int], Path], open_bench: OpenBench
+) -> None:
+    path = small_disk(SEGMENT * 5 // 2)
+    bench = open_bench(path, segments=4)
+    assert (await bench.tier.grow())[0] == 1
+    keys = [key_of(n) for n in range(2 * SLOTS)]
+    slots = list(range(2 * SLOTS))
+    assert all((await bench.store(keys, slots)).ok)
+    for _ in range(3):
+        segment, error = await bench.tier.grow()
+        assert segment is None
+        assert error is not None
+        assert "No space left on device" in error
+    assert lane_bytes(path) == 2 * SEGMENT, "part of a segment was left behind"
+    assert await bench.fetch(keys, slots) == [True] * len(keys)
+    assert (await bench.store([key_of(99)], [5])).ok == [True]
+    await bench.close([(key_of(99), 5)])
+    again = open_bench(path, segments=4)
+    assert len(again.opening.entries) == len(keys)
+
+
+async def test_a_disk_that_has_room_again_lets_the_tier_grow(
+    small_disk: Callable[[int], Path], open_bench: OpenBench
+) -> None:
+    path = small_disk(SEGMENT * 3)
+    (path / "somebody's").write_bytes(bytes(SEGMENT * 3 // 2))
+    bench = open_bench(path)
+    assert (await bench.tier.grow())[0] is None
+    (path / "somebody's").unlink()
+    assert await bench.tier.grow() == (1, None)
+
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+GOING_DOWN_WITHOUT_FLUSH = 2
+
+
+@pytest.fixture
+def ext4(tmp_path: Path, mount: Callable[..., Path]) -> Callable[[], Path]:
+    """Makes a small ext4 file system, and mounts the same one again when called again."""
+    image = tmp_path / "image"
+    with open(image, "wb") as file:
+        file.truncate(16 * 2**20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot make a file system: {error}")
+    times = iter(range(10))
+    return lambda: mount("-o", "loop", str(image), name=f"mounted-{next(times)}")
+
+
+def power_off(path: Path) -> None:
+    """From now on every access to the file system fails; what was not synced is lost."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", GOING_DOWN_WITHOUT_FLUSH))
+    except OSError as error:
+        pytest.skip(f"this file system cannot be shut down: {error}")
+    finally:
+        os.close(fd)
+
+
+async def test_a_file_system_that_goes_down_is_a_miss_and_never_an_exception(
+    ext4: Callable[[], Path], open_bench: OpenBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = ext4()
+    bench = open_bench(place / "cache", io="direct")
+    assert all((await bench.store(KEYS, ALL)).ok)
+    power_off(place)
+    assert await bench.fetch(KEYS, ALL) == [False] * SLOTS
+    done = await bench.store(KEYS, ALL)
+    assert done.ok == [False] * SLOTS
+    assert done.error is not None
+    assert "Input/output error" in done.error
+    segment, error = await bench.tier.grow()
+    assert segment is None
+    assert error is not None
+    assert "Input/output error" in error
+    assert await bench.tier.clear() is None
+    await asyncio.wait_for(bench.close([(KEYS[0], 0)]), 10)
+    assert [r.levelno for r in caplog.records if r.levelno > logging.WARNING] == []
+
+
+async def test_after_a_power_cut_what_is_found_is_right(
+    ext4: Callable[[], Path], open_bench: OpenBench
+) -> None:
+    place = ext4()
+    bench = open_bench(place / "cache", io="direct")
+    await bench.store(KEYS, ALL)
+    await bench.close([(key, slot) for slot, key in enumerate(KEYS)])
+    subprocess.run(["sync", "-f", place], check=True)
+    bench = open_bench(place / "cache", io="direct")
+    await bench.tier.grow()
+    new = [key_of(100 + n) for n in range(SLOTS)]
+    # Half of the old chunks are rewritten, and others lie in a segment that is new.
+    await bench.store(new[:4], [0, 1, 2, 3])
+    await bench.store(new[4:], range(SLOTS, SLOTS + 4))
+    power_off(place)
+    bench.abandon()
+    subprocess.run(["umount", place], check=True)
+    again = open_bench(ext4() / "cache", io="direct")
+    entries = list(again.opening.entries)
+    keys, slots = [key for key, _ in entries], [slot for _, slot in entries]
+    # `fetch` fails if a block is called good that is not.
+    found = dict(zip(keys, await again.fetch(keys, slots), strict=True))
+    assert all(found[key] for key in KEYS[4:]), "what was synced and not rewritten is there"

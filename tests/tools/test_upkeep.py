@@ -1,0 +1,216 @@
+"""stat, compact and purge over real lanes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.upkeep import compact, layouts, purge
+from tests.tools.test_command import CHUNK, command
+
+CAPACITY = 10 * 2**20
+KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(120)]
+
+
+def config(path: Path) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": "16MiB",
+        "chunk_bytes": CHUNK,
+        "identity": {"model": "tiny"},
+        "tiers": [
+            {
+                "type": "disk",
+                "path": str(path),
+                "capacity_bytes": CAPACITY,
+                "segment_bytes": "1MiB",
+            }
+        ],
+    }
+
+
+def payload(key: bytes) -> bytes:
+    return random.Random(key).randbytes(64) * (CHUNK // 64)
+
+
+async def fill(path: Path, keys: list[bytes]) -> None:
+    async with kvstore.open(config(path)) as store:
+        assert await store.put(keys, [payload(key) for key in keys]) == len(keys)
+
+
+async def survivors(path: Path) -> set[bytes]:
+    """Keys that can be had, each checked to have its bytes."""
+    found = set()
+    async with kvstore.open(config(path)) as store:
+        for key in KEYS:
+            async with store.get([key]) as chunks:
+                if len(chunks):
+                    assert bytes(chunks[0]) == payload(key)
+                    found.add(key)
+    return found
+
+
+def files(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.glob("*/lane-0/segment-*"))
+
+
+async def sparse_cache(path: Path) -> set[bytes]:
+    """A cache in which two thirds of the chunks were purged at random; returns who is left."""
+    await fill(path, KEYS)
+    left = set(random.Random(3).sample(KEYS, 40))
+    for key in set(KEYS) - left:
+        purge(path, key=key)
+    return left
+
+
+async def test_compaction_gives_files_back_and_loses_nothing(tmp_path: Path) -> None:
+    left = await sparse_cache(tmp_path)
+    before = files(tmp_path)
+    (done,) = compact(tmp_path)
+    assert done.result is not None
+    assert done.result.after.segments == done.result.after.needed < done.result.before.segments
+    assert files(tmp_path) == done.result.after.file_bytes < before
+    assert command("verify", str(tmp_path)).returncode == 0
+    assert await survivors(tmp_path) == left
+
+
+async def test_compaction_puts_chunks_that_follow_each_other_side_by_side(tmp_path: Path) -> None:
+    shuffled = random.Random(5).sample(KEYS, len(KEYS))
+    await fill(tmp_path, shuffled)
+    for key in shuffled[::3]:
+        purge(tmp_path, key=key)
+    (before,) = layouts(tmp_path)
+    compact(tmp_path)
+    (after,) = layouts(tmp_path)
+    assert after.layout.live == before.layout.live
+    assert after.layout.chunks_per_extent > 2 * before.layout.chunks_per_extent
+
+
+async def test_a_dry_run_says_what_would_be_gained_and_changes_nothing(tmp_path: Path) -> None:
+    await sparse_cache(tmp_path)
+    before = {f: f.read_bytes() for f in tmp_path.glob("*/lane-0/segment-*")}
+    told = json.loads(command("compact", str(tmp_path), "--dry-run", "--json").stdout)
+    assert {f: f.read_bytes() for f in tmp_path.glob("*/lane-0/segment-*")} == before
+    done = json.loads(command("compact", str(tmp_path), "--json").stdout)
+    promised, got = told["lanes"][0]["result"]["after"], done["lanes"][0]["result"]["after"]
+    assert promised["segments"] == got["segments"]
+    assert promised["file_bytes"] == got["file_bytes"]
+
+
+async def test_compacting_twice_moves_nothing_the_second_time(tmp_path: Path) -> None:
+    await sparse_cache(tmp_path)
+    compact(tmp_path)
+    (again,) = compact(tmp_path)
+    assert again.result is not None
+    assert again.result.moved == 0
+
+
+async def test_a_compaction_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    left = await sparse_cache(tmp_path)
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SLOW_COMPACTION, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert command("verify", str(tmp_path)).returncode == 0
+    compact(tmp_path)
+    assert await survivors(tmp_path) == left
+
+
+SLOW_COMPACTION = """
+import sys, time
+from pathlib import Path
+from tiers.disk.segment import Segment
+from kvstore.upkeep import compact
+write = Segment.write_records
+def slow(self, first, records):
+    time.sleep(0.001)
+    write(self, first, records)
+    time.sleep(0.001)
+Segment.write_records = slow
+print("begin", flush=True)
+compact(Path(sys.argv[1]))
+"""
+
+
+async def test_compaction_drops_a_damaged_chunk_and_says_so(tmp_path: Path) -> None:
+    left = await sparse_cache(tmp_path)
+    told = json.loads(command("inspect", str(tmp_path), "--json").stdout)
+    segments = told["namespaces"][0]["lanes"][0]["segments"]
+    segment = min((s for s in segments if s["live"]), key=lambda s: s["live"])
+    with open(segment["path"], "r+b") as file:
+        file.seek(segment["file_bytes"] - segment["slots"] * segment["slot_bytes"])
+        file.write(os.urandom(segment["slots"] * segment["slot_bytes"]))
+    done = command("compact", str(tmp_path), "--json")
+    result = json.loads(done.stdout)["lanes"][0]["result"]
+    assert done.returncode == 1
+    assert result["dropped"] == segment["live"]
+    assert len(await survivors(tmp_path)) == len(left) - segment["live"]
+
+
+async def test_commands_that_change_a_lane_refuse_one_in_use_and_name_its_process(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path, KEYS[:10])
+    async with kvstore.open(config(tmp_path)) as store:
+        for name, *more in (("compact",), ("purge", "--all")):
+            done = command(name, str(tmp_path), *more)
+            assert done.returncode == 1
+            assert f"in use by process {os.getpid()}" in done.stdout
+        assert command("stat", str(tmp_path)).returncode == 0
+        assert await store.resolve(KEYS[:10]) == 10
+
+
+async def test_purge_by_age_key_and_namespace(tmp_path: Path) -> None:
+    await fill(tmp_path, KEYS[:10])
+    assert purge(tmp_path, unused_since_ms=1000)[0].chunks == 0
+    assert purge(tmp_path, key=KEYS[3])[0].chunks == 1
+    (namespace,) = [folder.name for folder in tmp_path.iterdir()]
+    told = command("purge", str(tmp_path), "--namespace", "other")
+    assert told.returncode == 2
+    assert namespace in told.stderr
+    assert purge(tmp_path, namespace=namespace, dry_run=True)[0].chunks == 9
+    assert await survivors(tmp_path) == set(KEYS[:10]) - {KEYS[3]}
+    done = command("purge", str(tmp_path), "--unused", "1s", "--json")
+    assert json.loads(done.stdout)["lanes"][0]["chunks"] == 0
+    assert command("purge", str(tmp_path), "--all").returncode == 0
+    assert await survivors(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say what to purge"),
+        (("--unused", "soon"), "allowed are ages such as"),
+        (("--key", "xyz"), "must be the key in hex"),
+    ],
+)
+def test_purge_refuses_what_it_does_not_understand(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = command("purge", str(tmp_path), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+async def test_stat_counts_segments_by_occupancy(tmp_path: Path) -> None:
+    await fill(tmp_path, KEYS)
+    told = json.loads(command("stat", str(tmp_path), "--json").stdout)["lanes"][0]
+    assert sum(told["occupancy"]) == told["layout"]["segments"]
+    assert told["layout"]["live"] == len(KEYS)
+    assert told["chunks_per_extent"] > 1

@@ -1,0 +1,247 @@
+"""The manager as vLLM's scheduler calls it, over a real disk and real host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.parts import make_spec
+
+BLOCK = 4096
+
+
+def keys_of(name: str, count: int, group: int = 0) -> list[bytes]:
+    return [
+        f"{name}-{index}".encode().ljust(32, b".") + bytes([0, 0, 0, group])
+        for index in range(count)
+    ]
+
+
+class Server:
+    """The calls of one scheduler, in vLLM's order."""
+
+    def __init__(self, folder: Path, rows: int, groups: int = 1, **extra: Any) -> None:
+        from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+
+        from kvstore.vllm.region import worker_region
+
+        self.context = ReqContext
+        self.end = ScheduleEndContext((), ())
+        spec = make_spec(
+            {
+                "cpu_bytes_to_use": rows * BLOCK,
+                "tiers": [{"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}],
+                **extra,
+            },
+            BLOCK,
+            groups=groups,
+        )
+        self.region = worker_region(spec.config.engine_id, 1, spec.rows, spec.row_bytes)
+        self.manager = spec.get_manager()
+
+    def store(self, name: str, keys: list[bytes]) -> int:
+        request = self.context(name)
+        self.manager.on_new_request(request)
+        self.step()
+        out = self.manager.prepare_store(keys, request)
+        if out is None:
+            return 0
+        for key, row in zip(out.keys_to_store, out.store_spec.block_ids, strict=True):
+            self.region.row(int(row))[: len(key)] = key
+        self.manager.complete_store(set(out.keys_to_store), request)
+        self.manager.on_request_finished(request)
+        return len(out.keys_to_store)
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(self.end)
+
+    def settle(self) -> None:
+        end = time.monotonic() + 10
+        while self.manager.has_pending_work():
+            assert time.monotonic() < end
+            self.step()
+            time.sleep(0.001)
+
+    def scan(self, request: Any, keys: list[bytes]) -> int | None:
+        """As `_maximal_prefix_lookup` of vLLM's connector does it."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        hits, deferred = 0, False
+        for key in keys:
+            result = self.manager.lookup(key, request)
+            if result is LookupResult.MISS:
+                break
+            deferred |= result is not LookupResult.HIT
+            hits += result is not LookupResult.RETRY
+        return None if deferred else hits
+
+    def load(self, name: str, keys: list[bytes], seconds: float = 10) -> list[bytes]:
+        """Ask until there is an answer, load it, return what the rows hold."""
+        request = self.context(name)
+        self.manager.on_new_request(request)
+        end = time.monotonic() + seconds
+        while (hits := self.scan(request, keys)) is None:
+            assert time.monotonic() < end, "deferred for ever"
+            self.step()
+            time.sleep(0.001)
+        spec = self.manager.prepare_load(keys[:hits], request)
+        held = [bytes(self.region.row(int(row))[:36]) for row in spec.block_ids]
+        self.step()
+        self.manager.complete_load(set(keys[:hits]), request)
+        self.manager.on_request_finished(request)
+        return held
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "cache", rows=64)
+    yield server
+    server.close()
+
+
+def test_stored_chunks_are_loaded_from_host_memory(server: Server) -> None:
+    keys = keys_of("a", 20)
+    assert server.store("r1", keys) == 20
+    assert server.load("r2", keys) == keys
+
+
+def test_chunks_come_back_from_disk_once_host_memory_has_forgotten_them(server: Server) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    keys = keys_of("a", 40)
+    server.store("r1", keys)
+    server.settle()
+    for index in range(4):
+        server.store(f"other-{index}", keys_of(f"b{index}", 40))
+        server.settle()
+    assert server.load("r2", keys) == keys
+    stats = server.manager.get_stats().reduce()
+    assert stats["vllm:kvstore_loaded_disk_chunks"] == 40
+    assert stats.get("vllm:kvstore_disk_failed_reads", 0) == 0
+    assert server.manager.get_load_source(keys[0], None) is CacheHitSource.HOST
+
+
+def test_chunks_come_back_after_a_restart(tmp_path: Path) -> None:
+    keys = keys_of("a", 50)
+    first = Server(tmp_path, rows=64)
+    first.store("r1", keys)
+    first.close()
+    second = Server(tmp_path, rows=64)
+    assert second.load("r2", keys) == keys
+    second.close()
+
+
+def test_a_deferred_request_is_asked_with_two_calls_a_step(server: Server) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    keys = keys_of("a", 40)
+    server.store("r1", keys)
+    server.settle()
+    for index in range(4):
+        server.store(f"other-{index}", keys_of(f"b{index}", 40))
+        server.settle()
+    server.manager._engine.submit = lambda moves: None  # the disk never answers
+    request = server.context("r2")
+    server.manager.on_new_request(request)
+    assert server.scan(request, keys) is None
+    server.step()
+    for _ in range(3):
+        answers = [server.manager.lookup(key, request) for key in keys[:2]]
+        assert answers == [LookupResult.RETRY, LookupResult.MISS]
+        server.step()
+
+
+def test_with_several_groups_every_group_of_a_deferred_request_is_deferred(tmp_path: Path) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    server = Server(tmp_path, rows=64, groups=2)
+    keys = keys_of("a", 20) + keys_of("a", 20, group=1)
+    server.store("r1", keys)
+    server.settle()
+    for index in range(4):
+        server.store(f"other-{index}", keys_of(f"b{index}", 40))
+        server.settle()
+    submit, server.manager._engine.submit = server.manager._engine.submit, lambda moves: None
+    request = server.context("r2")
+    server.manager.on_new_request(request)
+    assert server.scan(request, keys) is None
+    server.step()
+    assert {server.manager.lookup(key, request) for key in keys} == {LookupResult.RETRY}
+    server.manager._engine.submit = submit
+    server.manager._drain = 0.1
+    server.close()
+
+
+def test_a_request_may_exclude_a_medium(server: Server) -> None:
+    from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
+
+    keys = keys_of("a", 4)
+    server.store("r1", keys)
+    for medium, expected in ((Medium.CPU, LookupResult.HIT), (Medium.STORAGE, LookupResult.MISS)):
+        request = server.context(
+            f"r-{medium}", load_tier_filter=TierFilter((TierMatcher(medium=medium),))
+        )
+        assert server.manager.lookup(keys[0], request) is expected
+
+
+def test_events_tell_what_appeared_where(server: Server) -> None:
+    from vllm.v1.kv_offload.base import Medium
+
+    keys = keys_of("a", 4)
+    server.store("r1", keys)
+    server.settle()
+    server.step()
+    told = {
+        (event.medium, event.removed): set(event.keys) for event in server.manager.take_events()
+    }
+    assert told == {(Medium.CPU, False): set(keys), (Medium.STORAGE, False): set(keys)}
+
+
+def test_a_reset_clears_the_disk_for_the_next_process_too(tmp_path: Path) -> None:
+    keys = keys_of("a", 10)
+    first = Server(tmp_path, rows=64)
+    first.store("r1", keys)
+    first.settle()
+    first.manager.reset_cache()
+    assert first.load("r2", keys) == []
+    first.close()
+    second = Server(tmp_path, rows=64)
+    assert second.load("r3", keys) == []
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"cpu_byte": 1}, "unknown key cpu_byte = 1; allowed are: cpu_bytes_to_use"),
+        ({"chunk_bytes": 5}, "unknown key chunk_bytes = 5: vLLM decides it"),
+        ({"cpu_bytes_to_use": "12 apples"}, "cpu_bytes_to_use = '12 apples'"),
+        ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),
+        (
+            {"eviction_policy": "magic"},
+            "'magic': unknown policy; known are:.*lru",
+        ),
+    ],
+)
+def test_a_bad_value_stops_the_server_with_a_message_that_names_it(
+    extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_spec({"cpu_bytes_to_use": "1MiB", **extra}, BLOCK)
+
+
+def test_the_spec_module_imports_nothing_heavy_until_the_spec_is_asked_for() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, kvstore.vllm; assert not {'torch', 'vllm'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
