@@ -198,7 +198,7 @@ class Column:
             memory = None
             if self._options.peer_memory == "huge":
                 memory = region.view.cast("B", [self._chunks, self._chunk_bytes])
-            peer = VllmFs(self._folder / "vllm", self._chunk_bytes, self._chunks, memory)
+            peer = VllmFs(self._folder / f"vllm-{self._chunk_bytes}", self._chunk_bytes, self._chunks, memory)
             if not peer.direct:
                 print("# vllm: no O_DIRECT here; files are dropped from the page cache")
         ways = self._choose(fio) if fio else {}

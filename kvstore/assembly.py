@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import Config
-from kvstore.core import Core, HostPool, TierDirectory
+from kvstore.core import Core, FollowedDirectory, HostPool, TierDirectory
 from kvstore.errors import ConfigError
 from kvstore.sizes import format_size
 from policies import create_policy
 from tiers import PinnedRegion, Tier
-from tiers.disk import DiskTier
+from tiers.disk import DiskTier, FollowedLanes
 from tiers.disk.namespace import Namespace
 from tiers.pinned import round_to_page
 
@@ -75,8 +75,9 @@ def assemble(
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     tiers: list[Tier] = []
     directories: list[TierDirectory] = []
-    for index, tier_config in enumerate(config.tiers):
-        tier = DiskTier(
+    parts: list[str] = []
+    for tier_config in config.tiers:
+        disk = DiskTier(
             tier_config.path,
             namespace,
             chunk_bytes,
@@ -87,15 +88,26 @@ def assemble(
             lane=tier_config.lane,
         )
         try:
-            opening = tier.open(region)
+            opening = disk.open(region)
+            tiers.append(disk)
+            if tier_config.share:
+                others = FollowedLanes(disk)
+                shared = others.open(region)
         except BaseException:
             for opened in tiers:
                 opened.abandon()
             raise
-        tiers.append(tier)
         slots = max(1, opening.max_segments * opening.segment_slots)
         policy = create_policy(tier_config.eviction_policy, slots)
-        directories.append(TierDirectory(index, opening, policy, in_flight))
+        directories.append(TierDirectory(len(directories), opening, policy, in_flight))
+        parts.append(
+            f"{disk.description}, {tier_config.eviction_policy}, "
+            f"{len(opening.entries)} chunks found"
+        )
+        if tier_config.share:
+            tiers.append(others)
+            directories.append(FollowedDirectory(len(directories), shared, in_flight))
+            parts.append(f"{others.description} with {len(shared.entries)} chunks")
     pool = HostPool(region.rows, create_policy(config.eviction_policy, region.rows))
     core = Core(
         pool,
@@ -105,9 +117,5 @@ def assemble(
         lease=config.lease_s,
         events=events,
     )
-    parts = [f"host {format_size(region.size)} ({region.description}, {config.eviction_policy})"]
-    parts += [
-        f"{tier.description}, {tier_config.eviction_policy}, {len(directory.entries)} chunks found"
-        for tier, tier_config, directory in zip(tiers, config.tiers, directories, strict=True)
-    ]
-    return Assembly(core, region, tiers, "; ".join(parts))
+    host = f"host {format_size(region.size)} ({region.description}, {config.eviction_policy})"
+    return Assembly(core, region, tiers, "; ".join([host, *parts]))

@@ -38,6 +38,7 @@ class DiskConfig:
         io: I/O backend: auto, direct or buffered.
         io_threads: threads that do I/O.
         lane: lane to write to; by default the first that is free.
+        share: whether the lanes of other processes on the same path are read, too.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class DiskConfig:
     io: str = "auto"
     io_threads: int = 4
     lane: int | None = None
+    share: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ _DISK: Mapping[str, _Check] = {
     "io": _one_of("auto", "direct", "buffered"),
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
+    "share": _flag,
 }
 
 _CONFIG: Mapping[str, _Check] = {

@@ -17,10 +17,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.types import Completion, Move, Op
+from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
 
 __all__ = ["Engine", "EngineThread", "new_event_loop"]
+
+FOLLOW_SECONDS = 0.5
+"""How long what others have stored may go unseen."""
 
 logger = logging.getLogger("kvstore.engine")
 
@@ -51,6 +54,7 @@ class Engine:
         self._on_completion = on_completion
         self._done: deque[Completion] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._followers: list[asyncio.Task[None]] = []
         self._pid = os.getpid()
 
     def start(self, moves: Sequence[Move]) -> None:
@@ -61,6 +65,13 @@ class Engine:
             task = asyncio.get_running_loop().create_task(self._run(move))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def follow(self) -> None:
+        """Begin to follow the tiers that others write to."""
+        loop = asyncio.get_running_loop()
+        for index, tier in enumerate(self._tiers):
+            if tier.follows:
+                self._followers.append(loop.create_task(self._follow(index, tier)))
 
     def take(self) -> list[Completion]:
         """Completions that were not taken yet. May be called from any thread."""
@@ -75,10 +86,25 @@ class Engine:
         Args:
             coldest_first: for each tier its valid (key, slot) in order of recency.
         """
+        for follower in self._followers:
+            follower.cancel()
+        await asyncio.gather(*self._followers, return_exceptions=True)
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         for tier, order in zip(self._tiers, coldest_first, strict=True):
             await tier.close(order)
+
+    async def _follow(self, index: int, tier: Tier) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            try:
+                news = await tier.refresh()
+            except Exception:
+                logger.exception("cannot follow the lanes of other processes")
+                return
+            if news.appeared or news.gone:
+                self._done.append(Completion(NO_MOVE, [], news=news, tier=index))
+                self._on_completion()
 
     async def _run(self, move: Move) -> None:
         try:
@@ -124,6 +150,7 @@ class EngineThread:
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-engine", daemon=True)
         self._thread.start()
+        self._loop.call_soon_threadsafe(self._engine.follow)
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Hand `moves` over: one wake-up for all of them."""

@@ -127,6 +127,7 @@ class Store:
         self._core.log_to(logger.warning)
         self._region = assembly.region
         self._engine = Engine(assembly.tiers, self._pump)
+        self._engine.follow()
         self._waiters: set[asyncio.Future[None]] = set()
         self._ids = itertools.count()
         self._transfers = 0
@@ -323,6 +324,7 @@ class Store:
         )
 
     def _bytes_of(self, buffer: object) -> npt.NDArray[np.uint8]:
+        flat: npt.NDArray[np.uint8]
         if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
             import torch
 

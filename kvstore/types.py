@@ -15,14 +15,19 @@ from kvstore.errors import BlockKeyError
 
 __all__ = [
     "MAX_KEY_BYTES",
+    "NO_MOVE",
     "Completion",
     "Event",
     "Move",
+    "News",
     "Op",
     "TierOpening",
     "check_key",
     "group_of",
 ]
+
+NO_MOVE = -1
+"""The move of completions that nobody asked for."""
 
 MAX_KEY_BYTES = 56
 """Longest key that a record of the disk format can hold, in bytes."""
@@ -85,13 +90,24 @@ class Completion:
     `ok` runs in parallel to the move's keys: a block that failed fails alone.
     `segments` names the segment that GROW made ready (empty when the tier
     cannot grow now), or those that CLEAR emptied. `error` says in words what
-    went wrong, for one log line.
+    went wrong, for one log line. News of a followed tier (number `tier`) come as
+    the completion of no move: `move_id` is NO_MOVE.
     """
 
     move_id: int
     ok: list[bool]
     segments: list[int] = field(default_factory=list)
     error: str | None = None
+    news: News | None = None
+    tier: int = -1
+
+
+@dataclass(slots=True)
+class News:
+    """What a followed tier has seen others do: (key, slot) that appeared, keys that are gone."""
+
+    appeared: list[tuple[bytes, int]] = field(default_factory=list)
+    gone: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -113,6 +129,7 @@ class TierOpening:
         entries: (key, slot) of every chunk found, coldest first.
         segment_slots: slots in a segment; slot s lies in segment s // segment_slots.
         segments: segments that are ready for use.
+        followed: whether others write to it: it is only read, and news come unasked.
         max_segments: segments that fit the tier's capacity.
     """
 
@@ -122,3 +139,4 @@ class TierOpening:
     segment_slots: int
     segments: Sequence[int]
     max_segments: int
+    followed: bool = False

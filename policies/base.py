@@ -14,10 +14,11 @@ The caller guarantees:
 The policy guarantees:
 
 * `evict` returns exactly `count` distinct resident keys, none of them
-  protected, and forgets them; or it returns None and nothing has changed in
-  the set of resident keys;
+  protected, and forgets them; or, when fewer may leave, it returns None and
+  nothing has changed in the set of resident keys;
 * a key that `evict` met and found protected may be treated as used just now:
-  this is what keeps eviction O(1) amortised however many keys are in use;
+  this is what keeps eviction O(1) amortised while a fixed part of the keys is
+  in use;
 * `clear` leaves the policy as new.
 """
 

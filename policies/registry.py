@@ -14,7 +14,7 @@ from typing import TypeVar
 from policies.base import EvictionPolicy
 from policies.lru import LRU
 
-__all__ = ["create_policy", "policy_names", "register_policy"]
+__all__ = ["create_policy", "find_policy", "policy_names", "register_policy"]
 
 ENTRY_POINT_GROUP = "kvstore.policies"
 
@@ -40,7 +40,7 @@ def register_policy(cls: _P) -> _P:
 
 
 def policy_names() -> list[str]:
-    """Every name that `create_policy` accepts, sorted."""
+    """Every name that is registered or offered by an installed package, sorted."""
     found = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
     return sorted(found | _registry.keys())
 
@@ -49,19 +49,34 @@ def create_policy(name: str, capacity: int) -> EvictionPolicy:
     """Build the policy called `name` for a tier of `capacity` chunks.
 
     Raises:
-        ValueError: if no policy has that name; the message lists those that exist.
+        ValueError: as `find_policy`.
     """
-    cls = _registry.get(name)
+    return find_policy(name)(capacity)
+
+
+def find_policy(name: str) -> type[EvictionPolicy]:
+    """The policy called `name`.
+
+    Raises:
+        ValueError: if no policy has that name; the message lists those that
+            exist. Or if the package that offers it cannot be loaded.
+    """
+    cls: object = _registry.get(name)
     if cls is None:
         for point in entry_points(group=ENTRY_POINT_GROUP):
             if point.name == name:
-                cls = point.load()
+                try:
+                    cls = point.load()
+                except Exception as error:
+                    raise ValueError(
+                        f"policy {name!r} ({point.value}) cannot be loaded: {error!r}"
+                    ) from error
                 break
     if cls is None:
         raise ValueError(f"unknown policy {name!r}; known are: {', '.join(policy_names())}")
     if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
         raise ValueError(f"policy {name!r} is not a subclass of EvictionPolicy: {cls!r}")
-    return cls(capacity)
+    return cls
 
 
 register_policy(LRU)

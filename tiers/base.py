@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.types import TierOpening
+from kvstore.types import News, TierOpening
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Tier", "Transfer"]
@@ -44,7 +44,13 @@ class Transfer:
 
 
 class Tier(ABC):
-    """See the module's text."""
+    """See the module's text.
+
+    Attributes:
+        follows: whether others write to it; the engine then calls `refresh` now and then.
+    """
+
+    follows = False
 
     @abstractmethod
     def open(self, region: PinnedRegion) -> TierOpening:
@@ -73,6 +79,10 @@ class Tier(ABC):
     @abstractmethod
     async def clear(self) -> list[int] | None:
         """Forget all chunks, durably; returns the segments that are empty now, None on failure."""
+
+    async def refresh(self) -> News:
+        """For a followed tier: what others have done since the last call."""
+        return News()
 
     @abstractmethod
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:

@@ -2,12 +2,14 @@
 
 from kvstore.core.core import Core, StoreGrant
 from kvstore.core.directory import TierDirectory
+from kvstore.core.followed import FollowedDirectory
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import CoreStats, TierStats
 
 __all__ = [
     "Core",
     "CoreStats",
+    "FollowedDirectory",
     "HostPool",
     "StoreGrant",
     "TierDirectory",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.core.chunk import FILLING, READY, Chunk
 from kvstore.core.directory import TierDirectory
+from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import Line
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
@@ -102,8 +103,9 @@ class Core:
         self._asking = _NOBODY
         self.pool.begin_step()
         if not self._keep_events:
-            for source in (self.pool, *self.tiers):
-                source.history.clear()
+            self.pool.history.clear()
+            for tier in self.tiers:
+                tier.history.clear()
         self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
         for tier in self.tiers:
@@ -369,7 +371,13 @@ class Core:
         # A server may report a store as a set; rows were given in prefix order.
         stored.sort(key=lambda chunk: chunk.order)
         self._totals.stored += len(stored)
+        followed = [tier for tier in self.tiers if isinstance(tier, FollowedDirectory)]
+        if followed:
+            # What a neighbour keeps on the same disk need not be written twice.
+            stored = [c for c in stored if not any(c.key in tier.entries for tier in followed)]
         for tier in self.tiers:
+            if isinstance(tier, FollowedDirectory):
+                continue
             if not tier.accepts(self.now):
                 self._tier_totals[tier.index].refused += len(stored)
                 continue
@@ -506,6 +514,11 @@ class Core:
         return moves
 
     def _complete(self, completion: Completion) -> None:
+        if completion.news is not None:
+            tier = self.tiers[completion.tier]
+            if isinstance(tier, FollowedDirectory):
+                tier.learn(completion.news)
+            return
         move = self._moves.pop(completion.move_id, None)
         if move is None:
             self._totals.stray += 1
@@ -558,7 +571,7 @@ class Core:
                 self.line.failed(chunk, self.now)
                 self.pool.discard(chunk)
                 tier.forget(key)
-                totals.failed_reads += 1
+                totals.failed_reads += not isinstance(tier, FollowedDirectory)
         self.line.passed(newest, self.now)
         tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
         tier.arrived += len(move.keys)

@@ -45,6 +45,7 @@ class Client:
         leased: how many leading keys it was told of and has leases for.
         asked: when it last asked.
         put_off: whether its last store was put off.
+        again: it was answered and waits once more, for keys it had not asked for.
         gone: it has finished; only a transfer that was begun is still under way.
     """
 
@@ -58,6 +59,7 @@ class Client:
     leased: int = 0
     asked: float = 0.0
     put_off: bool = False
+    again: bool = False
     gone: bool = False
     loaded: list[bytes] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Client:
     def forget(self) -> None:
         """Its wait and its leases have ended."""
         self.deferred, self.joined, self.granted, self.leased = False, None, 0, 0
+        self.again = False
 
 
 class World:
@@ -145,7 +148,13 @@ class World:
         if self.done:
             self.moved = self.now
         done, self.done = self.done, []
+        waiting = dict(self.core.line.waiting)
         self.core.poll(self.now, done)
+        for name, request in waiting.items():
+            if request.state is RequestState.ANSWERED:
+                # What is not there when the wait ends is not kept for it.
+                client = self.clients[name]
+                client.granted = min(client.granted, self._ready(client.keys))
         self.hits_this_step.clear()
         self.listen()
 
@@ -154,18 +163,26 @@ class World:
         for client in self.clients.values():
             if client.deferred and client.joined is None:
                 client.joined = self.now
+            if client.again:
+                client.again, client.moved = False, self.now
         line = self.core.line
         truncations = line.truncations
+        in_line = [
+            (client, request)
+            for client in self.clients.values()
+            for request in [self.core._requests.get(client.id)]
+            if request is not None and (request.deferring or client.id in line.waiting)
+        ]
         for move in self.core.flush(self.now):
             self._start(move)
-        for client in self.clients.values():
-            request = self.core._requests.get(client.id)
-            if request is None or client.joined is None:
-                continue
+        for client, request in in_line:
             waits = request.state is RequestState.WAITING
             granted = request.granted if waits else len(client.keys)
-            if granted > client.granted and line.truncations == truncations:
-                client.granted, client.moved = granted, self.now
+            if granted > client.granted:
+                client.moved = self.now
+                if line.truncations == truncations:
+                    # Otherwise the rest may have been given up, not granted.
+                    client.granted = granted
 
     def take_in(self) -> None:
         """The core hears of moves that have ended, in the middle of a step."""
@@ -189,18 +206,27 @@ class World:
         if silence >= FORGET_AFTER * core.line.lease:
             # Forgotten by now: it begins anew.
             client.forget()
+        answered = before is not None and before.state is RequestState.ANSWERED
         answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
         client.asked = self.now
         if answer is None:
-            self._check_wait(client)
+            if answered and client.joined is not None:
+                waited = self.now - client.joined
+                assert waited < core.line.deadline, f"{client.id} has had its time"
+                client.again = True
+            else:
+                self._check_wait(client)
             client.deferred = True
             return None
         if client.leased and held:
             assert answer >= client.leased, f"{client.id} lost chunks that were leased to it"
-        if client.deferred or not held:
-            # It was told for the first time since it waited: what was granted stays.
+        if not held:
+            client.leased = 0
+        elif client.deferred:
+            # It is told for the first time since it waited: what was granted stays.
             client.leased = min(answer, client.granted)
         client.deferred, client.joined, client.granted = False, None, 0
+        client.again = False
         self.hits_this_step.update(client.keys[:answer])
         return answer
 
@@ -231,6 +257,13 @@ class World:
         if chunk is not None:
             return chunk.status == FILLING and chunk.origin not in stalled
         return any(key in tier.entries for tier in self.core.tiers if tier.index not in stalled)
+
+    def _ready(self, keys: list[bytes]) -> int:
+        chunks = self.core.pool.chunks
+        for count, key in enumerate(keys):
+            if key not in chunks or chunks[key].status < READY:
+                return count
+        return len(keys)
 
     def load(self, client: Client, count: int) -> None:
         keys = client.keys[:count]
@@ -321,8 +354,11 @@ class World:
         ]
         if len(promised) == len(found):
             for index, keys in enumerate(promised):
-                rotten = {k for k, s in self.core.tiers[index].entries.items()
-                          if (index, s) in self.rotten}
+                rotten = {
+                    k
+                    for k, s in self.core.tiers[index].entries.items()
+                    if (index, s) in self.rotten
+                }
                 assert keys - rotten <= set(found[index]), "what was stored is gone"
         self.begin(found, [tier.segments for tier in self.core.tiers])
 
@@ -433,7 +469,9 @@ class World:
         for id, move in core._moves.items():
             if move.op is Op.CASCADE and id not in core._orphans:
                 pins.update(move.keys)
-        held = {key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY}
+        held = {
+            key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY
+        }
         assert held == pins, "pins without an owner"
 
     def _check_tier(self, tier: TierDirectory) -> None:
@@ -454,7 +492,7 @@ class World:
                 reading.update(move.keys)
         assert reading == tier.reading, "what is read is protected, and nothing else"
         assert tier.rows_in_flight == rows.total()
-        assert rows[Op.CASCADE] <= tier.max_rows_in_flight, "too much on its way to a tier"
+        assert rows[Op.CASCADE] <= self.in_flight, "too much on its way to a tier"
 
     def check_events(self) -> None:
         """Whoever followed the events knows what is where."""
@@ -544,6 +582,7 @@ def random_world(rng: random.Random) -> World:
         slots=segment_slots * rng.choice((1, 2, 3, 6)),
         tiers=rng.choice((0, 1, 1, 1, 2)),
         in_flight=rng.choice((1, 3, rows)),
+        ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
     )
 

@@ -7,12 +7,26 @@ from typing import Any
 
 from kvstore.core import Core, CoreStats, HostPool, TierDirectory
 from kvstore.types import Completion, Move, Op, TierOpening
-from policies import EvictionPolicy, create_policy
+from policies import EvictionPolicy, Protected, create_policy
+from policies.lru import LRU
 
 
 def chain(name: str, length: int, start: int = 0) -> list[bytes]:
     """Keys of one prompt, in prefix order."""
     return [f"{name}-{depth:05d}".encode() + b"\0\0\0\0" for depth in range(start, length)]
+
+
+class CountingLRU(LRU):
+    """Counts how many keys it asked about."""
+
+    asked = 0
+
+    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+        def counting(key: bytes) -> bool:
+            self.asked += 1
+            return protected(key)
+
+        return super().evict(count, counting)
 
 
 class Rig:

@@ -196,6 +196,13 @@ def test_a_tier_asks_for_a_segment_before_it_needs_it() -> None:
     assert rig.core.tiers[0].free == 11
 
 
+def test_a_tier_with_room_asks_for_no_segment() -> None:
+    rig = Rig(rows=8, segment_slots=8, max_segments=2)
+    rig.put(chain("a", 4))
+    rig.settle()
+    assert rig.core.tiers[0].segments == 1
+
+
 def test_only_one_segment_is_asked_for_at_a_time() -> None:
     rig = Rig(rows=32, segment_slots=8, max_segments=4)
     rig.put(chain("a", 32))
@@ -248,6 +255,20 @@ def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
     rig.end(again)
     rig.step()
     assert rig.core.tiers[0].segments == 2
+
+
+def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:
+    old = chain("old", 4)
+    rig = Rig(rows=16, on=[old], segment_slots=4, max_segments=3)
+    (grow,) = rig.step()
+    rig.end(grow, segments=[])
+    rig.wait(RETRY_PAUSE + 0.5)
+    (grow,) = rig.moves
+    rig.end(grow)
+    rig.step()
+    rig.put(chain("new", 8))
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == {*old, *chain("new", 8)}
 
 
 def test_a_segment_that_never_comes_does_not_stop_stores() -> None:

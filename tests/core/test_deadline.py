@@ -1,4 +1,4 @@
-""""Ask again" always ends: by data, by a partial prefix, or by the deadline."""
+""" "Ask again" always ends: by data, by a partial prefix, or by the deadline."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ def test_keys_that_were_not_asked_before_may_be_waited_for_within_the_deadline()
     assert rig.resolve(keys) == 4
 
 
+def test_the_deadline_runs_from_the_first_wait_however_many_keys_are_asked_for() -> None:
+    keys = chain("a", 12)
+    rig = Rig(rows=16, on=[keys], deadline=1.0)
+    for count in range(1, 4):
+        assert rig.ask(keys[:count]) is None
+        rig.step(0.2)
+        rig.end(rig.promotion)
+        rig.step(0.2)
+        assert rig.ask(keys[:count]) == count
+        rig.step()
+    assert rig.ask(keys) == 3
+
+
+def test_a_request_that_has_begun_to_load_may_wait_anew() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys], deadline=1.0)
+    rig.resolve(keys[:2])
+    rig.load(keys[:2])
+    rig.wait(5.0)
+    assert rig.ask(keys) is None
+    rig.settle()
+    assert rig.ask(keys) == 4
+
+
 def test_later_requests_do_not_wait_for_a_stalled_tier() -> None:
     prompts, held = many(3, 4)
     rig = Rig(rows=12, on=[held], deadline=1.0)
@@ -63,6 +87,16 @@ def test_a_stalled_tier_is_told_once_and_recovers_with_its_first_answer() -> Non
     assert rig.log[1:] == ["tier tier0 answers again"]
     assert rig.resolve(prompts["r1"], "r1") == 4
     assert rig.ask(prompts["r0"], "late") == 4, "what came late is used"
+
+
+def test_a_tier_that_has_answered_before_may_stall_all_the_same() -> None:
+    prompts, held = many(2, 4)
+    rig = Rig(rows=12, on=[held], deadline=1.0)
+    assert rig.resolve(prompts["r0"], "r0") == 4
+    rig.wait(1.0)
+    assert rig.ask(prompts["r1"], "r1") is None
+    rig.wait(2.2)
+    assert rig.stats.tiers[0].stalled
 
 
 def test_nothing_is_copied_to_a_stalled_tier() -> None:
@@ -138,8 +172,12 @@ def test_standing_in_line_for_rows_does_not_count_while_the_line_moves() -> None
 
 def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:
     mine, others = chain("mine", 8), [chain(f"o{index}", 8) for index in range(12)]
-    rig = Rig(rows=8, on=[[*mine, *(key for keys in others for key in keys)]], ceiling=4.0,
-              segment_slots=256)
+    rig = Rig(
+        rows=8,
+        on=[[*mine, *(key for keys in others for key in keys)]],
+        ceiling=4.0,
+        segment_slots=256,
+    )
     for index, keys in enumerate(others[:11]):
         assert rig.ask(keys, f"o{index}") is None
     assert rig.ask(mine) is None
@@ -165,10 +203,10 @@ def test_what_has_arrived_by_the_deadline_is_the_answer() -> None:
     rig.end(near)
     rig.wait(1.2)
     assert rig.ask(keys) == 3
-    assert len(rig.load(keys[:3])) == 3
     rig.end(far)
     rig.step()
     assert rig.core.pool.busy == 3, "what came too late is not kept for anybody"
+    assert len(rig.load(keys[:3])) == 3
 
 
 def test_a_caller_that_slept_does_not_take_its_own_sleep_for_a_stalled_tier() -> None:
@@ -227,6 +265,18 @@ def test_the_pace_is_not_measured_across_a_sleep_of_the_caller() -> None:
     rig.end(rig.promotion)
     rig.step(300.0)
     assert rig.core.tiers[0].seconds_per_chunk < 1.0
+
+
+def test_the_pace_follows_what_the_tier_does_now() -> None:
+    prompts, held = many(30, 2)
+    rig = Rig(rows=80, on=[held])
+    for index, (request, keys) in enumerate(prompts.items()):
+        assert rig.ask(keys, request) is None
+        rig.wait(0.8 if index < 2 else 0.2)
+        rig.end(rig.promotion)
+        rig.step()
+        rig.wait(2.0, each=0.5)
+    assert abs(rig.core.tiers[0].seconds_per_chunk - 0.1) < 0.02
 
 
 def test_each_tier_has_its_own_pace() -> None:

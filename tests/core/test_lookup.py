@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies import Protected
-from policies.lru import LRU
-from tests.core.rig import Rig, chain
+from tests.core.rig import CountingLRU, Rig, chain
 
 
 class CountingDict(dict[Any, Any]):
@@ -201,19 +199,6 @@ def test_a_core_without_tiers_answers_from_host_memory_alone() -> None:
     rig.put(keys[:2])
     assert rig.ask(keys) == 2
     assert rig.step() == []
-
-
-class CountingLRU(LRU):
-    """Counts how many keys it asked about."""
-
-    asked = 0
-
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
-        def counting(key: bytes) -> bool:
-            self.asked += 1
-            return protected(key)
-
-        return super().evict(count, counting)
 
 
 def test_a_pool_full_of_chunks_that_wait_for_their_copy_is_not_searched_at_each_step() -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvstore.core import HostPool
 from kvstore.core.chunk import Chunk, IllegalTransitionError
 from policies import create_policy
+from tests.core.rig import CountingLRU
 
 
 def pool_with(state: str) -> tuple[HostPool, Chunk]:
@@ -77,6 +78,31 @@ def test_who_waits_for_its_copy_leaves_last_and_only_when_told() -> None:
     assert list(pool.chunks) == [b"unsaved"]
     assert pool.make_room(2, shed_unsaved=True) == 2
     assert pool.shed == 1
+
+
+def test_a_vain_search_is_repeated_only_when_somebody_may_leave_who_could_not_before() -> None:
+    policy = CountingLRU(4)
+    pool = HostPool(4, policy)
+    chunks = pool.reserve([b"hit", b"pinned", b"unsaved", b"hit too"], -1)
+    for chunk in chunks:
+        pool.fill(chunk)
+    hit, pinned, unsaved, hit_too = chunks
+    hit.step = hit_too.step = pool.step
+    pool.pin(pinned)
+    pool.queued(unsaved, 0)
+    assert pool.make_room(1, shed_unsaved=False) == 0
+    asked = policy.asked
+    for _ in range(5):
+        assert pool.make_room(1, shed_unsaved=False) == 0
+    assert policy.asked == asked
+    pool.unpin(pinned)
+    assert pool.make_room(1, shed_unsaved=False) == 1
+    assert pool.make_room(2, shed_unsaved=False) == 1
+    pool.dequeued(unsaved, 0)
+    assert pool.make_room(2, shed_unsaved=False) == 2
+    assert pool.make_room(3, shed_unsaved=False) == 2
+    pool.begin_step()
+    assert pool.make_room(4, shed_unsaved=False) == 4
 
 
 def test_room_that_is_there_costs_nobody_its_place() -> None:

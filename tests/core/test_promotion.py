@@ -163,16 +163,84 @@ def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
     assert rig.stats.timeouts == 1
 
 
-def test_a_request_that_made_progress_is_not_cut_short_in_the_same_breath() -> None:
-    """Room that hits of other requests held for one step is used as soon as it is free."""
+def test_chunks_that_others_find_at_every_step_are_not_waited_for() -> None:
     mine, hot = chain("a", 6), chain("hot", 4)
-    rig = Rig(rows=8, on=[mine])
-    rig.put([*mine[3:], *hot])
+    rig = Rig(rows=8, on=[mine], deadline=1.0)
+    rig.put(hot)
+    rig.settle()
+    answer: int | None = None
+    while answer is None:
+        answer = rig.ask(mine)
+        assert rig.ask(hot, "other") == 4
+        rig.step(0.01)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert (answer, rig.stats.truncations, rig.stats.timeouts) == (4, 1, 0)
+
+
+def test_chunks_that_others_found_in_one_step_make_room_in_the_next() -> None:
+    mine, hot = chain("a", 6), chain("hot", 4)
+    rig = Rig(rows=8, on=[mine], deadline=1.0)
+    rig.put(hot)
     rig.settle()
     assert rig.ask(mine) is None
     assert rig.ask(hot, "other") == 4
-    rig.settle()
     assert rig.resolve(mine) == 6
+    assert rig.stats.truncations == 0
+
+
+def test_a_request_that_gets_its_rows_one_by_one_is_not_cut_short() -> None:
+    mine, hot = chain("a", 8), chain("hot", 4)
+    rig = Rig(rows=8, on=[mine], deadline=1.0)
+    rig.put(hot)
+    rig.settle()
+    for left in (4, 3, 2, 1, 0):
+        assert rig.ask(mine) is None
+        assert rig.ask(hot[:left], "other") == left
+        rig.step(0.01)
+    rig.settle()
+    assert rig.ask(mine) == 8
+
+
+def test_rows_that_a_reset_left_with_their_moves_are_waited_for() -> None:
+    old, keys = chain("old", 4), chain("a", 8)
+    rig = Rig(rows=8, on=[old, ()], deadline=1.0)
+
+    def far_tier_works() -> None:
+        for _ in range(4):
+            rig.step(0.01)
+            for move in [move for move in rig.moves if move.tier == 1]:
+                rig.end(move)
+
+    assert rig.ask(old, "old") is None
+    (stuck,) = rig.step()
+    rig.core.reset()
+    far_tier_works()
+    for part in (keys[:4], keys[4:], chain("other", 4)):
+        rig.put(part)
+        far_tier_works()
+    assert set(rig.core.tiers[1].entries) >= set(keys)
+    assert rig.ask(keys) is None
+    far_tier_works()
+    assert rig.ask(keys) is None, "four rows will come back"
+    rig.end(stuck)
+    rig.settle()
+    assert rig.ask(keys) == 8
+
+
+def test_a_chunk_that_its_tier_lost_while_a_request_stood_in_line_ends_its_prefix() -> None:
+    first, second = chain("a", 8), chain("b", 8)
+    rig = Rig(rows=8, on=[first + second], segment_slots=16)
+    assert rig.ask(first, "r0") is None
+    assert rig.ask(second, "r1") is None
+    rig.step()
+    rig.core.tiers[0].forget(second[5])
+    rig.end(rig.promotion)
+    rig.step()
+    rig.core.on_request_finished("r0")
+    rig.settle()
+    assert rig.ask(second, "r1") == 5
+    assert len(rig.core.pool.chunks) == 8, "no room was made for what cannot come"
 
 
 def test_a_failed_block_fails_alone() -> None:

@@ -90,6 +90,29 @@ def test_a_tier_that_cannot_be_cleared_is_asked_again_after_a_pause_and_not_used
     assert not rig.core.tiers[0].clearing
 
 
+def test_a_tier_that_could_not_grow_is_cleared_at_once() -> None:
+    rig = Rig(rows=8, on=[chain("a", 4)], segment_slots=4, max_segments=2)
+    (grow,) = rig.step()
+    rig.end(grow, segments=[])
+    rig.step()
+    rig.core.reset()
+    (clear,) = rig.step()
+    assert clear.op is Op.CLEAR
+
+
+def test_chunks_that_were_being_read_do_not_stay_protected() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys], segment_slots=4)
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.core.reset()
+    rig.settle()
+    for wave in range(2):
+        rig.put(chain(f"w{wave}", 4))
+        rig.settle()
+    assert set(rig.core.tiers[0].entries) == set(chain("w1", 4))
+
+
 def test_a_second_reset_while_the_first_is_under_way() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=8, on=[keys])

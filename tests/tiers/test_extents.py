@@ -13,7 +13,7 @@ from tests.tiers.support import NAMESPACE
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry
 from tiers.disk.io import IOV_MAX
-from tiers.disk.tier import MAX_CALL_BYTES, MIN_CALL_BYTES
+from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES
 
 MIB = 2**20
 
@@ -23,7 +23,7 @@ def extents_of(
 ) -> list[list[int]]:
     """The slots of each call that a tier of this shape would make."""
     tier = DiskTier(Path("nowhere"), NAMESPACE, 1, 1, segment_bytes=1, io_threads=threads)
-    tier._geometry = Geometry(segment_slots, slot_bytes, slot_bytes)
+    tier.geometry = Geometry(segment_slots, slot_bytes, slot_bytes)
     return [[slots[index] for index in extent] for extent in tier._extents(slots)]
 
 

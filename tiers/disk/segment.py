@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import weakref
 from pathlib import Path
 
 from kvstore.errors import ForeignFileError
@@ -108,6 +109,28 @@ class Segment:
             raise
         return cls(int(match[1]), path, header, data, meta)
 
+    @classmethod
+    def follow(cls, path: Path, header: Header, backend: IOBackend) -> Segment:
+        """Open a segment of another process, for reading only.
+
+        It closes its files when nobody refers to it any more, so that a read
+        that is under way can finish whatever becomes of the file.
+
+        Raises:
+            OSError: as the system says.
+        """
+        match = _NAME.fullmatch(path.name)
+        assert match is not None
+        meta = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            data = backend.open(path, writable=False)
+        except BaseException:
+            os.close(meta)
+            raise
+        segment = cls(int(match[1]), path, header, data, meta)
+        weakref.finalize(segment, _close_both, data, meta)
+        return segment
+
     def read_records(self, first: int, count: int) -> bytes:
         """The raw records of `count` slots from `first` on; may be short at a damaged end."""
         return os.pread(
@@ -133,6 +156,11 @@ class Segment:
         """Close the descriptors."""
         os.close(self.data)
         os.close(self.meta)
+
+
+def _close_both(data: int, meta: int) -> None:
+    os.close(data)
+    os.close(meta)
 
 
 def read_header(path: Path) -> Header:

@@ -17,8 +17,9 @@ from xxhash import xxh3_128_digest
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from kvstore.types import TierOpening
 from tiers.base import Tier, Transfer
+from tiers.disk.extents import cut_extents, read_extent
 from tiers.disk.format import Geometry, decode_records, encode_records, reseal_records
-from tiers.disk.io import IOV_MAX, IOBackend, choose_backend
+from tiers.disk.io import IOBackend, choose_backend
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import Namespace
 from tiers.disk.recovery import lane_geometry, recover
@@ -29,9 +30,6 @@ from tiers.pinned import PinnedRegion
 __all__ = ["DiskTier"]
 
 logger = logging.getLogger("kvstore.disk")
-
-MIN_CALL_BYTES = 1024 * 1024
-MAX_CALL_BYTES = 16 * 1024 * 1024
 
 Outcome = tuple[list[bool], str | None]
 
@@ -68,7 +66,7 @@ class DiskTier(Tier):
         self._capacity = capacity_bytes
         self._segment_bytes = segment_bytes
         self._io = io
-        self._thread_count = io_threads
+        self.thread_count = io_threads
         self._lane_number = lane
         self._lane: Lane | None = None
         self._segments: dict[int, Segment] = {}
@@ -110,8 +108,8 @@ class DiskTier(Tier):
                 f"capacity_bytes = {self._capacity}: smaller than one segment of "
                 f"{geometry.file_bytes} bytes; {way_out}"
             )
-        self._backend: IOBackend = choose_backend(lane.folder, self._io)
-        recovered = recover(lane.folder, digest, geometry, self._capacity, self._backend)
+        self.backend: IOBackend = choose_backend(lane.folder, self._io)
+        recovered = recover(lane.folder, digest, geometry, self._capacity, self.backend)
         for reason in recovered.foreign:
             logger.warning("disk tier: left alone and counted against its capacity: %s", reason)
         if recovered.damaged:
@@ -120,7 +118,7 @@ class DiskTier(Tier):
                 recovered.damaged,
                 lane.folder,
             )
-        self._geometry = geometry
+        self.geometry = geometry
         self._region = region
         self._segments = recovered.segments
         self._sequence = recovered.sequence
@@ -136,9 +134,9 @@ class DiskTier(Tier):
                 ) from error
         for number in self._segments:
             self._add_counters(number)
-        self._threads = IOThreads(self._thread_count, "kvstore-disk")
+        self.threads = IOThreads(self.thread_count, "kvstore-disk")
         return TierOpening(
-            name=f"disk:{self._path}",
+            name=self.name,
             medium="disk",
             entries=recovered.entries,
             segment_slots=geometry.slots,
@@ -147,13 +145,35 @@ class DiskTier(Tier):
         )
 
     @property
+    def name(self) -> str:
+        """How the tier is called in logs and statistics."""
+        return f"disk:{self._path}"
+
+    @property
+    def namespace_folder(self) -> Path:
+        """The folder of the namespace, in which the lanes lie."""
+        assert self._lane is not None
+        return self._lane.folder.parent
+
+    @property
+    def namespace_digest(self) -> str:
+        """What the segments of the namespace carry."""
+        return self._namespace.digest
+
+    @property
+    def lane_number(self) -> int:
+        """The lane that this process writes to."""
+        assert self._lane is not None
+        return self._lane.number
+
+    @property
     def description(self) -> str:
         assert self._lane is not None
-        geometry = self._geometry
+        geometry = self.geometry
         return (
             f"disk {self._lane.folder}, {self._max_segments} segments of {geometry.slots} chunks, "
             f"{self._max_segments * geometry.file_bytes} B, "
-            f"I/O {self._backend.name} x{self._thread_count}"
+            f"I/O {self.backend.name} x{self.thread_count}"
         )
 
     # -- moving ------------------------------------------------------------------------
@@ -174,8 +194,8 @@ class DiskTier(Tier):
         calls: list[Callable[[], Outcome]] = []
         extents = self._extents(slots)
         for extent in extents:
-            segment = self._segments[slots[extent[0]] // self._geometry.slots]
-            first = slots[extent[0]] % self._geometry.slots
+            segment = self._segments[slots[extent[0]] // self.geometry.slots]
+            first = slots[extent[0]] % self.geometry.slots
             its_keys = [keys[index] for index in extent]
             its_rows = [rows[index] for index in extent]
             if load:
@@ -188,7 +208,7 @@ class DiskTier(Tier):
                 )
         ok = [False] * len(keys)
         errors: list[str] = []
-        outcomes = await self._threads.run(calls, load=load)
+        outcomes = await self.threads.run(calls, load=load)
         for extent, (extent_ok, error) in zip(extents, outcomes, strict=True):
             for index, one in zip(extent, extent_ok, strict=True):
                 ok[index] = one
@@ -197,24 +217,8 @@ class DiskTier(Tier):
         return Transfer(ok, "; ".join(errors) or None)
 
     def _extents(self, slots: Sequence[int]) -> list[list[int]]:
-        """Indices into `slots`, grouped into runs of neighbours, one vectored call each.
-
-        A run is cut so that one request alone keeps every thread busy.
-        """
-        geometry = self._geometry
-        share = len(slots) * geometry.slot_bytes // self._thread_count
-        call_bytes = min(MAX_CALL_BYTES, max(MIN_CALL_BYTES, share))
-        longest = min(IOV_MAX, max(1, call_bytes // geometry.slot_bytes))
-        extents: list[list[int]] = []
-        previous = -2
-        for index in sorted(range(len(slots)), key=slots.__getitem__):
-            slot = slots[index]
-            if slot == previous + 1 and slot % geometry.slots and len(extents[-1]) < longest:
-                extents[-1].append(index)
-            else:
-                extents.append([index])
-            previous = slot
-        return extents
+        geometry = self.geometry
+        return cut_extents(slots, geometry.slots, geometry.slot_bytes, self.thread_count)
 
     def _write_extent(
         self,
@@ -229,7 +233,7 @@ class DiskTier(Tier):
         buffers = [self._region.row(row) for row in rows]
         try:
             segment.erase_records(first, len(keys))
-            self._backend.write(segment.data, buffers, segment.offset_of(first))
+            self.backend.write(segment.data, buffers, segment.offset_of(first))
             size = self._chunk_bytes
             digests = [xxh3_128_digest(buffer[:size]) for buffer in buffers]
             segment.write_records(
@@ -247,50 +251,28 @@ class DiskTier(Tier):
     def _read_extent(
         self, segment: Segment, first: int, keys: Sequence[bytes], rows: Sequence[int]
     ) -> Outcome:
-        geometry, size = self._geometry, self._chunk_bytes
         buffers = [self._region.row(row) for row in rows]
-        try:
-            raw = segment.read_records(first, len(keys))
-            got = self._backend.read(segment.data, buffers, segment.offset_of(first))
-        except OSError as error:
-            if len(keys) == 1:
-                return [False], f"read of {segment.path} slot {first}: {error.strerror or error}"
-            return _one_by_one(
-                partial(self._read_extent, segment, first + i, [key], [row])
-                for i, (key, row) in enumerate(zip(keys, rows, strict=True))
-            )
-        live = decode_records(raw, first, size, segment.seed)
-        known = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
-        ok: list[bool] = []
-        wrong: list[int] = []
-        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            whole = got >= index * geometry.slot_bytes + size
-            expected = (key, xxh3_128_digest(buffer[:size])) if whole else None
-            ok.append(expected is not None and known.get(first + index) == expected)
-            if not ok[-1]:
-                wrong.append(first + index)
+        read = read_extent(self.backend, segment, first, keys, buffers)
         now = time.time_ns() // 1_000_000
-        self._reads[segment.number][first : first + len(keys)] += np.array(ok, np.uint32)
+        self._reads[segment.number][first : first + len(keys)] += np.array(read.ok, np.uint32)
         self._read_ms[segment.number][first : first + len(keys)] = now
-        if not wrong:
-            return ok, None
-        for slot in wrong:
+        for slot in read.wrong:
             try:
                 segment.erase_records(slot, 1)
             except OSError:
                 logger.warning("cannot erase the record of slot %d of %s", slot, segment.path)
-        return ok, f"{segment.path}: slots {wrong} do not hold what their records say"
+        return read.ok, read.error
 
     # -- the rest ----------------------------------------------------------------------
 
     async def grow(self) -> tuple[int | None, str | None]:
-        (outcome,) = await self._threads.run([self._try_new_segment], load=False)
+        (outcome,) = await self.threads.run([self._try_new_segment], load=False)
         if isinstance(outcome, str):
             return None, outcome
         return outcome, None
 
     async def clear(self) -> list[int] | None:
-        (done,) = await self._threads.run([self._erase_all], load=False)
+        (done,) = await self.threads.run([self._erase_all], load=False)
         return sorted(self._segments) if done else None
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
@@ -302,17 +284,17 @@ class DiskTier(Tier):
             return True
 
         # A record that is written now would be lost between reading and writing the index.
-        await self._threads.idle()
+        await self.threads.idle()
         try:
-            await self._threads.run([finish], load=False)
+            await self.threads.run([finish], load=False)
         finally:
-            if self._threads.close():
+            if self.threads.close():
                 self._close_files()
             else:
                 logger.warning("disk tier: an I/O call does not return; its files stay open")
 
     def abandon(self) -> None:
-        self._threads.close(1.0)
+        self.threads.close(1.0)
         self._close_files()
 
     def _try_new_segment(self) -> int | str:
@@ -334,18 +316,18 @@ class DiskTier(Tier):
         ):
             number += 1
         self._segments[number] = Segment.create(
-            self._lane.folder, number, self._namespace.digest, self._geometry, self._backend
+            self._lane.folder, number, self._namespace.digest, self.geometry, self.backend
         )
         return number
 
     def _add_counters(self, number: int) -> None:
-        self._reads[number] = np.zeros(self._geometry.slots, np.uint32)
-        self._read_ms[number] = np.zeros(self._geometry.slots, np.uint64)
+        self._reads[number] = np.zeros(self.geometry.slots, np.uint32)
+        self._read_ms[number] = np.zeros(self.geometry.slots, np.uint64)
 
     def _erase_all(self) -> bool:
         try:
             for segment in self._segments.values():
-                segment.erase_records(0, self._geometry.slots)
+                segment.erase_records(0, self.geometry.slots)
         except OSError as error:
             logger.warning("disk tier: cannot erase %s: %s", segment.path, error.strerror)
             return False
@@ -353,7 +335,7 @@ class DiskTier(Tier):
 
     def _save_recency(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         """Give records sequences in order of recency, and the reads of this process."""
-        slots = self._geometry.slots
+        slots = self.geometry.slots
         ranks: dict[int, dict[int, int]] = {number: {} for number in self._segments}
         for rank, (_, slot) in enumerate(coldest_first):
             if slot // slots in ranks:

@@ -23,8 +23,8 @@ class IOBackend(ABC):
     name: str
 
     @abstractmethod
-    def open(self, path: Path) -> int:
-        """A descriptor for `read` and `write` on an existing file."""
+    def open(self, path: Path, *, writable: bool = True) -> int:
+        """A descriptor for `read`, and `write` where `writable`, on an existing file."""
 
     @abstractmethod
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

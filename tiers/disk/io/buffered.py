@@ -16,8 +16,9 @@ class BufferedIO(IOBackend):
 
     name = "buffered"
 
-    def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def open(self, path: Path, *, writable: bool = True) -> int:
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return read_whole(fd, buffers, offset)

@@ -1,0 +1,263 @@
+"""The contract of `policies.EvictionPolicy` as a test suite.
+
+A policy's own tests inherit it and say how a policy is built:
+
+    class TestMyPolicy(PolicyContract):
+        def create(self, capacity):
+            return MyPolicy(capacity)
+
+The suite needs pytest and hypothesis.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import EvictionPolicy
+
+__all__ = ["PolicyContract", "keys_of"]
+
+
+def keys_of(count: int, start: int = 0) -> list[bytes]:
+    """Keys as servers make them: a hash, then the index of a KV cache group."""
+    return [b"block-%06d" % number + b"\0\0\0\0" for number in range(start, start + count)]
+
+
+def _nobody(key: bytes) -> bool:
+    return False
+
+
+def _everybody(key: bytes) -> bool:
+    return True
+
+
+class PolicyContract(ABC):
+    """See the module's text. Inherit it in a class whose name begins with ``Test``."""
+
+    @abstractmethod
+    def create(self, capacity: int) -> EvictionPolicy:
+        """A new policy for a tier of `capacity` chunks."""
+
+    def holding(self, keys: Sequence[bytes]) -> EvictionPolicy:
+        """A policy with `keys` resident."""
+        policy = self.create(max(1, len(keys)))
+        for key in keys:
+            policy.insert(key)
+        return policy
+
+    def residents(self, policy: EvictionPolicy, known: Sequence[bytes]) -> set[bytes]:
+        """Those of `known` that are resident; no other may be."""
+        there = {key for key in known if key in policy}
+        assert len(policy) == len(there)
+        return there
+
+    # -- residence ---------------------------------------------------------------------
+
+    def test_it_has_a_name(self) -> None:
+        assert isinstance(self.create(1).name, str)
+        assert self.create(1).name
+
+    @pytest.mark.parametrize("capacity", [0, -1])
+    def test_a_tier_without_room_is_refused(self, capacity: int) -> None:
+        with pytest.raises(ValueError, match=str(capacity)):
+            self.create(capacity)
+
+    def test_it_begins_empty(self) -> None:
+        policy = self.create(4)
+        assert len(policy) == 0
+        assert b"key" not in policy
+        assert policy.evict(1, _nobody) is None
+
+    def test_what_was_inserted_is_resident(self) -> None:
+        keys = keys_of(5)
+        assert self.residents(self.holding(keys), keys_of(8)) == set(keys)
+
+    def test_what_is_not_a_key_is_not_resident(self) -> None:
+        policy = self.holding(keys_of(2))
+        assert None not in policy
+        assert "block-000000" not in policy
+
+    def test_use_changes_nobodys_residence(self) -> None:
+        keys = keys_of(5)
+        policy = self.holding(keys)
+        for key in [*keys[::2], *keys]:
+            policy.touch(key)
+        assert self.residents(policy, keys) == set(keys)
+
+    def test_what_was_removed_is_not_resident_and_is_not_evicted(self) -> None:
+        keys = keys_of(5)
+        policy = self.holding(keys)
+        policy.remove(keys[1])
+        policy.remove(keys[3])
+        assert self.residents(policy, keys) == {keys[0], keys[2], keys[4]}
+        assert set(policy.evict(3, _nobody) or ()) == {keys[0], keys[2], keys[4]}
+
+    def test_what_left_may_come_back(self) -> None:
+        keys = keys_of(3)
+        policy = self.holding(keys)
+        policy.remove(keys[0])
+        assert policy.evict(2, _nobody) is not None
+        for key in keys:
+            policy.insert(key)
+        assert self.residents(policy, keys) == set(keys)
+
+    # -- eviction ----------------------------------------------------------------------
+
+    @pytest.mark.parametrize("count", [0, 1, 3, 8])
+    def test_exactly_as_many_are_evicted_as_were_asked_for(self, count: int) -> None:
+        keys = keys_of(8)
+        policy = self.holding(keys)
+        victims = policy.evict(count, _nobody)
+        assert victims is not None
+        assert len(victims) == len(set(victims)) == count
+        assert self.residents(policy, keys) == set(keys) - set(victims)
+
+    def test_more_than_are_resident_cannot_be_evicted(self) -> None:
+        keys = keys_of(4)
+        policy = self.holding(keys)
+        assert policy.evict(5, _nobody) is None
+        assert self.residents(policy, keys) == set(keys)
+
+    def test_the_protected_stay(self) -> None:
+        keys = keys_of(10)
+        policy = self.holding(keys)
+        safe = set(keys[::2])
+        victims = policy.evict(5, safe.__contains__)
+        assert victims is not None
+        assert set(victims) == set(keys) - safe
+        assert self.residents(policy, keys) == safe
+
+    def test_when_too_few_may_leave_nobody_does(self) -> None:
+        keys = keys_of(10)
+        policy = self.holding(keys)
+        safe = set(keys[:7])
+        assert policy.evict(4, safe.__contains__) is None
+        assert self.residents(policy, keys) == set(keys)
+        assert policy.evict(1, _everybody) is None
+        assert self.residents(policy, keys) == set(keys)
+        assert set(policy.evict(3, safe.__contains__) or ()) == set(keys[7:])
+
+    def test_protection_lasts_as_long_as_it_is_said(self) -> None:
+        keys = keys_of(6)
+        policy = self.holding(keys)
+        assert policy.evict(6, _everybody) is None
+        assert set(policy.evict(6, _nobody) or ()) == set(keys)
+
+    def test_only_residents_are_asked_about(self) -> None:
+        keys = keys_of(8)
+        policy = self.holding(keys)
+        policy.remove(keys[0])
+        gone = {keys[0], *(policy.evict(2, _nobody) or ())}
+        asked: list[bytes] = []
+
+        def protected(key: bytes) -> bool:
+            asked.append(key)
+            return False
+
+        assert policy.evict(5, protected) is not None
+        assert not gone & set(asked)
+
+    def test_keys_in_use_are_not_asked_about_again_and_again(self) -> None:
+        """Eviction stays O(1) amortised while a fixed part of the keys is in use."""
+        size, turns = 1000, 4000
+        keys = keys_of(size)
+        policy = self.holding(keys)
+        in_use = set(keys[: size // 2])
+        asked = 0
+
+        def protected(key: bytes) -> bool:
+            nonlocal asked
+            asked += 1
+            return key in in_use
+
+        for turn in range(turns):
+            victims = policy.evict(1, protected)
+            assert victims is not None
+            assert not in_use & set(victims)
+            policy.insert(b"new-%06d" % turn)
+        assert asked <= 4 * (turns + size), f"{asked / turns:.0f} keys for each one evicted"
+
+    # -- the whole -----------------------------------------------------------------------
+
+    def test_clear_leaves_it_as_new(self) -> None:
+        keys = keys_of(6)
+        policy = self.holding(keys)
+        policy.evict(2, _nobody)
+        policy.clear()
+        assert self.residents(policy, keys) == set()
+        assert list(policy.order()) == []
+        fresh = self.create(6)
+        for each in (policy, fresh):
+            for key in keys:
+                each.insert(key)
+            each.touch(keys[0])
+        assert policy.evict(3, _nobody) == fresh.evict(3, _nobody)
+
+    def test_keys_found_at_opening_are_resident(self) -> None:
+        keys = keys_of(6)
+        policy = self.create(6)
+        policy.restore(iter(keys))
+        assert self.residents(policy, keys) == set(keys)
+
+    def test_the_order_names_residents_once_and_changes_nothing(self) -> None:
+        keys = keys_of(6)
+        policy = self.holding(keys)
+        policy.touch(keys[2])
+        order = list(policy.order())
+        assert len(set(order)) == len(order)
+        assert not order or set(order) == set(keys)
+        assert list(policy.order()) == order
+
+    def test_an_order_is_kept_across_a_restart(self) -> None:
+        keys = keys_of(6)
+        policy = self.holding(keys)
+        for key in (keys[3], keys[1]):
+            policy.touch(key)
+        order = list(policy.order())
+        if not order:
+            pytest.skip("this policy has no order")
+        after = self.create(6)
+        after.restore(order)
+        assert list(after.order()) == order
+
+    @settings(max_examples=60, deadline=None)
+    @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 12))
+    def test_it_agrees_with_a_set(self, seed: int, capacity: int) -> None:
+        """Any sequence of calls that the caller is allowed to make."""
+        rng = random.Random(seed)
+        policy = self.create(capacity)
+        known = keys_of(2 * capacity)
+        resident: set[bytes] = set()
+        for _ in range(80):
+            roll = rng.random()
+            there = sorted(resident)
+            if roll < 0.45 and len(resident) < capacity:
+                key = rng.choice([key for key in known if key not in resident])
+                policy.insert(key)
+                resident.add(key)
+            elif roll < 0.65 and there:
+                policy.touch(rng.choice(there))
+            elif roll < 0.75 and there:
+                key = rng.choice(there)
+                policy.remove(key)
+                resident.discard(key)
+            elif roll < 0.98:
+                safe = {key for key in there if rng.random() < rng.choice((0.1, 0.9))}
+                count = rng.randrange(capacity + 2)
+                victims = policy.evict(count, safe.__contains__)
+                if victims is not None:
+                    assert len(victims) == len(set(victims)) == count
+                    assert set(victims) <= resident - safe
+                    resident -= set(victims)
+                else:
+                    assert count > len(resident - safe), "there were enough who might leave"
+            else:
+                policy.clear()
+                resident.clear()
+            assert self.residents(policy, known) == resident

@@ -1,0 +1,380 @@
+"""A million random acts of a server, a clock and a faulty engine, from seeds.
+
+A seed that fails is named in the failure. Run it alone with
+
+    KVSTORE_SEED=123 pytest tests/core/test_simulation.py
+
+which runs that seed and no other; several are separated by commas. The second
+half proves that the simulation can fail: it breaks the core on purpose, one
+rule at a time, and expects the world to notice.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from kvstore.core import Core, HostPool, TierDirectory
+from kvstore.core.chunk import READY, Chunk
+from kvstore.core.line import Line
+from kvstore.core.request import Request
+from kvstore.types import Op
+from tests.core.model import random_act, random_world
+
+SEEDS = 400
+ACTS = 2500
+SEEDS_PER_TEST = 20
+
+LISTEN_EVERY = 50
+"""Acts between two comparisons of the events with what is there."""
+
+
+def simulate(seed: int, acts: int) -> None:
+    """One world from its beginning to its end; whatever fails says which seed it was."""
+    rng = random.Random(seed)
+    world = random_world(rng)
+    act = 0
+    try:
+        for act in range(acts):
+            random_act(world, rng)
+            world.check()
+            if act % LISTEN_EVERY == 0:
+                world.check_events()
+        world.settle()
+        for _ in range(4):
+            world.check_reach(rng.randrange(64), 2 * len(world.rows) + 1)
+    except Exception as error:
+        raise AssertionError(f"KVSTORE_SEED={seed}, act {act}: {error!r}") from error
+
+
+def told_seeds() -> list[int] | None:
+    told = os.environ.get("KVSTORE_SEED")
+    return None if told is None else [int(seed) for seed in told.split(",")]
+
+
+def batches() -> Iterable[Any]:
+    told = told_seeds()
+    if told is not None:
+        return [pytest.param([seed], id=f"seed-{seed}") for seed in told]
+    return [
+        pytest.param(range(first, first + SEEDS_PER_TEST), id=f"seeds-{first}")
+        for first in range(0, SEEDS, SEEDS_PER_TEST)
+    ]
+
+
+@pytest.mark.parametrize("seeds", batches())
+def test_no_interleaving_breaks_a_promise(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        simulate(seed, ACTS)
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    def trace(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        world = random_world(rng)
+        seen: list[object] = []
+        for _ in range(300):
+            random_act(world, rng)
+            seen.append((world.now, sorted(world.core.pool.chunks), len(world.moves)))
+        return seen
+
+    assert trace(7) == trace(7) != trace(8)
+
+
+# -- the core, broken on purpose ---------------------------------------------------------
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+BREAKS: dict[str, Break] = {}
+
+
+def breaks(rule: str) -> Callable[[Break], Break]:
+    def register(make: Break) -> Break:
+        BREAKS[rule] = make
+        return make
+
+    return register
+
+
+@breaks("a pin is taken back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostPool, "unpin", lambda self, chunk: None)
+
+
+@breaks("a pin protects")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def unprotected(self: HostPool, count: int, *, shed_unsaved: bool) -> None:
+        victims = self.policy.evict(min(count, len(self.policy)), lambda key: False) or []
+        for key in victims:
+            self._free.append(self.chunks.pop(key).row)
+            self.history.append((key, True))
+
+    patch.setattr(HostPool, "_evict", unprotected)
+
+
+@breaks("a hit stays for its step")
+def _(patch: pytest.MonkeyPatch) -> None:
+    lookup = Core.lookup
+
+    def forgetful(self: Core, key: bytes, request_id: str) -> bool | None:
+        answer = lookup(self, key, request_id)
+        if answer:
+            self.pool.chunks[key].step = -1
+        return answer
+
+    patch.setattr(Core, "lookup", forgetful)
+
+
+@breaks("a chunk that is being filled is no hit")
+def _(patch: pytest.MonkeyPatch) -> None:
+    lookup = Core.lookup
+
+    def hasty(self: Core, key: bytes, request_id: str) -> bool | None:
+        answer = lookup(self, key, request_id)
+        return True if answer is None and key in self.pool.chunks else answer
+
+    patch.setattr(Core, "lookup", hasty)
+
+
+@breaks("leases end")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Line, "_release", lambda self, request: request.leases.clear())
+
+
+@breaks("what is granted is leased")
+def _(patch: pytest.MonkeyPatch) -> None:
+    lease = Line._lease
+
+    def filling_only(self: Line, request: Request, chunk: Chunk) -> None:
+        if chunk.status < READY:
+            lease(self, request, chunk)
+
+    patch.setattr(Line, "_lease", filling_only)
+
+
+@breaks("a lease lasts until nobody asks")
+def _(patch: pytest.MonkeyPatch) -> None:
+    expire = Line.expire
+
+    def impatient(self: Line, now: float) -> list[Request]:
+        for request in self.answered.values():
+            self._release(request)
+        return expire(self, now)
+
+    patch.setattr(Line, "expire", impatient)
+
+
+@breaks("a wait has a deadline")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Line, "expire", lambda self, now: [])
+
+
+@breaks("standing in line has a ceiling")
+def _(patch: pytest.MonkeyPatch) -> None:
+    expire = Line.expire
+
+    def endless(self: Line, now: float) -> list[Request]:
+        for request in self.waiting.values():
+            request.since = now
+            request.moved = max(request.moved, self.moved)
+        return expire(self, now)
+
+    patch.setattr(Line, "expire", endless)
+
+
+@breaks("who waits for a chunk that fails is told")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Line, "failed", lambda self, chunk, now: None)
+
+
+@breaks("a prefix is as large as fits")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def hasty(self: Line, request: Request) -> bool:
+        request.granted = len(request.keys)
+        return True
+
+    grant = Line._grant
+
+    def stingy(self: Line, request: Request) -> Any:
+        grants = grant(self, request)
+        request.granted = min(request.granted, 2)
+        return grants
+
+    patch.setattr(Line, "_truncate", hasty)
+    patch.setattr(Line, "_grant", stingy)
+    patch.setattr(Line, "_holder", lambda self, key: None)
+
+
+@breaks("a failed block fails alone, and fails")
+def _(patch: pytest.MonkeyPatch) -> None:
+    promoted = Core._promoted
+
+    def believing(self: Core, tier: Any, move: Any, completion: Any, started: float) -> None:
+        completion.ok = [True] * len(completion.ok)
+        promoted(self, tier, move, completion, started)
+
+    patch.setattr(Core, "_promoted", believing)
+
+
+@breaks("what is being read is not evicted from its tier")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierDirectory, "begin_read", lambda self, key: self.entries[key])
+    patch.setattr(TierDirectory, "end_read", lambda self, key: None)
+
+
+@breaks("the slot of a failed write is free again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierDirectory, "not_written", lambda self, key, slot: self.writing.pop(key))
+
+
+@breaks("a chunk is pinned while it is copied to a tier")
+def _(patch: pytest.MonkeyPatch) -> None:
+    tend, cascaded = Core._tend, Core._cascaded
+
+    def careless(self: Core, tier: TierDirectory) -> Any:
+        moves = tend(self, tier)
+        for move in moves:
+            for key in move.keys if move.op is Op.CASCADE else ():
+                self.pool.unpin(self.pool.chunks[key])
+        return moves
+
+    def forgiving(self: Core, tier: Any, move: Any, completion: Any) -> None:
+        for key in move.keys:
+            if key not in self.pool.chunks:
+                raise AssertionError("a chunk left while it was copied")
+            self.pool.pin(self.pool.chunks[key])
+        cascaded(self, tier, move, completion)
+
+    patch.setattr(Core, "_tend", careless)
+    patch.setattr(Core, "_cascaded", forgiving)
+
+
+@breaks("copies on their way are bounded")
+def _(patch: pytest.MonkeyPatch) -> None:
+    init = TierDirectory.__init__
+
+    def boundless(self: TierDirectory, *args: Any) -> None:
+        init(self, *args)
+        self.max_rows_in_flight *= 2
+        self.max_rows_in_flight += 1
+
+    patch.setattr(TierDirectory, "__init__", boundless)
+
+
+@breaks("rows of moves that a reset left behind are not given out")
+def _(patch: pytest.MonkeyPatch) -> None:
+    reset = HostPool.reset
+    patch.setattr(HostPool, "reset", lambda self, rows_in_flight: reset(self, ()))
+    patch.setattr(HostPool, "release_held", lambda self, rows: None)
+
+
+@breaks("what ended after a reset is not believed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    reset = Core.reset
+
+    def forgetful(self: Core) -> None:
+        reset(self)
+        self._orphans.clear()
+
+    patch.setattr(Core, "reset", forgetful)
+
+
+@breaks("a store is put off once")
+def _(patch: pytest.MonkeyPatch) -> None:
+    prepare_store = Core.prepare_store
+
+    def forgetful(self: Core, keys: Any, request_id: str) -> Any:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.put_off = False
+        return prepare_store(self, keys, request_id)
+
+    patch.setattr(Core, "prepare_store", forgetful)
+
+
+@breaks("a store gets as much as fits")
+def _(patch: pytest.MonkeyPatch) -> None:
+    make_room = HostPool.make_room
+
+    def stingy(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
+        return min(make_room(self, count, shed_unsaved=shed_unsaved), max(1, count // 2))
+
+    patch.setattr(HostPool, "make_room", stingy)
+
+
+@breaks("a store does not evict its own chain")
+def _(patch: pytest.MonkeyPatch) -> None:
+    make_room = HostPool.make_room
+
+    def forgetful(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
+        for chunk in self.chunks.values():
+            chunk.step = -1
+        return make_room(self, count, shed_unsaved=shed_unsaved)
+
+    patch.setattr(HostPool, "make_room", forgetful)
+
+
+@breaks("what is stored reaches the tier")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierDirectory, "take_slots", lambda self, count: [])
+
+
+@breaks("the disk budget is a limit")
+def _(patch: pytest.MonkeyPatch) -> None:
+    grown = TierDirectory.grown
+
+    def generous(self: TierDirectory, segment: int) -> None:
+        grown(self, segment)
+        self.max_segments += 1
+
+    patch.setattr(TierDirectory, "grown", generous)
+    patch.setattr(TierDirectory, "_evict", lambda self, count: None)
+
+
+@breaks("a tier that does not answer is not waited for")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierDirectory, "readable", property(lambda self: True))
+
+
+@breaks("events are told in order")
+def _(patch: pytest.MonkeyPatch) -> None:
+    take_events = Core.take_events
+
+    def shuffled(self: Core) -> Any:
+        return sorted(take_events(self), key=lambda event: not event.removed)
+
+    patch.setattr(Core, "take_events", shuffled)
+
+
+@breaks("a request that finished is forgotten")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "_drop_if_idle", lambda self, request: None)
+
+
+@breaks("a name belongs to its latest request")
+def _(patch: pytest.MonkeyPatch) -> None:
+    drop = Core._drop_if_idle
+
+    def by_name(self: Core, request: Request) -> None:
+        later = self._requests.get(request.id)
+        self._requests[request.id] = request
+        drop(self, request)
+        if later is not None and request.id in self._requests:
+            self._requests[request.id] = later
+
+    patch.setattr(Core, "_drop_if_idle", by_name)
+
+
+@pytest.mark.skipif(told_seeds() is not None, reason="KVSTORE_SEED is set")
+@pytest.mark.parametrize("rule", BREAKS)
+def test_the_simulation_notices_when_a_rule_is_broken(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BREAKS[rule](monkeypatch)
+    with pytest.raises(AssertionError, match="KVSTORE_SEED="):
+        for seed in range(60):
+            simulate(seed, 1000)

@@ -1,0 +1,138 @@
+"""Policies by name: built in, by decorator, by an installed package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from policies import EvictionPolicy, create_policy, find_policy, policy_names, register_policy
+from policies import registry as registry_module
+from policies.lru import LRU
+
+Install = Callable[[str, str, str], None]
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a package with one module and one entry point, as pip does."""
+    modules: list[str] = []
+
+    def install(module: str, source: str, entry_point: str) -> None:
+        site = tmp_path / f"site-{module}"
+        info = site / f"{module}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / f"{module}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kvstore.policies]\n{entry_point}\n")
+        monkeypatch.syspath_prepend(site)
+        modules.append(module)
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+FIFO = """
+from policies.lru import LRU
+
+class Fifo(LRU):
+    name = "fifo"
+
+    def touch(self, key):
+        pass
+"""
+
+
+def test_a_built_in_policy_is_created_by_name_for_its_capacity() -> None:
+    policy = create_policy("lru", 7)
+    assert type(policy) is LRU
+    assert policy.capacity == 7
+
+
+def test_each_tier_gets_a_policy_of_its_own() -> None:
+    assert create_policy("lru", 1) is not create_policy("lru", 1)
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'mru'; known are: .*lru"):
+        create_policy("mru", 1)
+    with pytest.raises(ValueError, match="unknown policy 'mru'"):
+        find_policy("mru")
+
+
+def test_the_decorator_makes_a_policy_known() -> None:
+    @register_policy
+    class Mine(LRU):
+        name = "mine"
+
+    assert type(create_policy("mine", 1)) is Mine
+    assert {"lru", "mine"} <= set(policy_names())
+
+
+def test_registering_a_class_twice_is_harmless() -> None:
+    register_policy(LRU)
+    assert type(create_policy("lru", 1)) is LRU
+
+
+def test_a_name_that_is_taken_is_refused_and_says_by_whom() -> None:
+    class Impostor(LRU):
+        name = "lru"
+
+    with pytest.raises(ValueError, match="'lru' is already taken by LRU"):
+        register_policy(Impostor)
+    assert type(create_policy("lru", 1)) is LRU
+
+
+@pytest.mark.parametrize("name", [None, "", 7])
+def test_a_policy_without_a_name_is_refused(name: object) -> None:
+    nameless = type("Nameless", (LRU,), {"name": name})
+    with pytest.raises(ValueError, match="Nameless.*name"):
+        register_policy(nameless)
+
+
+def test_the_policy_of_an_installed_package_is_found_without_importing_it_first(
+    install: Install,
+) -> None:
+    install("acme_fifo", FIFO, "fifo = acme_fifo:Fifo")
+    assert "fifo" in policy_names()
+    assert "acme_fifo" not in sys.modules
+    policy = create_policy("fifo", 3)
+    assert isinstance(policy, EvictionPolicy)
+    assert (type(policy).__module__, policy.name, policy.capacity) == ("acme_fifo", "fifo", 3)
+
+
+def test_an_installed_package_cannot_replace_a_built_in_policy(install: Install) -> None:
+    install("acme_lru", FIFO, "lru = acme_lru:Fifo")
+    assert type(create_policy("lru", 1)) is LRU
+
+
+def test_an_installed_package_that_offers_no_policy_is_refused(install: Install) -> None:
+    install("acme_number", "Seven = 7\n", "seven = acme_number:Seven")
+    with pytest.raises(ValueError, match="'seven' is not a subclass of EvictionPolicy: 7"):
+        create_policy("seven", 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "entry_point"),
+    [
+        ("import a_package_that_is_not_there\n", "broken = acme_broken:Fifo"),
+        (FIFO, "broken = acme_broken:Other"),
+        (FIFO, "broken = acme_elsewhere:Fifo"),
+        ("raise RuntimeError('at import')\n", "broken = acme_broken:Fifo"),
+    ],
+)
+def test_an_installed_package_that_cannot_be_loaded_is_refused_with_the_reason(
+    install: Install, source: str, entry_point: str
+) -> None:
+    install("acme_broken", source, entry_point)
+    with pytest.raises(ValueError, match=r"policy 'broken' \(acme_.*\) cannot be loaded: ."):
+        create_policy("broken", 1)

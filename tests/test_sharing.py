@@ -1,0 +1,185 @@
+"""Replicas on one machine share one warm cache: real processes, real lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.store import Store
+
+CHUNK = 64 * 1024
+KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(100)]
+
+Open = Callable[..., AbstractAsyncContextManager[Store]]
+
+
+def payload(key: bytes) -> bytes:
+    return random.Random(key).randbytes(64) * (CHUNK // 64)
+
+
+def config(path: Path, **tier: Any) -> dict[str, Any]:
+    disk = {"type": "disk", "path": str(path), "capacity_bytes": "8MiB", "segment_bytes": "1MiB"}
+    return {
+        "cpu_bytes_to_use": 32 * CHUNK,
+        "chunk_bytes": CHUNK,
+        "identity": {"model": "tiny"},
+        "tiers": [{**disk, **tier}],
+    }
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Open:
+    @asynccontextmanager
+    async def open_replica(**tier: Any) -> AsyncIterator[Store]:
+        async with kvstore.open(config(tmp_path, **tier)) as store:
+            yield store
+
+    return open_replica
+
+
+async def put(store: Store, keys: list[bytes]) -> None:
+    assert await store.put(keys, [payload(key) for key in keys]) == len(keys)
+    assert await store.flush(10)
+
+
+async def held(store: Store, keys: list[bytes]) -> int:
+    async with store.get(keys) as chunks:
+        for key, chunk in zip(chunks.keys, chunks, strict=True):
+            assert bytes(chunk) == payload(key)
+        return len(chunks)
+
+
+async def eventually(store: Store, keys: list[bytes], count: int) -> None:
+    for _ in range(100):
+        if await held(store, keys) == count:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"not {count} of {len(keys)} chunks within 5 s")
+
+
+async def test_what_another_process_stored_before_is_there_at_opening(
+    tmp_path: Path, replica: Open
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parents[1])],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    try:
+        assert child.stdout.readline() == "stored\n"
+        async with replica() as store:
+            assert "1 lanes of other processes with 20 chunks" in store.description
+            assert await held(store, KEYS[:20]) == 20
+            # And what it stores while both run is seen soon.
+            print("more", file=child.stdin, flush=True)
+            assert child.stdout.readline() == "stored\n"
+            await eventually(store, KEYS[20:40], 20)
+            assert store.stats().loaded_from == {"disk": 40}
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        child.stdin.close()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import kvstore
+from tests.test_sharing import KEYS, config, put
+
+async def main():
+    async with kvstore.open(config(Path(sys.argv[1]))) as store:
+        await put(store, KEYS[:20])
+        print("stored", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        await put(store, KEYS[20:40])
+        print("stored", flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_chunks_that_a_neighbour_keeps_are_not_written_twice(replica: Open) -> None:
+    async with replica() as first, replica() as second:
+        await put(first, KEYS[:20])
+        await eventually(second, KEYS[:20], 20)
+        await put(second, KEYS[20:25])
+        # Out of the second's host memory, then stored by its server once more.
+        await put(second, KEYS[40:80])
+        before = second.stats().tiers[0].written
+        await put(second, KEYS[:20])
+        assert second.stats().tiers[0].written == before
+
+
+async def test_chunks_that_their_owner_replaced_are_misses_and_no_errors(replica: Open) -> None:
+    async with replica(capacity_bytes="2MiB") as first, replica() as second:
+        await put(first, KEYS[:20])
+        await eventually(second, KEYS[:20], 20)
+        await put(second, KEYS[60:100])  # the second's host memory forgets the first's chunks
+        await put(first, KEYS[20:55])  # the first's lane has room for 30
+        count = await held(second, KEYS[:20])
+        assert count < 20
+        assert second.stats().tiers[1].failed_reads == 0
+
+
+async def test_a_lane_whose_files_are_removed_is_forgotten(tmp_path: Path, replica: Open) -> None:
+    async with replica() as first:
+        await put(first, KEYS[:20])
+    async with replica(lane=1) as second:
+        assert await held(second, KEYS[:5]) == 5
+        for file in tmp_path.glob("*/lane-0/segment-*"):
+            file.unlink()
+        await put(second, KEYS[60:100])
+        for _ in range(100):
+            if not second.stats().tiers[1].chunks:
+                break
+            await asyncio.sleep(0.05)
+        assert second.stats().tiers[1].chunks == 0
+        assert await held(second, KEYS[5:20]) == 0
+
+
+async def test_a_reset_forgets_what_others_had_stored_but_not_what_they_store_later(
+    replica: Open,
+) -> None:
+    async with replica() as first, replica() as second:
+        await put(first, KEYS[:20])
+        await eventually(second, KEYS[:20], 20)
+        await second.reset()
+        await asyncio.sleep(1.2)
+        assert await held(second, KEYS[:20]) == 0
+        await put(first, KEYS[20:30])
+        await eventually(second, KEYS[20:30], 10)
+
+
+async def test_sharing_can_be_turned_off(replica: Open) -> None:
+    async with replica() as first, replica(share=False) as second:
+        await put(first, KEYS[:20])
+        await asyncio.sleep(0.8)
+        assert await held(second, KEYS[:20]) == 0
+        assert len(second.stats().tiers) == 1
+
+
+async def test_a_flipped_byte_in_a_neighbours_lane_is_a_miss(tmp_path: Path, replica: Open) -> None:
+    async with replica() as first:
+        await put(first, KEYS[:10])
+    async with replica(lane=1) as second:
+        (file,) = tmp_path.glob("*/lane-0/segment-0*")
+        with file.open("r+b") as handle:
+            handle.seek(4096 + 4096 + 3 * CHUNK + 100)
+            handle.write(b"!")
+        assert await held(second, KEYS[:10]) == 3
