@@ -35,7 +35,7 @@ class DiskConfig:
         capacity_bytes: hard limit for the files of this process's lane.
         eviction_policy: name of a policy.
         segment_bytes: size of one segment file, at most.
-        io: I/O backend: auto, direct or buffered.
+        io: I/O backend: auto, direct, uring, mmap or buffered.
         io_threads: threads that do I/O.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
@@ -242,7 +242,7 @@ _DISK: Mapping[str, _Check] = {
     "capacity_bytes": _size(1),
     "eviction_policy": _policy,
     "segment_bytes": _size(1),
-    "io": _one_of("auto", "direct", "buffered"),
+    "io": _one_of("auto", "direct", "uring", "mmap", "buffered"),
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,

@@ -502,11 +502,16 @@ class TierContract(ABC):
         self, folder: Path, benches: list[TierBench]
     ) -> None:
         bench = self.open(folder, benches)
-        for slot in (bench.slots[3], bench.slots[6], bench.slots[1]):
-            assert (await bench.store([key_of(1)], [slot])).ok == [True]
+        for key, slot in ((1, 3), (2, 5), (1, 6), (3, 0), (1, 1)):
+            assert (await bench.store([key_of(key)], [bench.slots[slot]])).ok == [True]
         bench.abandon()
         again = self.open(folder, benches)
-        assert list(again.opening.entries) == [(key_of(1), bench.slots[1])]
+        # For recency, too, it is the later one that counts.
+        assert list(again.opening.entries) == [
+            (key_of(2), bench.slots[5]),
+            (key_of(3), bench.slots[0]),
+            (key_of(1), bench.slots[1]),
+        ]
         assert await again.fetch([key_of(1)], [bench.slots[1]]) == [True]
 
     async def test_what_was_written_survives_the_kill_of_the_process(

@@ -190,6 +190,8 @@ async def test_a_segment_that_was_cut_short_serves_what_it_still_has(
 ) -> None:
     os.truncate(segment_of(stored), length)
     bench = open_bench()
+    if length >= ALIGN:
+        assert segment_of(stored).stat().st_size == SEGMENT, "its space must be there again"
     whole = {slot for slot in SEGMENT_0 if slot_offset(slot) + CHUNK <= length}
     assert await served(bench) == SEGMENT_1 | whole
     await fill_up(bench)

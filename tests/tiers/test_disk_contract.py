@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.testing.tier import TierContract
 from tests.tiers.support import disk_tier
 from tiers.disk import DiskTier
-from tiers.disk.io import choose_backend
+from tiers.disk.io import IO_BACKENDS, choose_backend
 
 
 class DiskTierContract(TierContract):
@@ -31,8 +31,26 @@ class TestDirect(DiskTierContract):
     io = "direct"
 
 
+class TestUring(DiskTierContract):
+    io = "uring"
+
+    @pytest.fixture(autouse=True)
+    def _granted(self, tmp_path: Path) -> None:
+        if choose_backend(tmp_path, "uring").name != "uring":
+            pytest.skip("this kernel or container refuses io_uring")
+
+
+class TestMapped(DiskTierContract):
+    io = "mmap"
+
+
 class TestBuffered(DiskTierContract):
     io = "buffered"
+
+
+def test_every_backend_passes_the_contract() -> None:
+    tested = {contract.io for contract in DiskTierContract.__subclasses__()}
+    assert tested == set(IO_BACKENDS)
 
 
 class TestOneThread(DiskTierContract):

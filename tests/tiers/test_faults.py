@@ -288,6 +288,25 @@ async def test_close_ignores_the_recency_of_slots_that_are_not_there(open_bench:
     assert await again.fetch(KEYS, ALL) == but()
 
 
+async def test_growth_that_fails_at_its_last_step_leaves_nothing_behind(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def fail(folder: Path) -> None:
+        raise io_error()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiers.disk.segment._sync_folder", fail)
+        segment, error = await bench.tier.grow()
+    assert segment is None
+    assert "Input/output error" in str(error)
+    assert lane_bytes(folder) == SEGMENT
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert await bench.tier.grow() == (1, None)
+
+
 # -- real file systems ---------------------------------------------------------------------
 
 

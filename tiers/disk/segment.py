@@ -39,12 +39,15 @@ class Segment:
         seed: seeds the CRC of its records.
     """
 
-    def __init__(self, number: int, path: Path, header: Header, data: int, meta: int) -> None:
+    def __init__(
+        self, number: int, path: Path, header: Header, backend: IOBackend, data: int, meta: int
+    ) -> None:
         self.number = number
         self.path = path
         self.header = header
         self.geometry = header.geometry
         self.seed = segment_seed(header.segment_id)
+        self._backend = backend
         self.data = data
         self.meta = meta
 
@@ -63,23 +66,23 @@ class Segment:
         fd = os.open(
             temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
+        name, data = temporary, -1
         try:
             _allocate(fd, geometry.file_bytes)
             os.pwrite(fd, encode_header(header), 0)
             os.fsync(fd)
             data = backend.open(temporary)
-            try:
-                os.rename(temporary, path)
-            except BaseException:
-                os.close(data)
-                raise
+            os.rename(temporary, path)
+            name = path
+            _sync_folder(folder)
         except BaseException:
             os.close(fd)
+            if data >= 0:
+                backend.close(data)
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                name.unlink()
             raise
-        _sync_folder(folder)
-        return cls(number, path, header, data, fd)
+        return cls(number, path, header, backend, data, fd)
 
     @classmethod
     def open(cls, path: Path, namespace: str, geometry: Geometry, backend: IOBackend) -> Segment:
@@ -107,7 +110,7 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        return cls(int(match[1]), path, header, data, meta)
+        return cls(int(match[1]), path, header, backend, data, meta)
 
     @classmethod
     def follow(cls, path: Path, header: Header, backend: IOBackend) -> Segment:
@@ -127,8 +130,8 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        segment = cls(int(match[1]), path, header, data, meta)
-        weakref.finalize(segment, _close_both, data, meta)
+        segment = cls(int(match[1]), path, header, backend, data, meta)
+        weakref.finalize(segment, _close_both, backend, data, meta)
         return segment
 
     def read_records(self, first: int, count: int) -> bytes:
@@ -154,12 +157,12 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors."""
-        os.close(self.data)
+        self._backend.close(self.data)
         os.close(self.meta)
 
 
-def _close_both(data: int, meta: int) -> None:
-    os.close(data)
+def _close_both(backend: IOBackend, data: int, meta: int) -> None:
+    backend.close(data)
     os.close(meta)
 
 

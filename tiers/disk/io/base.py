@@ -26,6 +26,10 @@ class IOBackend(ABC):
     def open(self, path: Path, *, writable: bool = True) -> int:
         """A descriptor for `read`, and `write` where `writable`, on an existing file."""
 
+    def close(self, fd: int) -> None:
+        """Close a descriptor of `open`. Nothing uses it any more."""
+        os.close(fd)
+
     @abstractmethod
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill `buffers` from `offset` on. Returns the bytes read; fewer at the end of the file.

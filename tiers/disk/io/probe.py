@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import secrets
@@ -13,15 +14,29 @@ from kvstore.errors import ConfigError
 from tiers.disk.io.base import IOBackend
 from tiers.disk.io.buffered import BufferedIO
 from tiers.disk.io.direct import DirectIO
+from tiers.disk.io.mapped import MappedIO
+from tiers.disk.io.uring import UringIO
 
 __all__ = ["IO_BACKENDS", "choose_backend"]
 
-IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {"direct": DirectIO, "buffered": BufferedIO}
-"""Backends by name, best first."""
+logger = logging.getLogger("kvstore.disk")
+
+IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
+    "direct": DirectIO,
+    "uring": UringIO,
+    "mmap": MappedIO,
+    "buffered": BufferedIO,
+}
+"""Backends by name."""
+
+AUTO = ("direct", "buffered")
+"""What ``auto`` tries, best first."""
 
 
 def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
     """The backend called `name`, or for ``auto`` the best that works in `folder`.
+
+    Kernels and containers that refuse io_uring are common: there ``uring`` means ``auto``.
 
     Raises:
         ConfigError: if `name` is unknown, or does not work in `folder`.
@@ -29,26 +44,29 @@ def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
     if name != "auto":
         if name not in IO_BACKENDS:
             raise ConfigError(f"io = {name!r}: allowed are auto, {', '.join(IO_BACKENDS)}")
-        backend = IO_BACKENDS[name]()
-        reason = _try(backend, folder)
+        chosen, reason = _try(IO_BACKENDS[name], folder)
+        if chosen is not None:
+            return chosen
+        if name == "uring":
+            logger.info("io = 'uring' does not work in %s: %s", folder, reason)
+            return choose_backend(folder)
         if reason:
             raise ConfigError(f"io = {name!r} does not work in {folder}: {reason}")
-        return backend
     reasons = []
-    for candidate in IO_BACKENDS.values():
-        backend = candidate()
-        reason = _try(backend, folder)
-        if not reason:
-            return backend
-        reasons.append(f"{backend.name}: {reason}")
+    for candidate in AUTO:
+        chosen, reason = _try(IO_BACKENDS[candidate], folder)
+        if chosen is not None:
+            return chosen
+        reasons.append(f"{candidate}: {reason}")
     raise ConfigError(f"no I/O backend works in {folder}: {'; '.join(reasons)}")
 
 
-def _try(backend: IOBackend, folder: Path) -> str | None:
-    """Write and read one page; what went wrong, or None."""
+def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] | tuple[None, str]:
+    """Write and read one page: the backend, or what went wrong."""
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     try:
+        backend = make()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         fd = backend.open(path)
         try:
@@ -59,15 +77,15 @@ def _try(backend: IOBackend, folder: Path) -> str | None:
                 except OSError as error:
                     # A full disk says nothing about the backend: what is there can be served.
                     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                        return None
+                        return backend, None
                     raise
                 if backend.read(fd, [back], 0) != 4096 or bytes(back[:5]) != b"probe":
-                    return "reads back something else than was written"
+                    return None, "reads back something else than was written"
         finally:
-            os.close(fd)
+            backend.close(fd)
     except OSError as error:
-        return error.strerror or str(error)
+        return None, error.strerror or str(error)
     finally:
         path.unlink(missing_ok=True)
         page.close()
-    return None
+    return backend, None

@@ -1,0 +1,285 @@
+"""The core against a reference that only knows what was stored, and where it cannot have left.
+
+The reference is deliberately simple: sets of keys. A key that was never stored
+whole is never a hit; a key that was, and that nothing can have displaced, is
+never a miss.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.types import Op
+from tests.core.model import Client, World
+
+SECONDS = st.sampled_from((0.0, 0.001, 0.1, 1.0, 20.0))
+
+NAMES = "abcdef"
+
+
+class StoreAgainstSets(RuleBasedStateMachine):
+    """Acts are those of `World`; what they may answer is said by sets of keys.
+
+    Attributes:
+        stored: keys whose store was completed, or which were found at a start.
+        entered: keys that were ever given a row. While they are no more than
+            there are rows, nothing has to leave host memory.
+        written, sent: for each tier the keys whose copy was completed, and those
+            whose copy was begun. While the latter are no more than there are
+            slots, nothing has to leave the tier.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(rows=1, tiers=0)
+        self.stored: set[bytes] = set()
+        self.entered: set[bytes] = set()
+        self.written: list[set[bytes]] = []
+        self.sent: list[set[bytes]] = []
+
+    @initialize(
+        rows=st.integers(1, 12),
+        tiers=st.integers(0, 2),
+        segment_slots=st.sampled_from((1, 4, 16)),
+        segments=st.integers(1, 3),
+        in_flight=st.integers(1, 12),
+    )
+    def begin(
+        self, rows: int, tiers: int, segment_slots: int, segments: int, in_flight: int
+    ) -> None:
+        self.world = World(
+            rows=rows,
+            tiers=tiers,
+            segment_slots=segment_slots,
+            slots=segment_slots * segments,
+            in_flight=in_flight,
+        )
+        self.written = [set() for _ in range(tiers)]
+        self.sent = [set() for _ in range(tiers)]
+
+    # -- the reference -------------------------------------------------------------------
+
+    def certainly_in_host(self, key: bytes) -> bool:
+        return key in self.stored and len(self.entered) <= len(self.world.rows)
+
+    def certainly_fetchable(self, key: bytes) -> bool:
+        for tier in self.world.core.tiers:
+            index = tier.index
+            room = len(self.sent[index]) <= len(self.world.slots[index])
+            if key in self.written[index] and room and tier.readable:
+                return True
+        return False
+
+    def note_moves(self) -> None:
+        """What the core has asked of the engine."""
+        for move in self.world.moves:
+            if move.op is Op.CASCADE:
+                self.sent[move.tier].update(move.keys)
+            elif move.op is Op.PROMOTE:
+                assert self.written[move.tier] >= set(move.keys), "nobody wrote that"
+                self.entered.update(move.keys)
+
+    # -- the server ----------------------------------------------------------------------
+
+    def clients(self, *states: str) -> list[Client]:
+        return [c for c in self.world.clients.values() if c.state in states and not c.gone]
+
+    def pick(self, data: st.DataObject, *states: str) -> Client | None:
+        found = self.clients(*states)
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @precondition(lambda self: len(self.world.clients) < len(NAMES))
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14), data=st.data())
+    def arrive(self, prompt: int, length: int, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([n for n in NAMES if n not in self.world.clients]))
+        self.world.arrive(name, prompt, length)
+
+    @precondition(lambda self: self.clients("asking"))
+    @rule(data=st.data(), one_by_one=st.booleans(), load=st.booleans())
+    def ask(self, data: st.DataObject, one_by_one: bool, load: bool) -> None:
+        client = self.pick(data, "asking")
+        assert client is not None
+        self.ask_for(client, one_by_one, load)
+
+    @precondition(lambda self: len(self.world.clients) < len(NAMES))
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
+    def serve(self, prompt: int, length: int) -> None:
+        """A whole request, with an engine that keeps up."""
+        name = next(name for name in NAMES if name not in self.world.clients)
+        client = self.world.arrive(name, prompt, length)
+        for _ in range(20):
+            self.ask_for(client, one_by_one=False, load=True)
+            if client.state != "asking":
+                break
+            self.engine_works()
+        if client.state == "loading":
+            self.world.finish_load(client)
+        for _ in range(3):
+            if client.state == "computing":
+                self.world.store(client)
+                self.entered.update(client.stored)
+                self.engine_works()
+        if client.state == "storing":
+            self.world.finish_store(client, ())
+            self.stored.update(client.stored)
+        self.world.leave(client)
+
+    @rule()
+    def engine_works(self) -> None:
+        """Whatever is under way ends well."""
+        for _ in range(4):
+            self.step(0.001)
+            while self.world.moves:
+                self.end_move(0, set())
+
+    def ask_for(self, client: Client, one_by_one: bool, load: bool) -> None:
+        fresh = client.id not in self.world.core._requests
+        answer = self.world.ask(client, one_by_one)
+        if answer is None:
+            assert any(key not in self.world.core.pool.chunks for key in client.keys) or any(
+                chunk.status < 0 for chunk in self.world.core.pool.chunks.values()
+            ), "there was nothing to wait for"
+            return
+        assert self.stored >= set(client.keys[:answer]), "a hit that nobody stored"
+        if answer < len(client.keys):
+            end = client.keys[answer]
+            assert not self.certainly_in_host(end), "a chunk in host memory was not found"
+            assert not (fresh and self.certainly_fetchable(end)), "a chunk on a tier was not found"
+        if load and answer:
+            self.world.load(client, answer)
+        elif load:
+            client.state = "computing"
+
+    @precondition(lambda self: self.clients("computing"))
+    @rule(data=st.data())
+    def store(self, data: st.DataObject) -> None:
+        client = self.pick(data, "computing")
+        assert client is not None
+        self.world.store(client)
+        if client.state == "storing":
+            self.entered.update(client.stored)
+
+    @precondition(lambda self: self.clients("storing"))
+    @rule(data=st.data(), fails=st.booleans())
+    def finish_store(self, data: st.DataObject, fails: bool) -> None:
+        client = self.pick(data, "storing")
+        assert client is not None
+        failed = data.draw(st.sets(st.sampled_from(client.stored))) if fails else set()
+        self.world.finish_store(client, failed)
+        self.stored.update(key for key in client.stored if key not in failed)
+
+    @precondition(lambda self: self.clients("loading"))
+    @rule(data=st.data())
+    def finish_load(self, data: st.DataObject) -> None:
+        client = self.pick(data, "loading")
+        assert client is not None
+        self.world.finish_load(client)
+
+    @precondition(lambda self: self.clients("asking", "computing", "done"))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        client = self.pick(data, "asking", "computing", "done")
+        assert client is not None
+        self.world.leave(client)
+
+    # -- the engine and the clock ----------------------------------------------------------
+
+    @rule(seconds=SECONDS)
+    def step(self, seconds: float) -> None:
+        self.world.step(seconds)
+        self.note_moves()
+
+    @rule()
+    def hand_over(self) -> None:
+        self.world.hand_over()
+        self.note_moves()
+
+    @precondition(lambda self: self.world.moves)
+    @rule(data=st.data(), fails=st.booleans())
+    def complete(self, data: st.DataObject, fails: bool) -> None:
+        moves = self.world.moves
+        move = moves[data.draw(st.integers(0, len(moves) - 1))]
+        failures: set[int] = set()
+        if fails:
+            failures = data.draw(st.sets(st.integers(0, max(len(move.keys) - 1, 0)), min_size=1))
+        self.end_move(moves.index(move), failures)
+
+    def end_move(self, index: int, failures: set[int]) -> None:
+        move = self.world.moves[index]
+        current = move.id not in self.world.core._orphans
+        self.world.complete(index, failures)
+        ok = self.world.done[-1].ok
+        for key, good in zip(move.keys, ok, strict=True):
+            if not current:
+                continue
+            if move.op is Op.CASCADE and good:
+                self.written[move.tier].add(key)
+            elif move.op is Op.PROMOTE and not good:
+                self.written[move.tier].discard(key)
+        if move.op is Op.CASCADE and not all(ok):
+            # A tier that failed is left alone for a while; nothing else is promised.
+            self.sent[move.tier].update(move.keys)
+        # The completion is taken in at once, so that the reference is not ahead of the core.
+        self.world.take_in()
+
+    @precondition(lambda self: not self.clients("loading", "storing"))
+    @rule()
+    def reset(self) -> None:
+        if any(client.gone for client in self.world.clients.values()):
+            return
+        self.world.reset()
+        self.stored.clear()
+        self.entered.clear()
+        # Slots of copies that are still under way are not free yet; count them in.
+        self.sent = [set() for _ in self.sent]
+        self.written = [set() for _ in self.written]
+
+    @rule()
+    def restart(self) -> None:
+        world = self.world
+        clearing = [tier.clearing for tier in world.core.tiers]
+        world.restart()
+        self.stored.clear()
+        self.entered.clear()
+        for tier, was_clearing in zip(world.core.tiers, clearing, strict=True):
+            found = set(tier.entries)
+            if was_clearing:
+                # Killed before the tier had forgotten: what it held is there once more.
+                self.written[tier.index] = found
+                self.sent[tier.index] = set(found)
+            assert found >= self.written[tier.index] or self.displaced(tier.index)
+            self.written[tier.index] = found
+            self.sent[tier.index] |= found
+            self.stored |= found
+
+    def displaced(self, index: int) -> bool:
+        return len(self.sent[index]) > len(self.world.slots[index])
+
+    # -- always ----------------------------------------------------------------------------
+
+    @invariant()
+    def world_is_sound(self) -> None:
+        self.world.check()
+
+    @invariant()
+    def events_tell_what_is_there(self) -> None:
+        self.world.check_events()
+
+    @invariant()
+    def tiers_hold_only_what_was_written(self) -> None:
+        for tier in self.world.core.tiers:
+            assert set(tier.entries) <= self.written[tier.index]
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+StoreAgainstSets.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestStoreAgainstSets = StoreAgainstSets.TestCase
