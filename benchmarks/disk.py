@@ -188,9 +188,7 @@ class Column:
     def rows(self, fio: Fio | None, with_vllm: bool) -> list[dict[str, Any]]:
         """Measure and report."""
         region = PinnedRegion.private(self._chunks, self._chunk_bytes)
-        region.array[:] = np.random.default_rng(0).integers(
-            0, 256, region.array.shape, np.uint8
-        )
+        region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
         ours = Ours(self._folder / "ours", region, self._loop, fill=True)
         print(f"# {size_text(self._chunk_bytes)}: {ours.description}; {region.description}")
         peer = None
@@ -198,7 +196,9 @@ class Column:
             memory = None
             if self._options.peer_memory == "huge":
                 memory = region.view.cast("B", [self._chunks, self._chunk_bytes])
-            peer = VllmFs(self._folder / f"vllm-{self._chunk_bytes}", self._chunk_bytes, self._chunks, memory)
+            peer = VllmFs(
+                self._folder / f"vllm-{self._chunk_bytes}", self._chunk_bytes, self._chunks, memory
+            )
             if not peer.direct:
                 print("# vllm: no O_DIRECT here; files are dropped from the page cache")
         ways = self._choose(fio) if fio else {}
@@ -217,9 +217,7 @@ class Column:
         self._loop.close()
         return [self._row(case, requests, ways) for case in CASES for requests in REQUESTS]
 
-    def _measure_ours(
-        self, case: str, requests: int, ours: Ours, region: PinnedRegion
-    ) -> None:
+    def _measure_ours(self, case: str, requests: int, ours: Ours, region: PinnedRegion) -> None:
         batches = self._plan.batches(case, requests)
         if case == "first write":
             fresh = Ours(self._folder / "fresh", region, self._loop, fill=False)
@@ -230,43 +228,39 @@ class Column:
         self._ours.setdefault((case, requests), []).append(sample)
 
     def _choose(self, fio: Fio) -> dict[str, dict[str, Way]]:
-        """For reads and writes the best pooled and the best warm way, by a short run of each."""
+        """For reads and writes the best pooled and the best warm way, by short runs of each.
+
+        "large" is the pooled way with large blocks: what neighbours that move
+        together are held against.
+        """
         chosen: dict[str, dict[str, Way]] = {}
-        short = min(0.4, self._seconds)
+        short = min(0.25, self._seconds)
         for direction in ("write", "read"):
             chosen[direction] = {}
-            for kind, ways in (
-                ("pooled", fio.pooled(self._chunk_bytes)),
-                ("warm", fio.warm(self._chunk_bytes)),
-            ):
-                found = fio.sweep(ways, direction, self._chunk_bytes, short)
-                told = ", ".join(f"{way} {result.gbps:.2f}" for way, result in found.items())
+            pooled, warm = fio.pooled(self._chunk_bytes), fio.warm(self._chunk_bytes)
+            for kind, ways in (("pooled", pooled), ("warm", warm)):
+                found = fio.sweep(ways, direction, self._chunk_bytes, short, passes=2)
+                told = ", ".join(f"{way} {gbps:.2f}" for way, gbps in found.items())
                 print(f"# fio {direction} {kind}: {told or 'does not work'} GB/s", flush=True)
                 if found:
                     chosen[direction][kind] = next(iter(found))
+            if "pooled" in chosen[direction]:
+                index = pooled.index(chosen[direction]["pooled"])
+                chosen[direction]["large"] = fio.pooled(LARGE)[index]
         return chosen
 
-    def _measure_fio(
-        self, case: str, fio: Fio | None, ways: dict[str, dict[str, Way]]
-    ) -> None:
+    def _measure_fio(self, case: str, fio: Fio | None, ways: dict[str, dict[str, Way]]) -> None:
         if fio is None:
             return
         direction = "write" if "write" in case else "read"
-        runs = [("pooled", self._chunk_bytes)]
-        if case in ("read", "write"):
-            runs += [("warm", self._chunk_bytes), ("large", LARGE)]
-        for kind, block in runs:
-            # Neighbours that move together are held against what large blocks give.
-            way = ways[direction].get("pooled" if kind == "large" else kind)
-            if way and kind == "large":
-                way = fio.pooled(LARGE)[[*map(str, fio.pooled(self._chunk_bytes))].index(str(way))]
-            if way:
-                result = fio.run(way, case, block, self._seconds)
+        kinds = ("pooled", "warm", "large") if case in ("read", "write") else ("pooled",)
+        for kind in kinds:
+            if kind in ways[direction]:
+                block = LARGE if kind == "large" else self._chunk_bytes
+                result = fio.run(ways[direction][kind], case, block, self._seconds)
                 self._fio.setdefault((case, kind), []).append(result)
 
-    def _row(
-        self, case: str, requests: int, ways: dict[str, dict[str, Way]]
-    ) -> dict[str, Any]:
+    def _row(self, case: str, requests: int, ways: dict[str, dict[str, Way]]) -> dict[str, Any]:
         ours = self._ours[case, requests]
         times = [seconds for sample in ours for seconds in sample.seconds]
         row: dict[str, Any] = {

@@ -25,6 +25,9 @@ __all__ = ["Engine", "EngineThread", "new_event_loop"]
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
 
+LEAVE_SECONDS = 1.0
+"""How long tasks that are left behind get to notice it."""
+
 logger = logging.getLogger("kvstore.engine")
 
 
@@ -92,7 +95,11 @@ class Engine:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         for tier, order in zip(self._tiers, coldest_first, strict=True):
-            await tier.close(order)
+            try:
+                await tier.close(order)
+            except Exception:
+                # Neither has it here, and the others must still be closed.
+                logger.exception("%s cannot be closed", tier.description)
 
     async def _follow(self, index: int, tier: Tier) -> None:
         while True:
@@ -109,6 +116,8 @@ class Engine:
     async def _run(self, move: Move) -> None:
         try:
             completion = await self._perform(move)
+            if len(completion.ok) != len(move.keys):
+                raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
         except Exception as error:
             # A tier has no business raising; its fault must still end the move.
             logger.exception("%s of %d chunks failed", move.op.value, len(move.keys))
@@ -199,5 +208,11 @@ class EngineThread:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
             task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=LEAVE_SECONDS))
+        # Whoever waits for a call that does not return goes down with the loop, unmourned.
+        self._loop.set_exception_handler(lambda loop, context: None)
+        self._loop.close()

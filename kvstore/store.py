@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, overload
@@ -79,9 +82,15 @@ class Chunks(Sequence[memoryview]):
     `keys` are the keys that are here: a prefix of those asked for.
     """
 
-    def __init__(self, keys: Sequence[bytes], views: list[memoryview]) -> None:
+    def __init__(self, keys: Sequence[bytes], places: Sequence[int], size: int) -> None:
         self.keys = keys
-        self._views: list[memoryview] | None = views
+        # Every chunk gets an exporter of its own, which lives as long as anything that
+        # looks at the chunk: that is how a view that outlives the lease is noticed.
+        exporters = [(ctypes.c_ubyte * size).from_address(place) for place in places]
+        self._exporters = [weakref.ref(exporter) for exporter in exporters]
+        self._views: list[memoryview] | None = [
+            memoryview(exporter).cast("B").toreadonly() for exporter in exporters
+        ]
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -101,13 +110,10 @@ class Chunks(Sequence[memoryview]):
     def _end(self) -> bool:
         """End the lease; False if somebody still holds on to the memory."""
         views, self._views = self._views or [], None
-        released = True
         for view in views:
-            try:
+            with contextlib.suppress(BufferError):
                 view.release()
-            except BufferError:
-                released = False
-        return released
+        return not any(exporter() is not None for exporter in self._exporters)
 
 
 class Store:
@@ -148,11 +154,16 @@ class Store:
 
     async def resolve(self, keys: Sequence[bytes], request: str | None = None) -> int:
         """Wait until `lookup_prefix` has an answer, and return it."""
-        while True:
-            answer = self.lookup_prefix(keys, request)
-            if answer is not None:
-                return answer
-            await self._something_moved()
+        try:
+            while True:
+                answer = self.lookup_prefix(keys, request)
+                if answer is not None:
+                    return answer
+                await self._something_moved()
+        except BaseException:
+            if request is None:
+                self._core.on_request_finished(self._name(keys, None))
+            raise
 
     async def put(self, keys: Sequence[bytes], buffers: Iterable[object]) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -194,20 +205,27 @@ class Store:
                 chunk is still alive: it would see other bytes from now on.
         """
         name = request if request is not None else f"get-{next(self._ids)}"
-        while True:
-            self._begin()
-            count = self._core.lookup_prefix(keys, name)
-            if count is not None:
-                break
-            self._flush()
-            await self._something_moved()
+        try:
+            while True:
+                self._begin()
+                count = self._core.lookup_prefix(keys, name)
+                if count is not None:
+                    break
+                self._flush()
+                await self._something_moved()
+        except BaseException:
+            # Cancelled: what was fetched for this call may leave.
+            self._core.on_request_finished(name)
+            raise
         held = list(keys[:count])
         rows = self._core.prepare_load(held, name)
         self._flush()
         self._transfers += 1
-        views = [self._region.row(row)[: self.chunk_bytes].toreadonly() for row in rows]
-        chunks = Chunks(held, views)
-        del views
+        if request is None:
+            # What `lookup_prefix` had fetched for whoever asks these keys has been had.
+            self._core.on_request_finished(self._name(keys, None))
+        places = [self._region.address + row * self._region.row_bytes for row in rows]
+        chunks = Chunks(held, places, self.chunk_bytes)
         released = True
         try:
             yield chunks

@@ -37,8 +37,9 @@ class FollowedDirectory(TierDirectory):
         for key in news.gone:
             self.forget(key)
         for key, slot in news.appeared:
+            if key not in self.entries:
+                self.history.append((key, False))
             self.entries[key] = slot
-            self.history.append((key, False))
 
 
 class _Unordered(EvictionPolicy):

@@ -118,7 +118,7 @@ class Rig:
             made = [tier.segments]
         elif move.op is Op.CLEAR:
             made = list(range(tier.segments))
-        error = "injected" if failed or (not move.keys and not made) else None
+        error = "injected" if failed or (segments is not None and not made) else None
         self.ended.append(Completion(move.id, ok, made, error))
 
     def settle(self, seconds: float = 0.0) -> None:

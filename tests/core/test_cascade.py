@@ -81,6 +81,25 @@ def test_a_chunk_that_waits_for_its_copy_leaves_for_a_load() -> None:
     assert rig.ask(cold) == 3
 
 
+def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> None:
+    cold = chain("cold", 4)
+    rig = Rig(rows=4, on=[cold], in_flight=4)
+    keys = chain("a", 4)
+    rig.put(keys)
+    assert rig.ask(cold) is None
+    rig.core.tiers[0].rows_in_flight += 4  # as if other copies were on their way
+    rig.settle()
+    rig.core.tiers[0].rows_in_flight -= 4
+    assert rig.stats.shed == 4
+    rig.core.on_request_finished("r")
+    rig.step()
+    rig.put(keys)
+    moves = rig.step()
+    assert [move.keys for move in moves] == [keys]
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == {*cold, *keys}
+
+
 def test_copies_on_their_way_to_a_tier_are_bounded() -> None:
     rig = Rig(rows=32, in_flight=5)
     rig.put(chain("a", 32))
@@ -160,7 +179,10 @@ def test_a_paused_tier_stores_again_after_the_pause() -> None:
     rig.put(chain("b", 2))
     rig.settle()
     assert set(rig.core.tiers[0].entries) == set(chain("b", 2))
-    assert rig.log[-1] == "tier tier0 stores again"
+    assert rig.log[1:] == ["tier tier0 stores again"]
+    rig.put(chain("c", 2))
+    rig.settle()
+    assert len(rig.log) == 2, "said once"
 
 
 def test_a_tier_where_every_other_write_fails_does_not_flood_the_log() -> None:

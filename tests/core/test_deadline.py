@@ -111,6 +111,15 @@ def test_nothing_is_copied_to_a_stalled_tier() -> None:
     rig.put(chain("more", 6))
 
 
+def test_chunks_that_waited_for_a_tier_that_stalls_are_let_go() -> None:
+    rig = Rig(rows=8, in_flight=2, deadline=1.0)
+    rig.put(chain("a", 8))
+    rig.wait(2.2)
+    assert rig.stats.tiers[0].stalled
+    assert rig.core.unsaved == 2, "those that are on their way"
+    rig.put(chain("b", 6))
+
+
 def test_a_tier_that_works_through_a_long_queue_is_not_stalled() -> None:
     prompts, held = many(6, 2)
     rig = Rig(rows=12, on=[held], deadline=1.0)
@@ -168,6 +177,23 @@ def test_standing_in_line_for_rows_does_not_count_while_the_line_moves() -> None
         rig.step()
     assert rig.now > 103.0
     assert rig.stats.timeouts == 0
+
+
+def test_a_load_that_ends_is_movement_for_those_in_line() -> None:
+    busy, keys = chain("busy", 8), chain("a", 8)
+    rig = Rig(rows=8, on=[keys], deadline=1.0)
+    rig.put(busy)
+    rig.settle()
+    loads = [f"load{index}" for index in range(5)]
+    for load in loads:
+        rig.load(busy, load)
+    assert rig.ask(keys) is None
+    for load in loads:
+        rig.wait(0.9)
+        rig.core.complete_load(busy, load)
+    assert rig.ask(keys) is None, "4.5 s after its first question"
+    rig.settle()
+    assert rig.ask(keys) == 8
 
 
 def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:

@@ -81,13 +81,8 @@ def test_a_reset_tells_what_is_gone() -> None:
 
 
 def test_without_a_listener_nothing_is_kept() -> None:
-    from kvstore.core import Core, HostPool
-    from policies import create_policy
-
-    core = Core(HostPool(2, create_policy("lru", 2)), events=False)
-    core.poll(0.0)
-    for wave in range(10):
-        core.prepare_store(chain(f"w{wave}", 2), "w")
-        core.complete_store(chain(f"w{wave}", 2), "w")
-        core.poll(float(wave))
-    assert core.take_events() == []
+    rig = Rig(rows=2, events=False)
+    for wave in range(5):
+        rig.put(chain(f"w{wave}", 2))
+        rig.settle()
+    assert rig.core.take_events() == []

@@ -97,6 +97,17 @@ def test_a_hit_of_an_earlier_step_may_leave() -> None:
     assert rig.ask(keys) == 0
 
 
+def test_a_hit_of_the_latest_step_counts_however_the_steps_were_made() -> None:
+    rig = Rig(rows=2, on=())
+    keys, others = chain("a", 2), chain("b", 2)
+    rig.put(keys)
+    assert rig.ask(keys) == 2
+    rig.core.poll(rig.now)
+    assert rig.ask(keys) == 2
+    assert rig.core.prepare_store(others, "w") is None
+    assert len(rig.load(keys)) == 2
+
+
 def test_a_hit_outlives_the_promotions_of_its_step() -> None:
     cold = chain("cold", 2)
     rig = Rig(rows=2, on=[cold])

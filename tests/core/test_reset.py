@@ -168,6 +168,18 @@ def test_requests_that_waited_start_anew() -> None:
     assert rig.core.pool.busy == 0
 
 
+def test_a_request_that_was_about_to_wait_does_not() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys) is None
+    rig.core.reset()
+    rig.step()
+    assert rig.stats.waiting == 0
+    assert not rig.core._requests
+    rig.settle()
+    assert rig.core.pool.free == 8
+
+
 def test_the_end_of_a_load_from_before_is_stray() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=8)

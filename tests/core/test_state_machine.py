@@ -7,10 +7,20 @@ never a miss.
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from kvstore.core import HostPool, TierDirectory
+from kvstore.core.chunk import FILLING
 from kvstore.types import Op
 from tests.core.model import Client, World
 
@@ -24,6 +34,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     Attributes:
         stored: keys whose store was completed, or which were found at a start.
+        hosted: those whose store was completed since the last start.
         entered: keys that were ever given a row. While they are no more than
             there are rows, nothing has to leave host memory.
         written, sent: for each tier the keys whose copy was completed, and those
@@ -35,6 +46,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         super().__init__()
         self.world = World(rows=1, tiers=0)
         self.stored: set[bytes] = set()
+        self.hosted: set[bytes] = set()
         self.entered: set[bytes] = set()
         self.written: list[set[bytes]] = []
         self.sent: list[set[bytes]] = []
@@ -62,7 +74,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
     # -- the reference -------------------------------------------------------------------
 
     def certainly_in_host(self, key: bytes) -> bool:
-        return key in self.stored and len(self.entered) <= len(self.world.rows)
+        return key in self.hosted and len(self.entered) <= len(self.world.rows)
 
     def certainly_fetchable(self, key: bytes) -> bool:
         for tier in self.world.core.tiers:
@@ -71,6 +83,10 @@ class StoreAgainstSets(RuleBasedStateMachine):
             if key in self.written[index] and room and tier.readable:
                 return True
         return False
+
+    def note_stored(self, keys: list[bytes]) -> None:
+        self.stored.update(keys)
+        self.hosted.update(keys)
 
     def note_moves(self) -> None:
         """What the core has asked of the engine."""
@@ -123,7 +139,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
                 self.engine_works()
         if client.state == "storing":
             self.world.finish_store(client, ())
-            self.stored.update(client.stored)
+            self.note_stored(client.stored)
         self.world.leave(client)
 
     @rule()
@@ -139,7 +155,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         answer = self.world.ask(client, one_by_one)
         if answer is None:
             assert any(key not in self.world.core.pool.chunks for key in client.keys) or any(
-                chunk.status < 0 for chunk in self.world.core.pool.chunks.values()
+                chunk.status == FILLING for chunk in self.world.core.pool.chunks.values()
             ), "there was nothing to wait for"
             return
         assert self.stored >= set(client.keys[:answer]), "a hit that nobody stored"
@@ -168,7 +184,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         assert client is not None
         failed = data.draw(st.sets(st.sampled_from(client.stored))) if fails else set()
         self.world.finish_store(client, failed)
-        self.stored.update(key for key in client.stored if key not in failed)
+        self.note_stored([key for key in client.stored if key not in failed])
 
     @precondition(lambda self: self.clients("loading"))
     @rule(data=st.data())
@@ -231,6 +247,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
             return
         self.world.reset()
         self.stored.clear()
+        self.hosted.clear()
         self.entered.clear()
         # Slots of copies that are still under way are not free yet; count them in.
         self.sent = [set() for _ in self.sent]
@@ -242,6 +259,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         clearing = [tier.clearing for tier in world.core.tiers]
         world.restart()
         self.stored.clear()
+        self.hosted.clear()
         self.entered.clear()
         for tier, was_clearing in zip(world.core.tiers, clearing, strict=True):
             found = set(tier.entries)
@@ -283,3 +301,42 @@ StoreAgainstSets.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestStoreAgainstSets = StoreAgainstSets.TestCase
+
+
+# -- the machine can fail ------------------------------------------------------------------
+
+
+def run_until_it_fails() -> None:
+    once = settings(
+        StoreAgainstSets.TestCase.settings,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    run_state_machine_as_test(StoreAgainstSets, settings=once)
+
+
+def test_the_machine_notices_a_chunk_that_left_for_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_room = HostPool.make_room
+
+    def wasteful(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
+        self._evict(1, shed_unsaved=True)
+        return make_room(self, count, shed_unsaved=shed_unsaved)
+
+    monkeypatch.setattr(HostPool, "make_room", wasteful)
+    with pytest.raises(AssertionError, match="a chunk in host memory was not found"):
+        run_until_it_fails()
+
+
+def test_the_machine_notices_a_tier_that_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TierDirectory, "readable", property(lambda self: False))
+    monkeypatch.setattr(
+        StoreAgainstSets,
+        "certainly_fetchable",
+        lambda self, key: any(key in written for written in self.written),
+    )
+    with pytest.raises(AssertionError, match="a chunk on a tier was not found"):
+        run_until_it_fails()

@@ -231,6 +231,8 @@ def test_two_loads_of_one_request_each_hold_their_pins() -> None:
     assert rig.core.pool.busy == 2
     rig.core.complete_load(keys, "r")
     assert rig.core.pool.busy == 0
+    rig.core.complete_load(keys, "r")
+    assert rig.stats.stray == 2
 
 
 def test_a_load_may_name_a_key_twice_and_end_with_a_set() -> None:
@@ -259,3 +261,73 @@ def test_touching_what_is_nowhere_is_harmless() -> None:
     rig = Rig(rows=4, on=[chain("t", 2)])
     rig.core.touch([*chain("unknown", 2), *chain("t", 2)])
     assert list(rig.core.tiers[0].policy.order()) == [chain("t", 2)[1], chain("t", 2)[0]]
+
+
+def test_what_is_loaded_was_used() -> None:
+    rig = Rig(rows=4, on=[chain("a", 2)])
+    old, young = chain("a", 2), chain("b", 2)
+    rig.put(old)
+    rig.put(young)
+    rig.settle()
+    rig.load(old)
+    rig.core.complete_load(old, "r")
+    rig.put(chain("c", 2))
+    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
+
+
+def test_what_is_offered_again_was_used() -> None:
+    rig = Rig(rows=4, on=())
+    old, young = chain("a", 2), chain("b", 2)
+    rig.put(old)
+    rig.put(young)
+    rig.step()
+    rig.put(old)
+    rig.step()
+    rig.put(chain("c", 2))
+    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
+
+
+def test_a_store_that_can_never_fit_whole_is_not_put_off() -> None:
+    rig = Rig(rows=4, on=())
+    busy, keys = chain("busy", 2), chain("a", 9)
+    rig.put(busy)
+    rig.load(busy)
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[:2]
+
+
+def test_a_store_is_put_off_once_while_chunks_wait_for_their_copies() -> None:
+    rig = Rig(rows=4, in_flight=1)
+    rig.put(chain("a", 3))
+    grants = [rig.core.prepare_store(chain("b", 2), "w") for _ in range(2)]
+    assert grants[0] is None
+    assert grants[1] is not None
+    assert grants[1].keys == chain("b", 1)
+
+
+def test_everything_is_counted() -> None:
+    cold = chain("cold", 3)
+    rig = Rig(rows=8, on=[cold])
+    rig.put(chain("a", 2))
+    rig.settle()
+    assert rig.ask([*chain("a", 2), b"unknown"], "r0") == 2
+    rig.load(chain("a", 2), "r0")
+    assert rig.ask(cold) is None
+    rig.step()
+    rig.end(rig.promotion, failed=cold[2:])
+    rig.step()
+    assert rig.ask(cold) == 2
+    rig.load(cold[:2])
+    rig.put(chain("b", 2))
+    (move,) = rig.step()
+    rig.end(move, failed=chain("b", 1))
+    rig.step()
+    stats = rig.stats
+    assert (stats.misses, stats.loaded, stats.stored) == (2, 4, 4)
+    assert stats.loaded_from == {"host": 2, "disk": 2}
+    assert (stats.rows, stats.free_rows, stats.busy_rows, stats.chunks) == (8, 2, 4, 6)
+    tier = stats.tiers[0]
+    assert (tier.promoted, tier.failed_reads) == (2, 1)
+    assert (tier.written, tier.failed_writes) == (3, 1)
+    assert (tier.errors, tier.chunks, tier.queued) == (2, 5, 0)

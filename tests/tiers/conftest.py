@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvstore.testing.tier import TierBench
 from tests.tiers.support import Child, bench_of
 
 OpenBench = Callable[..., TierBench]
+
+# A busy machine is no failure.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.tiers.support import NAMESPACE
 from tiers.disk import DiskTier
+from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES
 from tiers.disk.format import Geometry
 from tiers.disk.io import IOV_MAX
-from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES
 
 MIB = 2**20
 

@@ -1,0 +1,450 @@
+"""The engine runs moves, in order, and hands every one of them back, whatever a tier does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore import engine as engine_module
+from kvstore.engine import Engine, EngineThread, new_event_loop
+from kvstore.errors import KVStoreError
+from kvstore.types import NO_MOVE, Completion, Move, News, Op
+from tests.engine.fakes import GatedTier, RaisingTier, SilentTier
+from tiers import PinnedRegion, Tier, Transfer
+from tiers.disk import DiskTier
+from tiers.disk.namespace import Namespace
+
+ROWS, ROW_BYTES = 16, 4096
+
+Batches = Sequence[Sequence[Move]]
+
+
+def key(number: int) -> bytes:
+    return b"key-%04d" % number + b"\0\0\0\0"
+
+
+def read(id: int, slot: int = 0) -> Move:
+    return Move(id, Op.PROMOTE, 0, [key(id)], [0], [slot])
+
+
+def write(id: int, slot: int = 0) -> Move:
+    return Move(id, Op.CASCADE, 0, [key(id)], [0], [slot])
+
+
+ALL_OPS = [read(0), write(1), Move(2, Op.GROW, 0), Move(3, Op.CLEAR, 0)]
+
+
+def until(true: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.001)
+
+
+def take(engine: EngineThread, count: int) -> list[Completion]:
+    """The next `count` completions, by move."""
+    taken: list[Completion] = []
+    while len(taken) < count:
+        assert engine.wait(10.0), f"only {len(taken)} of {count} moves ended"
+        taken += engine.take()
+    return sorted(taken, key=lambda completion: completion.move_id)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[Tier], EngineThread]]:
+    """Makes engines on threads of their own, and closes them."""
+    engines: list[EngineThread] = []
+
+    def start(*tiers: Tier) -> EngineThread:
+        engines.append(EngineThread(tiers))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close([[] for _ in engine._engine._tiers], 0.05)
+
+
+Start = Callable[..., EngineThread]
+
+
+# -- one engine, two loops -----------------------------------------------------------------
+
+
+def batches() -> Batches:
+    """Stores, loads, a wrong key, growth, forgetting: one batch after the other."""
+    keys, rows = [key(n) for n in range(6)], list(range(6))
+    wrong = [keys[0], b"another\0\0\0\0", keys[2]]
+    return [
+        [Move(0, Op.CASCADE, 0, keys[:4], rows[:4], [0, 1, 2, 3]), Move(1, Op.GROW, 0)],
+        [Move(2, Op.CASCADE, 0, keys[4:], rows[4:], [4, 9])],
+        [Move(3, Op.PROMOTE, 0, keys, [8, 9, 10, 11, 12, 13], [0, 1, 2, 3, 4, 9])],
+        [Move(4, Op.PROMOTE, 0, wrong, [6, 7, 14], [0, 1, 2])],
+        [Move(5, Op.GROW, 0), Move(6, Op.CLEAR, 0)],
+        [Move(7, Op.PROMOTE, 0, keys[:2], [6, 7], [0, 1])],
+    ]
+
+
+def disk_and_region(folder: Path) -> tuple[DiskTier, PinnedRegion]:
+    region = PinnedRegion.private(ROWS, ROW_BYTES)
+    for row in range(8):
+        region.row(row)[:] = bytes([row + 1]) * ROW_BYTES
+    segment_bytes = 64 * 1024
+    tier = DiskTier(
+        folder,
+        Namespace.of("engine", {"test": True}),
+        ROW_BYTES,
+        2 * segment_bytes,
+        segment_bytes=segment_bytes,
+    )
+    tier.open(region)
+    return tier, region
+
+
+Outcome = tuple[list[tuple[int, list[bool], list[int], bool]], bytes]
+
+
+def outcome(done: Sequence[Completion], region: PinnedRegion) -> Outcome:
+    ended = sorted(done, key=lambda completion: completion.move_id)
+    told = [(c.move_id, c.ok, c.segments, c.error is None) for c in ended]
+    return told, bytes(region.view[: ROWS * ROW_BYTES])
+
+
+async def on_this_loop(folder: Path) -> Outcome:
+    tier, region = disk_and_region(folder)
+    arrived = asyncio.Event()
+    engine = Engine([tier], arrived.set)
+    done: list[Completion] = []
+    for batch in batches():
+        engine.start(batch)
+        expected = len(done) + len(batch)
+        while len(done) < expected:
+            await asyncio.wait_for(arrived.wait(), 10.0)
+            arrived.clear()
+            done += engine.take()
+    await engine.close([[]])
+    return outcome(done, region)
+
+
+def on_a_thread(folder: Path) -> Outcome:
+    tier, region = disk_and_region(folder)
+    engine = EngineThread([tier])
+    done: list[Completion] = []
+    for batch in batches():
+        engine.submit(batch)
+        done += take(engine, len(batch))
+    assert engine.close([[]])
+    return outcome(done, region)
+
+
+def test_the_same_moves_end_the_same_on_the_callers_loop_and_on_a_thread(tmp_path: Path) -> None:
+    told, memory = on_a_thread(tmp_path / "thread")
+    assert told == [
+        (0, [True] * 4, [], True),
+        (1, [], [1], True),
+        (2, [True] * 2, [], True),
+        (3, [True] * 6, [], True),
+        (4, [True, False, True], [], False),
+        (5, [], [], False),
+        (6, [], [0, 1], True),
+        (7, [False] * 2, [], False),
+    ]
+    for row in range(6):
+        assert memory[(8 + row) * ROW_BYTES :][:ROW_BYTES] == bytes([row + 1]) * ROW_BYTES
+    assert asyncio.run(on_this_loop(tmp_path / "asyncio")) == (told, memory)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        assert runner.run(on_this_loop(tmp_path / "best")) == (told, memory)
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    loop = new_event_loop()
+    assert isinstance(loop, uvloop.Loop)
+    loop.close()
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = new_event_loop()
+    assert type(loop).__module__.startswith("asyncio")
+    loop.close()
+
+
+# -- moves ---------------------------------------------------------------------------------
+
+
+def test_moves_begin_in_the_order_in_which_they_were_given(threads: Start) -> None:
+    tier = GatedTier(opened=True)
+    engine = threads(tier)
+    engine.submit([write(id, slot=id) for id in range(20)])
+    engine.submit([read(id, slot=id) for id in range(20, 40)])
+    assert [completion.move_id for completion in take(engine, 40)] == list(range(40))
+    assert tier.calls == [f"write {n}" for n in range(20)] + [f"read {n}" for n in range(20, 40)]
+
+
+def test_a_move_that_waits_holds_up_no_other(threads: Start) -> None:
+    class OneSlow(GatedTier):
+        async def _pass(self, call: str) -> None:
+            if call == "read 0":
+                await super()._pass(call)
+
+    tier = OneSlow()
+    engine = threads(tier)
+    engine.submit([read(0), read(1, slot=1)])
+    (first,) = take(engine, 1)
+    assert first.move_id == 1
+    engine._loop.call_soon_threadsafe(tier.gate.set)
+    (second,) = take(engine, 1)
+    assert second.move_id == 0
+
+
+def test_every_completion_is_taken_once(threads: Start) -> None:
+    engine = threads(GatedTier(opened=True))
+    engine.submit([read(id) for id in range(10)])
+    assert len(take(engine, 10)) == 10
+    assert engine.take() == []
+
+
+def test_waiting_for_a_completion_is_bounded(threads: Start) -> None:
+    engine = threads(GatedTier())
+    engine.submit([read(0)])
+    start = time.monotonic()
+    assert not engine.wait(0.05)
+    assert 0.04 < time.monotonic() - start < 2.0
+
+
+def test_nothing_to_do_wakes_nobody(threads: Start) -> None:
+    engine = threads(GatedTier())
+    engine.submit([])
+    assert not engine.wait(0.02)
+
+
+def test_a_tier_that_raises_ends_its_moves_as_failed(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = threads(RaisingTier())
+    with caplog.at_level(logging.CRITICAL):
+        engine.submit(ALL_OPS)
+        done = take(engine, 4)
+    assert [completion.ok for completion in done] == [[False], [False], [], []]
+    assert [completion.segments for completion in done] == [[]] * 4
+    assert all("today" in (completion.error or "") for completion in done)
+
+
+async def test_a_tier_that_raises_does_not_raise_on_the_callers_loop() -> None:
+    engine = Engine([RaisingTier()], lambda: None)
+    engine.start(ALL_OPS)
+    await engine.close([[]])
+    assert sorted(completion.move_id for completion in engine.take()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("flags", [[], [True], [True] * 3])
+def test_a_tier_that_answers_for_other_blocks_than_it_was_asked_is_not_believed(
+    threads: Start, flags: list[bool]
+) -> None:
+    class Confused(GatedTier):
+        async def read(
+            self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+        ) -> Transfer:
+            return Transfer(flags)
+
+    engine = threads(Confused())
+    engine.submit([Move(0, Op.PROMOTE, 0, [key(0), key(1)], [0, 1], [0, 1])])
+    (completion,) = take(engine, 1)
+    assert completion.ok == [False, False]
+    assert completion.error is not None
+
+
+# -- tiers that others write to --------------------------------------------------------------
+
+
+class Neighbour(GatedTier):
+    follows = True
+
+    def __init__(self) -> None:
+        super().__init__(opened=True)
+        self.looks = 0
+
+    async def refresh(self) -> News:
+        self.looks += 1
+        return News([(key(self.looks), self.looks)]) if self.looks % 2 else News()
+
+
+def test_what_others_write_comes_as_completions_of_no_move(
+    threads: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
+    engine = threads(GatedTier(), Neighbour())
+    news = take(engine, 2)
+    assert [(c.move_id, c.tier, c.news) for c in news[:2]] == [
+        (NO_MOVE, 1, News([(key(1), 1)])),
+        (NO_MOVE, 1, News([(key(3), 3)])),
+    ]
+
+
+def test_a_tier_that_cannot_be_followed_is_used_all_the_same(
+    threads: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
+
+    class Deaf(Neighbour):
+        async def refresh(self) -> News:
+            self.looks += 1
+            raise OSError("gone")
+
+    tier = Deaf()
+    engine = threads(tier)
+    until(lambda: tier.looks)
+    engine.submit([read(0)])
+    (completion,) = take(engine, 1)
+    assert completion.ok == [True]
+
+
+# -- the end ---------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_what_is_under_way(threads: Start) -> None:
+    tier = GatedTier()
+    engine = threads(tier)
+    engine.submit([write(id, slot=id) for id in range(3)])
+    until(lambda: tier.running == 3)
+    timer = threading.Timer(0.1, lambda: engine._loop.call_soon_threadsafe(tier.gate.set))
+    timer.start()
+    assert engine.close([[]], 5.0)
+    assert tier.closed_with == 0, "the tier is closed last"
+    assert [completion.ok for completion in engine.take()] == [[True]] * 3
+
+
+def test_closing_takes_in_what_was_submitted_just_before(threads: Start) -> None:
+    engine = threads(GatedTier(opened=True))
+    engine.submit([write(0)])
+    assert engine.close([[]], 5.0)
+    assert [completion.move_id for completion in engine.take()] == [0]
+
+
+def test_the_tiers_are_told_the_order_of_their_chunks(threads: Start) -> None:
+    told: list[object] = []
+
+    class Listening(GatedTier):
+        async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
+            told.append(coldest_first)
+
+    engine = threads(Listening(), Listening())
+    assert engine.close([[(b"a", 1)], [(b"b", 2)]])
+    assert told == [[(b"a", 1)], [(b"b", 2)]]
+
+
+def test_after_the_end_nothing_is_taken_on_and_no_thread_is_left(threads: Start) -> None:
+    engine = threads(GatedTier())
+    assert engine.close([[]])
+    assert engine.close([[]]), "closing twice is harmless"
+    with pytest.raises(KVStoreError, match="closed"):
+        engine.submit([read(0)])
+    assert not engine._thread.is_alive()
+    assert engine._loop.is_closed()
+
+
+def test_a_tier_that_never_answers_does_not_keep_the_engine_from_closing(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = threads(SilentTier())
+    engine.submit([read(0)])
+    start = time.monotonic()
+    assert not engine.close([[]], 0.1)
+    assert time.monotonic() - start < 3.0
+    assert "left behind" in caplog.text
+
+
+def test_a_tier_that_cannot_be_closed_does_not_keep_others_from_it(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = GatedTier()
+    engine = threads(RaisingTier(), other)
+    assert engine.close([[], []])
+    assert other.closed_with == 0
+    assert "no close today" in caplog.text
+
+
+def run_python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-c", textwrap.dedent(source), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_exits_in_peace_while_a_tier_does_not_answer(closes: bool) -> None:
+    ended = run_python(
+        """
+        import sys
+        from kvstore.engine import EngineThread
+        from tests.engine.fakes import SilentTier
+        from tests.engine.test_engine import read, until
+
+        tier = SilentTier()
+        engine = EngineThread([tier])
+        engine.submit([read(0)])
+        until(lambda: tier.running)
+        if sys.argv[1] == "True":
+            print(engine.close([[]], 0.1))
+        print("done")
+        """,
+        str(closes),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == (["False", "done"] if closes else ["done"])
+    noise = [line for line in ended.stderr.splitlines() if "left behind" not in line]
+    assert noise == []
+
+
+def in_a_child(act: Callable[[], None]) -> str:
+    """Fork, do `act` in the child; returns what it raised in words, "" if nothing."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = ""
+        try:
+            act()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def test_a_forked_child_cannot_use_the_engine_and_is_told_whose_it_is(threads: Start) -> None:
+    engine = threads(GatedTier(opened=True))
+    owner = f"KVStoreError: this engine belongs to process {os.getpid()}"
+    assert in_a_child(lambda: engine.submit([read(0)])) == owner
+    assert in_a_child(lambda: engine.submit([])) == owner
+
+
+def test_a_forked_child_may_end_without_harm_to_the_engine(threads: Start) -> None:
+    tier = GatedTier(opened=True)
+    engine = threads(tier)
+
+    def close() -> None:
+        assert engine.close([[]], 1.0)
+
+    assert in_a_child(close) == ""
+    engine.submit([read(7)])
+    assert [completion.move_id for completion in take(engine, 1)] == [7]
+
+
+async def test_a_forked_child_cannot_use_an_engine_on_a_loop() -> None:
+    engine = Engine([GatedTier(opened=True)], lambda: None)
+    said = in_a_child(lambda: engine.start([read(0)]))
+    assert said == f"KVStoreError: this engine belongs to process {os.getpid()}"

@@ -1,0 +1,884 @@
+"""The asyncio face: what goes in comes out, leases end, and nothing is left pinned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
+from kvstore.store import COPY_INLINE_BYTES, Store
+from tiers import PinnedRegion, Transfer
+from tiers.disk import DiskTier
+
+CHUNK = 4096
+
+
+def keys_of(prompt: str, count: int, start: int = 0) -> list[bytes]:
+    return [
+        hashlib.sha256(f"{prompt}/{depth}".encode()).digest() + b"\0\0\0\0"
+        for depth in range(start, count)
+    ]
+
+
+def payload(key: bytes, size: int = CHUNK) -> bytes:
+    return hashlib.shake_128(key).digest(size)
+
+
+def payloads(keys: Sequence[bytes], size: int = CHUNK) -> list[bytes]:
+    return [payload(key, size) for key in keys]
+
+
+Open = Callable[..., AbstractAsyncContextManager[Store]]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Open:
+    """Opens a small store; `disk` is the capacity of its disk tier, in chunks."""
+
+    @asynccontextmanager
+    async def open_store(rows: int = 8, disk: int = 0, **more: Any) -> AsyncIterator[Store]:
+        size = more.get("chunk_bytes", CHUNK)
+        tiers = []
+        if disk:
+            # One segment more than its payload: headers need room too.
+            tiers = [
+                {
+                    "type": "disk",
+                    "path": tmp_path / "cache",
+                    "capacity_bytes": (disk + 16) * size + 2**20,
+                    "segment_bytes": 16 * size + 2**14,
+                }
+            ]
+        config = {
+            "chunk_bytes": size,
+            "cpu_bytes_to_use": rows * size,
+            "tiers": tiers,
+            "deadline_s": 1.0,
+            "drain_s": 10.0,
+            **more,
+        }
+        async with kvstore.open(config) as store:
+            yield store
+
+    return open_store
+
+
+async def contents(store: Store, keys: Sequence[bytes]) -> list[bytes]:
+    async with store.get(keys) as chunks:
+        return [bytes(chunk) for chunk in chunks]
+
+
+def busy(store: Store) -> int:
+    return store.stats().busy_rows
+
+
+async def until(true: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.001)
+
+
+# -- bytes ---------------------------------------------------------------------------------
+
+
+async def test_what_is_put_can_be_got(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 4)
+        assert await store.put(keys, payloads(keys)) == 4
+        assert store.lookup_prefix(keys) == 4
+        assert await contents(store, keys) == payloads(keys)
+
+
+BUFFERS: dict[str, Callable[[bytes], object]] = {
+    "bytes": bytes,
+    "bytearray": bytearray,
+    "memoryview": memoryview,
+    "memoryview of floats": lambda raw: memoryview(raw).cast("f"),
+    "uint8": lambda raw: np.frombuffer(raw, np.uint8),
+    "float16": lambda raw: np.frombuffer(raw, np.float16),
+    "int64": lambda raw: np.frombuffer(raw, np.int64),
+    "matrix": lambda raw: np.frombuffer(raw, np.float32).reshape(32, 32),
+    "bool": lambda raw: np.frombuffer(raw, np.bool_),
+    "structured": lambda raw: np.frombuffer(raw, np.dtype([("k", "<f4"), ("v", "<f4")])),
+    "every other row": lambda raw: np.repeat(
+        np.frombuffer(raw, np.uint8).reshape(64, 64), 2, axis=0
+    )[::2],
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+async def test_any_buffer_of_the_right_size_is_a_chunk(open_store: Open, kind: str) -> None:
+    async with open_store() as store:
+        (key,) = keys_of("a", 1)
+        assert await store.put([key], [BUFFERS[kind](payload(key))]) == 1
+        assert await contents(store, [key]) == [payload(key)]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "uint8", "transposed", "with gradient"])
+async def test_a_tensor_is_a_chunk(open_store: Open, kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    (key,) = keys_of("a", 1)
+    raw = torch.frombuffer(bytearray(payload(key)), dtype=torch.uint8)
+    tensor: Any = {
+        "bfloat16": lambda: raw.view(torch.bfloat16).reshape(4, -1),
+        "float32": lambda: raw.view(torch.float32),
+        "uint8": lambda: raw,
+        "transposed": lambda: raw.reshape(64, 64).T.contiguous().T,
+        "with gradient": lambda: torch.nn.Parameter(raw.view(torch.float32).nan_to_num(0.0)),
+    }[kind]()
+    expected = bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    async with open_store() as store:
+        assert await store.put([key], [tensor]) == 1
+        assert await contents(store, [key]) == [expected]
+
+
+async def test_a_chunk_larger_than_is_copied_at_once(open_store: Open) -> None:
+    size = COPY_INLINE_BYTES
+    async with open_store(chunk_bytes=size) as store:
+        keys = keys_of("a", 3)
+        assert await store.put(keys, payloads(keys, size)) == 3
+        assert await contents(store, keys) == payloads(keys, size)
+
+
+async def test_a_chunk_that_is_no_multiple_of_a_page(open_store: Open) -> None:
+    async with open_store(chunk_bytes=5000, rows=20, disk=16) as store:
+        keys = keys_of("a", 3)
+        assert await store.put(keys, payloads(keys, 5000)) == 3
+        assert await contents(store, keys) == payloads(keys, 5000)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"too short",
+        payload(b"k", CHUNK + 1),
+        np.zeros(CHUNK, np.float32),
+        np.array([object()] * 512),
+        "text",
+        None,
+        7,
+        memoryview(bytes(2 * CHUNK))[::2],
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)
+async def test_a_wrong_buffer_is_refused_and_nothing_is_stored(
+    open_store: Open, wrong: object
+) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 2)
+        with pytest.raises(KVStoreError, match="a chunk must"):
+            await store.put(keys, [payload(keys[0]), wrong])
+        assert store.stats().chunks == 0
+        assert await store.resolve(keys) == 0
+
+
+async def test_a_tensor_without_bytes_is_refused(open_store: Open) -> None:
+    torch = pytest.importorskip("torch")
+    async with open_store() as store:
+        with pytest.raises(KVStoreError, match="a chunk must"):
+            await store.put(keys_of("a", 1), [torch.empty(CHUNK, device="meta")])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_as_many_buffers_as_keys_are_needed(open_store: Open, count: int) -> None:
+    async with open_store() as store:
+        with pytest.raises(KVStoreError, match=f"2 keys but {count} buffers"):
+            await store.put(keys_of("a", 2), [bytes(CHUNK)] * count)
+        assert store.stats().chunks == 0
+
+
+@pytest.mark.parametrize("wrong", ["text", b"", b"k" * 57, None])
+async def test_a_wrong_key_is_refused_and_nothing_is_stored(open_store: Open, wrong: Any) -> None:
+    async with open_store() as store:
+        with pytest.raises(BlockKeyError, match="block key must"):
+            await store.put([b"good\0\0\0\0", wrong], [bytes(CHUNK)] * 2)
+        assert store.stats().chunks == 0
+
+
+@pytest.mark.parametrize("wrong", ["text", None])
+async def test_a_wrong_key_is_no_silent_miss(open_store: Open, wrong: Any) -> None:
+    async with open_store() as store:
+        with pytest.raises(BlockKeyError, match="block key must"):
+            store.lookup_prefix([wrong])
+        with pytest.raises(BlockKeyError, match="block key must"):
+            await store.resolve([wrong], request="named")
+        with pytest.raises(BlockKeyError, match="block key must"):
+            async with store.get([wrong]):
+                pass
+
+
+# -- prefixes ------------------------------------------------------------------------------
+
+
+async def test_a_prefix_ends_where_it_is_not_known(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 5)
+        await store.put([keys[0], keys[1], keys[3]], payloads([keys[0], keys[1], keys[3]]))
+        assert await store.resolve(keys) == 2
+        async with store.get(keys) as chunks:
+            assert list(chunks.keys) == keys[:2]
+            assert len(chunks) == 2
+
+
+async def test_nothing_can_be_put_and_got(open_store: Open) -> None:
+    async with open_store() as store:
+        assert await store.put([], []) == 0
+        assert store.lookup_prefix([]) == 0
+        async with store.get([]) as chunks:
+            assert list(chunks) == []
+        async with store.get(keys_of("unknown", 2)) as chunks:
+            assert list(chunks) == []
+
+
+async def test_a_key_put_twice_keeps_its_first_bytes_and_its_place(open_store: Open) -> None:
+    async with open_store() as store:
+        (key,) = keys_of("a", 1)
+        assert await store.put([key, key], [payload(key)] * 2) == 2
+        assert await store.put([key], [payload(key)]) == 1
+        assert store.stats().chunks == 1
+        assert await contents(store, [key]) == [payload(key)]
+
+
+# -- tiers ---------------------------------------------------------------------------------
+
+
+async def test_what_was_put_is_found_after_a_restart(open_store: Open) -> None:
+    keys = keys_of("a", 6)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(disk=32) as store:
+        assert store.lookup_prefix(keys) is None, "it is on disk; ask again"
+        assert await store.resolve(keys) == 6
+        assert await contents(store, keys) == payloads(keys)
+        assert store.stats().loaded_from == {"disk": 6}
+
+
+async def test_flushing_waits_until_everything_is_on_disk(open_store: Open) -> None:
+    async with open_store(disk=32) as store:
+        keys = keys_of("a", 6)
+        await store.put(keys, payloads(keys))
+        assert await store.flush()
+        assert store.stats().tiers[0].chunks == 6
+
+
+async def test_flushing_gives_up_in_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = hold(monkeypatch, "write")
+    async with open_store(disk=32) as store:
+        await store.put(keys_of("a", 1), [bytes(CHUNK)])
+        start = time.monotonic()
+        assert not await store.flush(timeout=0.1)
+        assert time.monotonic() - start < 1.0
+        gate.set()
+        assert await store.flush(timeout=5.0)
+
+
+async def test_more_than_host_memory_holds_streams_through_to_disk(open_store: Open) -> None:
+    async with open_store(rows=6, disk=64) as store:
+        keys = keys_of("a", 40)
+        assert await store.put(keys, payloads(keys)) == 40
+        assert await store.flush()
+        assert store.stats().tiers[0].chunks == 40
+        assert store.stats().rows == 6
+        assert await store.resolve(keys) == 6
+        for first in range(0, 40, 6):
+            part = keys[first : first + 6]
+            assert await contents(store, part) == payloads(part)
+
+
+async def test_more_than_host_memory_holds_is_kept_from_its_beginning(open_store: Open) -> None:
+    async with open_store(rows=6) as store:
+        keys = keys_of("a", 40)
+        assert await store.put(keys, payloads(keys)) == 6
+        assert store.lookup_prefix(keys) == 6
+        assert await store.put(keys, payloads(keys)) == 6
+        assert await contents(store, keys) == payloads(keys[:6])
+
+
+async def test_a_put_beside_leased_chunks_keeps_what_fits(open_store: Open) -> None:
+    async with open_store(rows=6, deadline_s=0.05) as store:
+        leased, keys = keys_of("leased", 5), keys_of("a", 3)
+        await store.put(leased, payloads(leased))
+        async with store.get(leased):
+            assert await store.put(keys, payloads(keys)) == 1
+            assert store.lookup_prefix(keys) == 1
+        assert await store.put(keys, payloads(keys)) == 3
+
+
+async def test_a_prefix_larger_than_host_memory_is_got_as_far_as_it_fits(open_store: Open) -> None:
+    keys = keys_of("a", 20)
+    async with open_store(rows=32, disk=64) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(rows=6, disk=64) as store:
+        assert await contents(store, keys) == payloads(keys[:6])
+
+
+async def test_prompts_with_room_for_one_all_get_everything(open_store: Open) -> None:
+    prompts = [keys_of(f"prompt {number}", 6) for number in range(8)]
+    async with open_store(rows=64, disk=128) as store:
+        for keys in prompts:
+            await store.put(keys, payloads(keys))
+    async with open_store(rows=6, disk=128) as store:
+
+        async def use(keys: list[bytes]) -> list[bytes]:
+            async with store.get(keys) as chunks:
+                await asyncio.sleep(0.005)
+                return [bytes(chunk) for chunk in chunks]
+
+        got = await asyncio.gather(*(use(keys) for keys in prompts))
+        assert got == [payloads(keys) for keys in prompts]
+        assert busy(store) == 0
+
+
+async def test_after_a_reset_nothing_is_there_nor_after_a_restart(open_store: Open) -> None:
+    keys = keys_of("a", 6)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+        await store.flush()
+        await store.reset()
+        assert await store.resolve(keys) == 0
+        assert store.stats().chunks == 0
+        assert await store.put(keys[:2], payloads(keys[:2])) == 2
+    async with open_store(disk=32) as store:
+        assert await contents(store, keys) == payloads(keys[:2])
+
+
+async def test_a_reset_waits_for_leases_to_end(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        async with store.get(keys) as chunks:
+            resetting = asyncio.create_task(store.reset())
+            await asyncio.sleep(0.05)
+            assert not resetting.done()
+            assert [bytes(chunk) for chunk in chunks] == payloads(keys)
+        await asyncio.wait_for(resetting, 5.0)
+        assert store.lookup_prefix(keys) == 0
+
+
+async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(disk=32) as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        await store.flush()
+        monkeypatch.setattr(DiskTier, "clear", answer(None))
+        await asyncio.wait_for(store.reset(), 5.0)
+        assert store.lookup_prefix(keys) == 0
+
+
+# -- leases --------------------------------------------------------------------------------
+
+
+async def test_chunks_are_read_only(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 1)
+        await store.put(keys, payloads(keys))
+        async with store.get(keys) as chunks:
+            assert chunks[0].readonly
+            assert chunks[0].nbytes == CHUNK
+            with pytest.raises(TypeError):
+                chunks[0][0] = 1
+            assert not np.frombuffer(chunks[0], np.uint8).flags.writeable
+
+
+async def test_chunks_are_dead_after_the_lease(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        async with store.get(keys) as chunks:
+            first = chunks[0]
+            assert bytes(first) == payload(keys[0])
+        with pytest.raises(LeaseEndedError, match="the lease has ended"):
+            chunks[0]
+        with pytest.raises(LeaseEndedError):
+            list(chunks)
+        with pytest.raises(ValueError, match="released"):
+            bytes(first)
+        assert busy(store) == 0
+
+
+HOLDS: dict[str, Callable[[memoryview], object]] = {
+    "array": lambda chunk: np.frombuffer(chunk, np.uint8),
+    "part of an array": lambda chunk: np.frombuffer(chunk, np.uint8)[7:9],
+    "slice": lambda chunk: chunk[10:20],
+    "cast": lambda chunk: chunk.cast("f"),
+    "view of a view": memoryview,
+}
+
+
+@pytest.mark.parametrize("kind", HOLDS)
+async def test_what_still_looks_at_a_chunk_after_the_lease_is_an_error(
+    open_store: Open, kind: str
+) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        held = None
+        with pytest.raises(LeaseEndedError, match="still alive"):
+            async with store.get(keys) as chunks:
+                held = HOLDS[kind](chunks[1])
+        assert held is not None
+        assert busy(store) == 0, "the lease has ended all the same"
+        assert await contents(store, keys) == payloads(keys)
+
+
+async def test_an_error_of_the_body_is_not_hidden_by_a_held_array(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 1)
+        await store.put(keys, payloads(keys))
+        held = None
+        with pytest.raises(ZeroDivisionError):
+            async with store.get(keys) as chunks:
+                held = np.frombuffer(chunks[0], np.uint8)
+                raise ZeroDivisionError
+        assert held is not None
+        assert busy(store) == 0
+
+
+def test_an_array_that_outlives_its_store_reads_no_foreign_memory() -> None:
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(
+                """
+                import asyncio, contextlib, gc
+                import numpy as np, kvstore
+                from kvstore.errors import LeaseEndedError
+
+                async def main():
+                    size = 4 * 2**20
+                    config = {"cpu_bytes_to_use": 2 * size, "chunk_bytes": size}
+                    async with kvstore.open(config) as store:
+                        await store.put([b"k"], [bytes(size)])
+                        with contextlib.suppress(LeaseEndedError):
+                            async with store.get([b"k"]) as chunks:
+                                held = np.frombuffer(chunks[0], np.uint8)
+                    return held
+
+                held = asyncio.run(main())
+                gc.collect()
+                print(int(held.sum()))
+                """
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+
+
+async def test_leased_chunks_are_neither_evicted_nor_rewritten(open_store: Open) -> None:
+    async with open_store(rows=6, disk=64, deadline_s=0.1) as store:
+        keys = keys_of("a", 4)
+        await store.put(keys, payloads(keys))
+        await store.flush()
+        async with store.get(keys) as chunks:
+            for wave in range(5):
+                others = keys_of(f"other {wave}", 6)
+                await store.put(others, payloads(others))
+                await contents(store, others)
+            assert [bytes(chunk) for chunk in chunks] == payloads(keys)
+
+
+async def test_what_was_fetched_stays_for_a_request_that_asks_again(open_store: Open) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(rows=6, disk=64) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(rows=6, disk=64, deadline_s=0.2) as store:
+        assert await store.resolve(keys, request="mine") == 4
+        others = keys_of("others", 6)
+        await store.put(others, payloads(others))
+        assert store.lookup_prefix(keys, request="mine") == 4
+        store.finish("mine")
+        assert busy(store) == 0
+
+
+# -- cancellation ----------------------------------------------------------------------------
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
+    """Let a method of the disk tier wait until the event is set."""
+    gate = threading.Event()
+    real = getattr(DiskTier, method)
+
+    async def held(self: DiskTier, *args: Any) -> Any:
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        return await real(self, *args)
+
+    monkeypatch.setattr(DiskTier, method, held)
+    return gate
+
+
+def answer(value: object) -> Callable[..., Awaitable[object]]:
+    """A method of a tier that does nothing but answer."""
+
+    async def method(self: object, *args: object) -> object:
+        return value
+
+    return method
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * COPY_INLINE_BYTES
+    gate = threading.Event()
+    copyto = np.copyto
+
+    def slow(*args: Any) -> None:
+        gate.wait(5.0)
+        copyto(*args)
+
+    async with open_store(chunk_bytes=size) as store:
+        keys = keys_of("a", 2)
+        monkeypatch.setattr(np, "copyto", slow)
+        putting = asyncio.create_task(store.put(keys, payloads(keys, size)))
+        await until(lambda: busy(store) == 2)
+        putting.cancel()
+        await asyncio.sleep(0.02)
+        assert busy(store) == 2, "the thread still writes to the rows"
+        gate.set()
+        await cancel(putting)
+        assert busy(store) == 0
+        assert await store.resolve(keys) == 0
+        assert await store.put(keys, payloads(keys, size)) == 2
+
+
+async def test_a_put_that_is_cancelled_while_it_waits_for_room_leaves_nothing(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=2, deadline_s=5.0) as store:
+        leased = keys_of("leased", 2)
+        await store.put(leased, payloads(leased))
+        async with store.get(leased):
+            putting = asyncio.create_task(store.put(keys_of("a", 1), [bytes(CHUNK)]))
+            await asyncio.sleep(0.05)
+            await cancel(putting)
+        assert busy(store) == 0
+        assert not store._core._requests
+
+
+async def test_a_get_that_is_cancelled_while_it_waits_leaves_no_pin(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(disk=32) as store:
+        gate = hold(monkeypatch, "read")
+
+        async def use() -> None:
+            async with store.get(keys):
+                raise AssertionError("it is not there yet")
+
+        getting = asyncio.create_task(use())
+        await until(lambda: store.stats().waiting == 1)
+        await cancel(getting)
+        assert store.stats().waiting == 0
+        gate.set()
+        await until(lambda: busy(store) == 0)
+        assert not store._core._requests
+
+
+async def test_a_get_that_is_cancelled_while_it_reads_leaves_no_pin(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 4)
+        await store.put(keys, payloads(keys))
+        inside = asyncio.Event()
+
+        async def use() -> None:
+            async with store.get(keys):
+                inside.set()
+                await asyncio.sleep(60)
+
+        getting = asyncio.create_task(use())
+        await inside.wait()
+        assert busy(store) == 4
+        await cancel(getting)
+        assert busy(store) == 0
+
+
+async def test_a_resolve_that_is_cancelled_leaves_no_pin(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(disk=32) as store:
+        gate = hold(monkeypatch, "read")
+        resolving = asyncio.create_task(store.resolve(keys))
+        await until(lambda: store.stats().waiting == 1)
+        await cancel(resolving)
+        gate.set()
+        await until(lambda: busy(store) == 0)
+
+
+async def test_an_open_that_is_cancelled_lets_go_of_the_disk(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    real = DiskTier.open
+
+    def slow(self: DiskTier, region: PinnedRegion) -> Any:
+        entered.set()
+        gate.wait(5.0)
+        return real(self, region)
+
+    async def use() -> None:
+        async with open_store(disk=32):
+            raise AssertionError("it was cancelled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "open", slow)
+        opening = asyncio.create_task(use())
+        await until(entered.is_set)
+        opening.cancel()
+        await asyncio.sleep(0.02)
+        gate.set()
+        await cancel(opening)
+    async with open_store(disk=32) as store:
+        assert "lane-0" in store.description, "the lane is free again"
+
+
+# -- faults ----------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_cannot_be_read_is_a_miss(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(disk=32) as store:
+        monkeypatch.setattr(DiskTier, "read", answer(Transfer([False] * 4, "broken")))
+        assert await contents(store, keys) == []
+        assert store.stats().tiers[0].failed_reads == 4
+
+
+async def test_a_disk_that_never_answers_is_a_miss_after_the_deadline(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    async with open_store(disk=32, deadline_s=0.1) as store:
+        gate = hold(monkeypatch, "read")
+        start = time.monotonic()
+        assert await contents(store, keys) == []
+        assert 0.09 < time.monotonic() - start < 2.0
+        gate.set()
+        await until(lambda: store.stats().tiers[0].promoted == 4)
+        assert await contents(store, keys) == payloads(keys)
+
+
+async def test_a_disk_that_cannot_be_written_leaves_what_is_in_host_memory(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskTier, "write", answer(Transfer([False] * 4, "full")))
+    async with open_store(disk=32) as store:
+        keys = keys_of("a", 4)
+        assert await store.put(keys, payloads(keys)) == 4
+        assert await store.flush(timeout=5.0)
+        assert await contents(store, keys) == payloads(keys)
+        assert store.stats().tiers[0].chunks == 0
+
+
+async def test_a_disk_that_never_answers_does_not_keep_the_store_from_closing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(monkeypatch, "write")
+    start = time.monotonic()
+    async with open_store(disk=32, drain_s=0.1) as store:
+        await store.put(keys_of("a", 1), [bytes(CHUNK)])
+    assert time.monotonic() - start < 3.0
+
+
+# -- the ends --------------------------------------------------------------------------------
+
+
+async def test_a_closed_store_says_so(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 1)
+        await store.put(keys, payloads(keys))
+    with pytest.raises(KVStoreError, match="closed"):
+        store.lookup_prefix(keys)
+    with pytest.raises(KVStoreError, match="closed"):
+        await store.put(keys, payloads(keys))
+    with pytest.raises(KVStoreError, match="closed"):
+        await store.resolve(keys)
+    with pytest.raises(KVStoreError, match="closed"):
+        async with store.get(keys):
+            pass
+    with pytest.raises(KVStoreError, match="closed"):
+        await store.reset()
+
+
+async def test_a_lease_may_outlive_its_store(open_store: Open) -> None:
+    keys = keys_of("a", 2)
+    async with contextlib.AsyncExitStack() as leases:
+        async with open_store(disk=32) as store:
+            await store.put(keys, payloads(keys))
+            chunks = await leases.enter_async_context(store.get(keys))
+        assert [bytes(chunk) for chunk in chunks] == payloads(keys)
+
+
+async def test_who_waits_when_the_store_closes_is_told(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 2)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys))
+    hold(monkeypatch, "read")
+    async with open_store(disk=32, drain_s=0.1, deadline_s=30.0) as store:
+        resolving = asyncio.create_task(store.resolve(keys))
+        await until(lambda: store.stats().waiting == 1)
+    with pytest.raises(KVStoreError, match="closed"):
+        await asyncio.wait_for(resolving, 5.0)
+
+
+async def test_closing_does_not_go_on_copying_after_its_time(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = 0
+
+    async def slow(self: DiskTier, keys: Sequence[bytes], slots: Any, rows: Any) -> Transfer:
+        nonlocal writes
+        writes += 1
+        await asyncio.sleep(0.05)
+        return Transfer([True] * len(keys))
+
+    monkeypatch.setattr(DiskTier, "write", slow)
+    async with open_store(rows=64, disk=64, drain_s=0.12, write_queue_bytes=CHUNK) as store:
+        keys = keys_of("a", 40)
+        await store.put(keys, payloads(keys))
+    assert writes < 10
+
+
+async def test_the_size_of_a_chunk_must_be_given() -> None:
+    with pytest.raises(ConfigError, match="missing key chunk_bytes"):
+        async with kvstore.open({"cpu_bytes_to_use": "1MiB"}):
+            pass
+
+
+async def test_host_memory_must_hold_a_chunk() -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use = 100: must hold at least one chunk"):
+        async with kvstore.open({"cpu_bytes_to_use": 100, "chunk_bytes": CHUNK}):
+            pass
+
+
+async def test_a_folder_that_cannot_be_used_is_refused_by_name(
+    open_store: Open, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(KVStoreError, match=r"cache is a file, not a folder"):
+        async with open_store(disk=32):
+            pass
+
+
+async def test_when_the_second_tier_cannot_be_opened_the_first_is_let_go(tmp_path: Path) -> None:
+    def disk(path: Path) -> dict[str, object]:
+        return {"type": "disk", "path": path, "capacity_bytes": "1MiB", "segment_bytes": "64KiB"}
+
+    (tmp_path / "file").write_text("a file")
+    config = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK}
+    with pytest.raises(KVStoreError, match="file is a file"):
+        async with kvstore.open(
+            {**config, "tiers": [disk(tmp_path / "good"), disk(tmp_path / "file")]}
+        ):
+            pass
+    async with kvstore.open({**config, "tiers": [disk(tmp_path / "good")]}) as store:
+        assert "lane-0" in store.description
+
+
+async def test_opening_does_not_hold_up_the_loop(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[threading.Thread] = []
+    real = PinnedRegion.private
+
+    def private(rows: int, row_bytes: int) -> PinnedRegion:
+        where.append(threading.current_thread())
+        return real(rows, row_bytes)
+
+    monkeypatch.setattr(PinnedRegion, "private", private)
+    async with open_store(disk=32):
+        pass
+    assert where
+    assert threading.main_thread() not in where
+
+
+# -- what it tells ---------------------------------------------------------------------------
+
+
+async def test_events_are_kept_when_asked_for(open_store: Open) -> None:
+    async with open_store(disk=32, keep_events=True) as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        await store.flush()
+        told = [(event.medium, event.removed, set(event.keys)) for event in store.take_events()]
+        assert told == [("host", False, set(keys)), ("disk", False, set(keys))]
+        assert store.take_events() == []
+
+
+async def test_no_events_are_kept_otherwise(open_store: Open) -> None:
+    async with open_store() as store:
+        keys = keys_of("a", 2)
+        await store.put(keys, payloads(keys))
+        assert store.lookup_prefix(keys) == 2
+        assert store.take_events() == []
+
+
+async def test_it_describes_itself(open_store: Open) -> None:
+    async with open_store(disk=32) as store:
+        assert "host" in store.description
+        assert "disk" in store.description
+        assert "lru" in store.description
+
+
+async def test_many_users_at_once_see_only_right_bytes(open_store: Open) -> None:
+    prompts = [keys_of(f"prompt {number}", 5) for number in range(12)]
+    async with open_store(rows=16, disk=40) as store:
+
+        async def user(number: int) -> int:
+            found = 0
+            for turn in range(6):
+                keys = prompts[(number * 5 + turn) % len(prompts)]
+                async with store.get(keys) as chunks:
+                    found += len(chunks)
+                    assert [bytes(chunk) for chunk in chunks] == payloads(keys[: len(chunks)])
+                    await asyncio.sleep(0)
+                await store.put(keys, payloads(keys))
+            return found
+
+        found = await asyncio.gather(*(user(number) for number in range(8)))
+        assert sum(found) > 0
+        assert busy(store) <= store.stats().tiers[0].queued + 16
+        await store.flush()
+        assert busy(store) == 0

@@ -1,0 +1,204 @@
+"""The I/O backends: every one moves the same bytes, whole or with an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import ConfigError
+from tiers.disk.io import IO_BACKENDS, IOBackend, choose_backend
+from tiers.disk.io.base import read_whole
+from tiers.pinned import PAGE, PinnedRegion
+
+PAGES = 32
+
+
+@pytest.fixture(params=sorted(IO_BACKENDS))
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> IOBackend:
+    """Each backend that works here."""
+    try:
+        chosen = choose_backend(tmp_path, request.param)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if chosen.name != request.param:
+        pytest.skip(f"{request.param} is refused here")
+    return chosen
+
+
+@pytest.fixture
+def memory() -> Iterator[PinnedRegion]:
+    """Pages with bytes of their own, each different."""
+    region = PinnedRegion.private(PAGES, PAGE)
+    region.array[:] = np.random.default_rng(7).integers(0, 256, (PAGES, PAGE), np.uint8)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of `PAGES` pages of zeros."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGES * PAGE))
+    return path
+
+
+def rows(memory: PinnedRegion, *numbers: int) -> list[memoryview]:
+    return [memory.row(number) for number in numbers]
+
+
+def test_a_run_is_written_from_buffers_in_their_order(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    backend.write(fd, rows(memory, 5, 0, 9), 2 * PAGE)
+    backend.close(fd)
+    expected = b"".join([bytes(2 * PAGE), *rows(memory, 5, 0, 9), bytes((PAGES - 5) * PAGE)])
+    assert file.read_bytes() == expected
+
+
+def test_a_run_is_read_into_buffers_in_their_order(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    file.write_bytes(bytes(memory.view))
+    before = memory.array.copy()
+    fd = backend.open(file)
+    assert backend.read(fd, rows(memory, 7, 3), 20 * PAGE) == 2 * PAGE
+    backend.close(fd)
+    before[[7, 3]] = before[[20, 21]]
+    assert (memory.array == before).all(), "other rows were written to"
+
+
+@pytest.mark.parametrize("pages", [0, 1, 3])
+def test_the_end_of_the_file_is_a_short_read(
+    backend: IOBackend, file: Path, memory: PinnedRegion, pages: int
+) -> None:
+    fd = backend.open(file)
+    at = (PAGES - pages) * PAGE
+    assert backend.read(fd, rows(memory, 0, 1, 2, 3), at) == pages * PAGE
+    backend.close(fd)
+    assert not memory.array[:pages].any()
+
+
+def test_a_file_that_was_cut_short_after_it_was_used_is_a_short_read(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    assert backend.read(fd, rows(memory, 0, 1), 0) == 2 * PAGE
+    os.truncate(file, PAGE + 100)
+    assert PAGE <= backend.read(fd, rows(memory, 0, 1), 0) <= PAGE + 100
+    os.truncate(file, 0)
+    assert backend.read(fd, rows(memory, 0, 1), 0) == 0
+    backend.close(fd)
+
+
+def test_what_one_descriptor_writes_every_other_reads(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    writer, reader = backend.open(file), backend.open(file, writable=False)
+    backend.write(writer, rows(memory, 1), 0)
+    assert backend.read(reader, rows(memory, 2), 0) == PAGE
+    assert (memory.array[2] == memory.array[1]).all()
+    backend.close(writer)
+    backend.close(reader)
+
+
+def test_a_descriptor_that_is_used_again_is_another_file(
+    backend: IOBackend, tmp_path: Path, memory: PinnedRegion
+) -> None:
+    for number in range(3):
+        path = tmp_path / f"file-{number}"
+        path.write_bytes(bytes([number]) * PAGE * (number + 1))
+        fd = backend.open(path)
+        assert backend.read(fd, rows(memory, 0), 0) == PAGE
+        assert (memory.array[0] == number).all()
+        backend.close(fd)
+
+
+def test_many_threads_may_use_one_descriptor(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    expected = memory.array.copy()
+
+    def move(page: int) -> int:
+        backend.write(fd, rows(memory, page), page * PAGE)
+        memory.array[page] = 0
+        return backend.read(fd, rows(memory, page), page * PAGE)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(move, range(PAGES))) == [PAGE] * PAGES
+    backend.close(fd)
+    assert (memory.array == expected).all()
+
+
+def test_a_link_is_not_opened(backend: IOBackend, file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        backend.open(link)
+
+
+def test_no_descriptor_stays_open(backend: IOBackend, file: Path, memory: PinnedRegion) -> None:
+    def use() -> int:
+        fd = backend.open(file)
+        backend.write(fd, rows(memory, 0, 1), 0)
+        backend.read(fd, rows(memory, 2, 3), 0)
+        backend.close(fd)
+        return len(os.listdir("/proc/self/fd"))
+
+    first = use()
+    assert {use() for _ in range(20)} == {first}
+
+
+def test_a_read_that_the_system_cuts_short_goes_on(tmp_path: Path) -> None:
+    listing = "/proc/kallsyms"
+    if not os.path.exists(listing) or len(whole := Path(listing).read_bytes()) < 8 * PAGE:
+        pytest.skip("this system has no file that is read a page at a time")
+    fd = os.open(listing, os.O_RDONLY)
+    try:
+        buffers = [bytearray(PAGE) for _ in range(8)]
+        if os.preadv(fd, buffers, 0) == 8 * PAGE:
+            pytest.skip("this system reads the file at once")
+        assert read_whole(fd, [memoryview(buffer) for buffer in buffers], 0) == 8 * PAGE
+    finally:
+        os.close(fd)
+    assert b"".join(buffers) == whole[: 8 * PAGE]
+
+
+@pytest.mark.parametrize("name", ["direct", "buffered"])
+def test_a_write_that_the_system_cuts_short_is_an_error_and_not_a_short_write(
+    tmp_path: Path, name: str
+) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from tiers.disk.io import IO_BACKENDS
+from tiers.pinned import PAGE, PinnedRegion
+path = Path(sys.argv[1])
+path.write_bytes(b"")
+backend, memory = IO_BACKENDS[sys.argv[2]](), PinnedRegion.private(4, PAGE)
+fd = backend.open(path)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE, 2 * PAGE))
+try:
+    backend.write(fd, [memory.row(n) for n in range(4)], 0)
+except OSError as error:
+    print(error.strerror)
+print(path.stat().st_size // PAGE, "pages")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "file", name],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if "Invalid argument" in done.stdout + done.stderr:
+        pytest.skip("O_DIRECT is refused here")
+    assert done.stdout.splitlines() == ["File too large", "2 pages"], done.stderr
