@@ -53,20 +53,16 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
     if checked.chunk_bytes is None:
         raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
     rows, row_bytes = rows_for(checked, checked.chunk_bytes)
-    region = PinnedRegion.private(rows, row_bytes)
+    building = asyncio.get_running_loop().run_in_executor(
+        None, _build, checked, checked.chunk_bytes, rows, row_bytes
+    )
     try:
-        label = str(checked.identity.get("model", "kv"))
-        assembly = await asyncio.to_thread(
-            assemble,
-            checked,
-            region,
-            checked.chunk_bytes,
-            label,
-            checked.identity,
-            events=checked.keep_events,
-        )
-    except BaseException:
-        region.close()
+        assembly = await asyncio.shield(building)
+    except asyncio.CancelledError:
+        # A thread cannot be stopped: what it has opened is let go when it ends.
+        await asyncio.wait([building])
+        if building.exception() is None:
+            _let_go(building.result())
         raise
     store = Store(checked, assembly)
     logger.info("kvstore: %s", assembly.description)
@@ -76,17 +72,36 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
         await store._close()
 
 
+def _build(config: Config, chunk_bytes: int, rows: int, row_bytes: int) -> Assembly:
+    region = PinnedRegion.private(rows, row_bytes)
+    try:
+        label = str(config.identity.get("model", "kv"))
+        return assemble(
+            config, region, chunk_bytes, label, config.identity, events=config.keep_events
+        )
+    except BaseException:
+        region.close()
+        raise
+
+
+def _let_go(assembly: Assembly) -> None:
+    for tier in assembly.tiers:
+        tier.abandon()
+    assembly.region.close()
+
+
 class Chunks(Sequence[memoryview]):
     """Chunks in host memory, leased: read-only views that are dead after the lease.
 
     `keys` are the keys that are here: a prefix of those asked for.
     """
 
-    def __init__(self, keys: Sequence[bytes], places: Sequence[int], size: int) -> None:
+    def __init__(self, keys: Sequence[bytes], rows: Sequence[memoryview], size: int) -> None:
         self.keys = keys
         # Every chunk gets an exporter of its own, which lives as long as anything that
-        # looks at the chunk: that is how a view that outlives the lease is noticed.
-        exporters = [(ctypes.c_ubyte * size).from_address(place) for place in places]
+        # looks at the chunk: that is how a view that outlives the lease is noticed. It
+        # keeps the region's memory in place, however late it is looked at.
+        exporters = [(ctypes.c_ubyte * size).from_buffer(row) for row in rows]
         self._exporters = [weakref.ref(exporter) for exporter in exporters]
         self._views: list[memoryview] | None = [
             memoryview(exporter).cast("B").toreadonly() for exporter in exporters
@@ -184,14 +199,19 @@ class Store:
         for key in keys:
             check_key(key)
         self._check_open()
+        rows = self._region.rows
         stored = 0
-        wave = max(1, self._region.rows // 2)
+        here: list[bytes] = []  # stored by this call, and on no slower tier so far
         while stored < len(keys):
-            part = keys[stored : stored + wave]
-            if not await self._put_wave(part, sources[stored : stored + wave]):
+            here = [key for key in here if not self._is_below(key)]
+            # A later part may not cost an earlier one its place.
+            end = stored + min(max(1, rows // 2), rows - len(here))
+            part = keys[stored:end]
+            if not part or not await self._put_wave(part, sources[stored:end]):
                 break
-            stored += len(part)
-        return stored
+            here += part
+            stored = end
+        return next((n for n, key in enumerate(keys) if not self._has(key)), len(keys))
 
     @asynccontextmanager
     async def get(self, keys: Sequence[bytes], request: str | None = None) -> AsyncIterator[Chunks]:
@@ -208,7 +228,7 @@ class Store:
         try:
             while True:
                 self._begin()
-                count = self._core.lookup_prefix(keys, name)
+                count = self._core.lookup_prefix(keys, self._name(keys, name))
                 if count is not None:
                     break
                 self._flush()
@@ -224,8 +244,7 @@ class Store:
         if request is None:
             # What `lookup_prefix` had fetched for whoever asks these keys has been had.
             self._core.on_request_finished(self._name(keys, None))
-        places = [self._region.address + row * self._region.row_bytes for row in rows]
-        chunks = Chunks(held, places, self.chunk_bytes)
+        chunks = Chunks(held, [self._region.row(row) for row in rows], self.chunk_bytes)
         released = True
         try:
             yield chunks
@@ -255,6 +274,7 @@ class Store:
 
     async def reset(self) -> None:
         """Forget everything, on every tier. Waits for leases and copies to end first."""
+        self._check_open()
         while self._transfers:
             await self._something_moved()
         self._core.reset()
@@ -341,29 +361,39 @@ class Store:
             key in tier.entries or key in tier.writing for tier in self._core.tiers
         )
 
+    def _is_below(self, key: bytes) -> bool:
+        """Whether the chunk is on a slower tier, or on its way there."""
+        chunk = self._core.pool.chunks.get(key)
+        return (chunk is not None and chunk.unsaved != 0) or any(
+            key in tier.entries or key in tier.writing for tier in self._core.tiers
+        )
+
     def _bytes_of(self, buffer: object) -> npt.NDArray[np.uint8]:
         flat: npt.NDArray[np.uint8]
-        if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
-            import torch
+        try:
+            if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
+                import torch
 
-            assert isinstance(buffer, torch.Tensor)
-            flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        elif isinstance(buffer, np.ndarray):
-            flat = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
-        else:
-            try:
+                assert isinstance(buffer, torch.Tensor)
+                flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            elif isinstance(buffer, np.ndarray):
+                flat = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
+            else:
                 flat = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
-            except (TypeError, ValueError, BufferError) as error:
-                raise KVStoreError(
-                    f"a chunk must be a buffer, an array or a tensor, not "
-                    f"{type(buffer).__name__} ({error})"
-                ) from error
+        except (TypeError, ValueError, BufferError, RuntimeError) as error:
+            raise KVStoreError(
+                f"a chunk must be a buffer, an array or a tensor with bytes of its own, not this "
+                f"{type(buffer).__name__} ({error})"
+            ) from error
         if flat.size != self.chunk_bytes:
             raise KVStoreError(f"a chunk must have {self.chunk_bytes} bytes, not {flat.size}")
         return flat
 
     @staticmethod
     def _name(keys: Sequence[bytes], request: str | None) -> str:
+        if keys:
+            # One is enough to notice that they are of another kind; all would cost.
+            check_key(keys[-1])
         if request is not None:
             return request
         return f"keys-{keys[-1].hex()}-{len(keys)}" if keys else "keys"
@@ -382,7 +412,8 @@ class Store:
     def _pump(self) -> None:
         """Take completions in, start what is due, wake whoever waits for it."""
         self._core.poll(time.monotonic(), self._engine.take())
-        self._flush()
+        if not self._closed:
+            self._flush()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

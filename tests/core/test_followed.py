@@ -13,9 +13,7 @@ from tests.core.rig import Rig, chain
 def rig_beside(neighbour: Sequence[bytes], rows: int = 8) -> Rig:
     """A rig with an empty tier of its own, and a neighbour's tier that holds these keys."""
     rig = Rig(rows=rows)
-    own = TierDirectory(
-        0, TierOpening("own", "disk", [], 64, [0], 1), create_policy("lru", 64), 64
-    )
+    own = TierDirectory(0, TierOpening("own", "disk", [], 64, [0], 1), create_policy("lru", 64), 64)
     entries = [(key, slot) for slot, key in enumerate(neighbour)]
     shared = FollowedDirectory(
         1, TierOpening("theirs", "shared", entries, 64, (), 0, followed=True), 64
