@@ -1,17 +1,19 @@
 """fio: what the disk gives to a program that does nothing but I/O.
 
-fio takes a buffer for a new operation from the top of a stack, so a run of
-depth 8 moves the same 8 buffers again and again, and with blocks of 256 KiB
-they stay in the processor's cache. A store of chunks cannot do that: it moves
-rows of a large pool. To compare like with like, a *pooled* run has so many
-operations outstanding that its buffers together are as large as the pool of
-the store; all of them are in use in turn. A queue that deep costs latency but
-no throughput. Runs of depth 4 to 32 with their few warm buffers are measured
-too and called *warm*.
+fio takes the buffer of a new operation from the top of a stack, so a run of depth 8
+moves the same 8 buffers again and again, and with small blocks they stay in the
+processor's cache. A store of chunks cannot do that: it moves rows of a large pool.
+Two kinds of runs stand for the two sides of this:
 
-Both kinds get transparent huge pages, by way of glibc's ``glibc.malloc.hugetlb``
-(2.35 or newer), and O_DIRECT, and neither pays for verifying, scrambling or
-refilling its buffers. Their content is random.
+* *pooled*: so many operations are outstanding that their buffers together are as large as
+  the store's pool, and all of them are in use in turn. The same memory footprint, but a
+  queue so deep that some kernels spend more time on it.
+* *warm*: depth 4 to 32 and a few buffers.
+
+The better of the two is fio's best. Both get transparent huge pages, by way of glibc's
+``glibc.malloc.hugetlb`` (2.35 or newer), and O_DIRECT, and neither pays for verifying,
+scrambling or refilling its buffers. Their content is random. The time in which the queue
+fills is left out: absorbed by empty queues, the first bytes look faster than the disk is.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["Fio", "FioResult", "Way"]
+
+RAMP_MS = 150
 
 WORKLOADS = {
     "write": ["--rw=write"],
@@ -106,16 +110,13 @@ class Fio:
         ways = [Way("psync", 1, 4), Way("libaio", 8), Way("libaio", 32), Way("io_uring", 16)]
         return [way for way in ways if way.depth * way.jobs * block < self._footprint]
 
-    def sweep(
-        self, ways: list[Way], workload: str, block: int, seconds: float, passes: int
-    ) -> dict[Way, float]:
-        """The best of a few short runs of each, in GB/s, the fastest way first."""
+    def sweep(self, ways: list[Way], workload: str, block: int, seconds: float) -> dict[Way, float]:
+        """GB/s of a short run of each, the fastest way first; without those that do not work."""
         best: dict[Way, float] = {}
-        for way in ways * passes:
+        for way in ways:
             if way.engine not in self._refused:
                 try:
-                    result = self.run(way, workload, block, seconds)
-                    best[way] = max(best.get(way, 0.0), result.gbps)
+                    best[way] = self.run(way, workload, block, seconds).gbps
                 except RuntimeError:
                     self._refused.add(way.engine)
         return dict(sorted(best.items(), key=lambda item: -item[1]))
@@ -129,7 +130,11 @@ class Fio:
             new.unlink(missing_ok=True)
             options += [f"--filename={new}", "--unlink=1"]
         else:
-            options += ["--time_based", f"--runtime={max(1, round(seconds * 1000))}ms"]
+            options += [
+                "--time_based",
+                f"--ramp_time={RAMP_MS}ms",
+                f"--runtime={max(1, round(seconds * 1000))}ms",
+            ]
         told = subprocess.run(
             self._command(way, block, options),
             env=_environment(),

@@ -72,8 +72,25 @@ def assemble(
     namespace = Namespace.of(label, whole)
     if config.namespace is not None:
         namespace = Namespace(config.namespace, whole)
-    in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     tiers: list[Tier] = []
+    try:
+        return _assemble(config, region, chunk_bytes, namespace, tiers, events)
+    except BaseException:
+        for opened in tiers:
+            opened.abandon()
+        raise
+
+
+def _assemble(
+    config: Config,
+    region: PinnedRegion,
+    chunk_bytes: int,
+    namespace: Namespace,
+    tiers: list[Tier],
+    events: bool,
+) -> Assembly:
+    """Opened tiers are put into `tiers` one by one, so that a failure leaves them there."""
+    in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     directories: list[TierDirectory] = []
     parts: list[str] = []
     for tier_config in config.tiers:
@@ -87,16 +104,8 @@ def assemble(
             io_threads=tier_config.io_threads,
             lane=tier_config.lane,
         )
-        try:
-            opening = disk.open(region)
-            tiers.append(disk)
-            if tier_config.share:
-                others = FollowedLanes(disk)
-                shared = others.open(region)
-        except BaseException:
-            for opened in tiers:
-                opened.abandon()
-            raise
+        opening = disk.open(region)
+        tiers.append(disk)
         slots = max(1, opening.max_segments * opening.segment_slots)
         policy = create_policy(tier_config.eviction_policy, slots)
         directories.append(TierDirectory(len(directories), opening, policy, in_flight))
@@ -105,6 +114,8 @@ def assemble(
             f"{len(opening.entries)} chunks found"
         )
         if tier_config.share:
+            others = FollowedLanes(disk)
+            shared = others.open(region)
             tiers.append(others)
             directories.append(FollowedDirectory(len(directories), shared, in_flight))
             parts.append(f"{others.description} with {len(shared.entries)} chunks")

@@ -6,6 +6,7 @@ that names the key, the value and what is allowed.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tomllib
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from kvstore.errors import ConfigError
 from kvstore.sizes import parse_size
-from policies import policy_names
+from policies import find_policy, policy_names
 
 __all__ = ["Config", "DiskConfig"]
 
@@ -24,6 +25,12 @@ _T = TypeVar("_T")
 _Check = Callable[[object], Any]
 
 MAX_IO_THREADS = 64
+
+MAX_SHOWN = 200
+"""Most characters of a refused value that its message repeats."""
+
+MAX_BYTES = 2**60
+"""Largest size that is taken for one, not for a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,9 @@ class DiskConfig:
     io_threads: int = 4
     lane: int | None = None
     share: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self, _DISK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,9 @@ class Config:
     drain_s: float = 30.0
     keep_events: bool = False
 
+    def __post_init__(self) -> None:
+        _check(self, _CONFIG)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], ignore: Collection[str] = ()) -> Config:
         """Check `values` and build the configuration.
@@ -99,7 +112,9 @@ class Config:
         Raises:
             ConfigError: for an unknown key or a value that cannot be used.
         """
-        return _build(cls, _CONFIG, {k: v for k, v in values.items() if k not in ignore}, "")
+        if isinstance(values, Mapping):
+            values = {key: value for key, value in values.items() if key not in ignore}
+        return _build(cls, _CONFIG, values, "")
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Config:
@@ -112,42 +127,59 @@ class Config:
             values = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not TOML ({error})") from error
         return cls.from_mapping(values)
 
 
 def _build(cls: type[_T], checks: Mapping[str, _Check], values: object, where: str) -> _T:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where or 'configuration'} = {values!r}: must be a table of keys")
+        told = f"{where or 'configuration'} = {_shown(values)}"
+        raise ConfigError(f"{told}: must be a table of keys")
     prefix = f"{where}." if where else ""
     unknown = [key for key in values if key not in checks]
     if unknown:
         raise ConfigError(
-            f"unknown key {prefix}{unknown[0]} = {values[unknown[0]]!r}; "
+            f"unknown key {prefix}{unknown[0]} = {_shown(values[unknown[0]])}; "
             f"allowed are: {', '.join(checks)}"
         )
-    checked: dict[str, Any] = {}
-    for key, check in checks.items():
-        if key in values:
-            try:
-                checked[key] = check(values[key])
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("tiers[", f"{prefix}tiers[", 1)) from error
-            except ValueError as error:
-                raise ConfigError(f"{prefix}{key} = {values[key]!r}: {error}") from error
+    missing = [key for key in _REQUIRED[cls] if key not in values]
+    if missing:
+        raise ConfigError(f"missing key {prefix}{', '.join(missing)}")
     try:
-        return cls(**checked)
-    except TypeError as error:
-        missing = [key for key in _REQUIRED[cls] if key not in checked]
-        raise ConfigError(f"missing key {prefix}{', '.join(missing)}") from error
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _shown(value: object) -> str:
+    try:
+        shown = repr(value)
+    except Exception:
+        # A number of five thousand digits, for one.
+        shown = f"<{type(value).__name__}>"
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+
+
+def _check(config: object, checks: Mapping[str, _Check]) -> None:
+    """Put each value of a new configuration to its check, and what the check makes of it back."""
+    for key, check in checks.items():
+        value = getattr(config, key)
+        try:
+            object.__setattr__(config, key, check(value))
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{key} = {_shown(value)}: {error}") from error
 
 
 def _size(least: int) -> _Check:
     def check(value: object) -> int:
         size = parse_size(value)
         if size < least:
-            raise ValueError(f"must be at least {least} bytes")
+            raise ValueError(f"must be at least {least} byte{'s' if least > 1 else ''}")
+        if size > MAX_BYTES:
+            raise ValueError(f"must be at most {MAX_BYTES} bytes")
         return size
 
     return check
@@ -165,9 +197,13 @@ def _whole(least: int, most: int) -> _Check:
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("must be a number of seconds")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        seconds = float(value)
+    except OverflowError as error:
+        raise ValueError("must be a number of seconds, not that many") from error
+    if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError("must be a number of seconds above 0")
-    return float(value)
+    return seconds
 
 
 def _flag(value: object) -> bool:
@@ -177,16 +213,21 @@ def _flag(value: object) -> bool:
 
 
 def _policy(value: object) -> str:
-    known = policy_names()
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"unknown policy; known are: {', '.join(known)}")
+    if not isinstance(value, str):
+        raise ValueError(f"must be the name of a policy; known are: {', '.join(policy_names())}")
+    find_policy(value)
     return value
 
 
 def _path(value: object) -> Path:
-    if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise ValueError("must be the path of a folder")
-    return Path(os.path.expanduser(value)).absolute()
+    try:
+        if not isinstance(value, (str, os.PathLike)) or not str(value):
+            raise ValueError("empty, or no path")
+        if b"\0" in os.fsencode(value):
+            raise ValueError("a zero byte")
+        return Path(os.path.expanduser(value)).absolute()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError("must be the path of a folder") from error
 
 
 def _one_of(*allowed: str) -> _Check:
@@ -213,6 +254,10 @@ def _name(value: object) -> str:
 def _identity(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError("must be a table of model, dtype, layout and the like")
+    try:
+        json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"may hold text, numbers, lists and tables only ({error})") from error
     return dict(value)
 
 
@@ -223,7 +268,7 @@ def _optional(check: _Check) -> _Check:
 def _tiers(value: object) -> tuple[DiskConfig, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ValueError("must be a list of tiers")
-    tiers = []
+    tiers: list[DiskConfig] = []
     for index, tier in enumerate(value):
         where = f"tiers[{index}]"
         if isinstance(tier, DiskConfig):
@@ -231,9 +276,13 @@ def _tiers(value: object) -> tuple[DiskConfig, ...]:
             continue
         if not isinstance(tier, Mapping) or tier.get("type") != "disk":
             told = tier.get("type") if isinstance(tier, Mapping) else tier
-            raise ConfigError(f"{where}.type = {told!r}: must be one of: disk")
+            raise ConfigError(f"{where}.type = {_shown(told)}: must be one of: disk")
         rest = {key: item for key, item in tier.items() if key != "type"}
         tiers.append(_build(DiskConfig, _DISK, rest, where))
+    for index, tier in enumerate(tiers):
+        if tier.path in {other.path for other in tiers[:index]}:
+            told = f"tiers[{index}].path = {str(tier.path)!r}"
+            raise ConfigError(f"{told}: each tier needs a folder of its own")
     return tuple(tiers)
 
 

@@ -19,6 +19,8 @@ _UNITS = {
     "tib": 2**40,
 }
 
+ALLOWED = 'allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"'
+
 
 def parse_size(value: object) -> int:
     """Bytes from a whole number, or from text such as ``"64GiB"`` or ``"1.5 TB"``.
@@ -33,12 +35,14 @@ def parse_size(value: object) -> int:
     elif isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError('allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"')
-        size = round(float(match[1]) * _UNITS[match[2].lower()])
-        if "." not in match[1]:
-            size = int(match[1]) * _UNITS[match[2].lower()]
+            raise ValueError(ALLOWED)
+        try:
+            number = float(match[1]) if "." in match[1] else int(match[1])
+            size = round(number * _UNITS[match[2].lower()])
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{ALLOWED}, of a size that exists") from error
     else:
-        raise ValueError('allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"')
+        raise ValueError(ALLOWED)
     if size < 0:
         raise ValueError("a size cannot be negative")
     return size

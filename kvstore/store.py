@@ -59,10 +59,8 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
     try:
         assembly = await asyncio.shield(building)
     except asyncio.CancelledError:
-        # A thread cannot be stopped: what it has opened is let go when it ends.
-        await asyncio.wait([building])
-        if building.exception() is None:
-            _let_go(building.result())
+        # A thread cannot be stopped: what it opens is let go when it ends.
+        building.add_done_callback(_let_go)
         raise
     store = Store(checked, assembly)
     logger.info("kvstore: %s", assembly.description)
@@ -84,10 +82,12 @@ def _build(config: Config, chunk_bytes: int, rows: int, row_bytes: int) -> Assem
         raise
 
 
-def _let_go(assembly: Assembly) -> None:
-    for tier in assembly.tiers:
-        tier.abandon()
-    assembly.region.close()
+def _let_go(building: asyncio.Future[Assembly]) -> None:
+    if building.exception() is None:
+        assembly = building.result()
+        for tier in assembly.tiers:
+            tier.abandon()
+        assembly.region.close()
 
 
 class Chunks(Sequence[memoryview]):
@@ -343,13 +343,16 @@ class Store:
             if size * len(keys) <= COPY_INLINE_BYTES:
                 copy()
             else:
-                # The rows are the thread's until it has ended, cancelled or not.
+                # The rows are the thread's until it has ended, however often it is cancelled.
                 copying = asyncio.get_running_loop().run_in_executor(None, copy)
-                try:
-                    await asyncio.shield(copying)
-                except asyncio.CancelledError:
-                    await asyncio.wait([copying])
-                    raise
+                cancelled: asyncio.CancelledError | None = None
+                while not copying.done():
+                    try:
+                        await asyncio.shield(copying)
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                if cancelled is not None:
+                    raise cancelled
             ok = True
         finally:
             self._transfers -= 1

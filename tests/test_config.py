@@ -1,4 +1,4 @@
-"""The configuration refuses what it cannot use, by name."""
+"""The configuration: what may be said, and what is refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,104 +7,300 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import Config
+from kvstore import Config, DiskConfig
 from kvstore.errors import ConfigError
 from kvstore.sizes import format_size, parse_size
 
-DISK = {"type": "disk", "path": "/somewhere", "capacity_bytes": "1GiB"}
+GIB = 2**30
+
+DISK = {"type": "disk", "path": "/cache", "capacity_bytes": "1TiB"}
+
+
+def config(**values: Any) -> Config:
+    return Config.from_mapping({"cpu_bytes_to_use": "1GiB", **values})
+
+
+def disk(**values: Any) -> DiskConfig:
+    (tier,) = config(tiers=[{**DISK, **values}]).tiers
+    return tier
+
+
+# -- sizes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("64GiB", 64 * 2**30),
-        ("1.5 TB", 1_500_000_000_000),
-        ("10mb", 10_000_000),
+        (0, 0),
+        (12345, 12345),
+        (2.0, 2),
+        ("0", 0),
         ("4096", 4096),
-        (" 2 KiB ", 2048),
-        (7, 7),
-        (8.0, 8),
+        ("512 B", 512),
+        ("64GiB", 64 * GIB),
+        ("64 gib", 64 * GIB),
+        (" 1.5 TB ", 1_500_000_000_000),
+        ("1.5KiB", 1536),
+        ("3mb", 3_000_000),
         ("9007199254740993", 9007199254740993),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
+def test_a_size_is_a_number_or_text_with_a_unit(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "GiB", "1 apple", "-1", -1, 1.5, True, None, [], "1e9", "1,5GB"]
-)
-def test_other_sizes_are_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"size|allowed"):
-        parse_size(bad)
-
-
-def test_sizes_are_shown_as_people_read_them() -> None:
-    assert [format_size(n) for n in (0, 1023, 1536, 3 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "3.0 GiB",
-    ]
-
-
-def test_a_whole_configuration_is_read() -> None:
-    config = Config.from_mapping(
-        {
-            "cpu_bytes_to_use": "1GiB",
-            "chunk_bytes": "2MiB",
-            "identity": {"model": "m"},
-            "deadline_s": 1,
-            "tiers": [{**DISK, "segment_bytes": "64MiB", "io": "buffered", "lane": 3}],
-        }
-    )
-    assert (config.cpu_bytes_to_use, config.chunk_bytes) == (2**30, 2 * 2**20)
-    assert config.deadline_s == 1.0
-    (disk,) = config.tiers
-    assert (disk.path, disk.capacity_bytes, disk.lane) == (Path("/somewhere"), 2**30, 3)
+    "text",
+    ["", "GiB", "64 GiBs", "-1", "1e9", "1,5GiB", "1 000", "0x10", "½GiB", "1.", ".5GiB", "∞",
+     1.5, float("nan"), float("inf"), True, None, [1], b"1", "9" * 400 + ".5", -1],
+)  # fmt: skip
+def test_what_is_no_size_is_refused_with_what_is_allowed(text: object) -> None:
+    with pytest.raises(ValueError, match=r"allowed are bytes or text such as|cannot be negative"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"cpu_byte": 1}, "unknown key cpu_byte = 1; allowed are: cpu_bytes_to_use,"),
-        ({}, "missing key cpu_bytes_to_use"),
-        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use = 'much': allowed are.*\"64GiB\""),
-        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use = 0: must be at least 1"),
-        ({"eviction_policy": "best"}, "eviction_policy = 'best': unknown policy; known are:.*lru"),
-        ({"store_threshold": 2}, "store_threshold = 2: must be 0 or 1"),
-        ({"deadline_s": 0}, "deadline_s = 0: must be a number of seconds above 0"),
-        ({"deadline_s": float("nan")}, "deadline_s = nan"),
-        ({"keep_events": "yes"}, "keep_events = 'yes': must be true or false"),
-        ({"identity": "m"}, "identity = 'm': must be a table"),
-        ({"tiers": DISK}, "tiers = .*must be a list"),
-        ({"tiers": [{"type": "tape"}]}, r"tiers\[0\].type = 'tape': must be one of: disk"),
-        ({"tiers": [{**DISK, "pth": 1}]}, r"unknown key tiers\[0\].pth = 1; allowed are: path"),
-        ({"tiers": [{"type": "disk", "path": "/x"}]}, r"missing key tiers\[0\].capacity_bytes"),
-        ({"tiers": [DISK, {**DISK, "io": "magic"}]}, r"tiers\[1\].io = 'magic': must be one of"),
-        ({"tiers": [{**DISK, "io_threads": 0}]}, r"tiers\[0\].io_threads = 0: .*from 1 to 64"),
-        ({"tiers": [{**DISK, "lane": 64}]}, r"tiers\[0\].lane = 64: .*from 0 to 63"),
-        ({"tiers": [{**DISK, "capacity_bytes": -5}]}, r"tiers\[0\].capacity_bytes = -5"),
-        ({"tiers": [{**DISK, "path": ""}]}, r"tiers\[0\].path = ''"),
-    ],
-)
-def test_a_bad_value_is_refused_with_its_key_its_value_and_what_is_allowed(
-    values: dict[str, Any], message: str
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * GIB, "1.5 GiB"),
+     (5000 * GIB, "4.9 TiB"), (10**16, "9094.9 TiB")],
+)  # fmt: skip
+def test_a_size_is_written_for_people(size: float, text: str) -> None:
+    assert format_size(size) == text
+
+
+# -- what may be said ------------------------------------------------------------------------
+
+
+def test_host_memory_is_all_that_must_be_said() -> None:
+    plain = config()
+    assert plain.cpu_bytes_to_use == GIB
+    assert plain.tiers == ()
+    assert plain.eviction_policy == "lru"
+    assert plain.chunk_bytes is None
+
+
+def test_everything_may_be_said() -> None:
+    whole = config(
+        eviction_policy="lru",
+        store_threshold=1,
+        tiers=[{**DISK, "eviction_policy": "lru", "segment_bytes": "64MiB", "io": "direct",
+                "io_threads": 2, "lane": 3, "share": False}],
+        chunk_bytes="2MiB",
+        identity={"model": "m", "layers": 32},
+        namespace="mine",
+        deadline_s=1,
+        ceiling_s=2.5,
+        lease_s=3,
+        write_queue_bytes="64MiB",
+        drain_s=4,
+        keep_events=True,
+    )  # fmt: skip
+    (tier,) = whole.tiers
+    assert tier == DiskConfig(Path("/cache"), 2**40, "lru", 64 * 2**20, "direct", 2, 3, share=False)
+    assert (whole.chunk_bytes, whole.namespace) == (2 * 2**20, "mine")
+    assert (whole.deadline_s, whole.ceiling_s, whole.lease_s) == (1.0, 2.5, 3.0)
+    assert (whole.write_queue_bytes, whole.drain_s) == (64 * 2**20, 4.0)
+    assert whole.keep_events
+    assert whole.identity == {"model": "m", "layers": 32}
+
+
+def test_a_path_may_begin_at_home_and_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert disk(path="~/cache").path == Path("/home/somebody/cache")
+    assert disk(path="relative").path == Path.cwd() / "relative"
+    assert disk(path=Path("/other")).path == Path("/other")
+
+
+def test_several_tiers_keep_their_order() -> None:
+    tiers = config(tiers=[{**DISK, "path": f"/{name}"} for name in "abc"]).tiers
+    assert [str(tier.path) for tier in tiers] == ["/a", "/b", "/c"]
+
+
+def test_keys_of_somebody_else_are_left_alone() -> None:
+    values = {"cpu_bytes_to_use": 1, "spec_name": "Other"}
+    assert Config.from_mapping(values, ignore=("spec_name",)).cpu_bytes_to_use == 1
+    assert values == {"cpu_bytes_to_use": 1, "spec_name": "Other"}
+
+
+def test_it_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(AttributeError):
+        config().cpu_bytes_to_use = 1  # type: ignore[misc]
+
+
+def test_from_python_it_is_checked_in_the_same_way() -> None:
+    direct = Config(
+        cpu_bytes_to_use="1GiB",  # type: ignore[arg-type]
+        tiers=[DiskConfig("/cache", "1TiB")],  # type: ignore[arg-type, list-item]
+    )
+    assert direct == config(tiers=[DISK])
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use = 'much'"):
+        Config(cpu_bytes_to_use="much")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="io_threads = 0"):
+        DiskConfig(Path("/cache"), 1, io_threads=0)
+    with pytest.raises(ConfigError, match="lease_s = -1"):
+        Config(cpu_bytes_to_use=1, lease_s=-1)
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"cpu_bytes": 1}, "unknown key cpu_bytes = 1", "allowed are: cpu_bytes_to_use, evic"),
+    ({7: 1}, "unknown key 7 = 1", "allowed are: cpu_bytes_to_use"),
+    ({"cpu_bytes_to_use": "64 Gigs"}, "cpu_bytes_to_use = '64 Gigs'", '"64GiB"'),
+    ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use = 0", "at least 1 byte"),
+    ({"cpu_bytes_to_use": -5}, "cpu_bytes_to_use = -5", "negative"),
+    ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use = True", '"64GiB"'),
+    ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use = None", '"64GiB"'),
+    ({"cpu_bytes_to_use": 2**70}, f"cpu_bytes_to_use = {2**70}", "at most"),
+    ({"eviction_policy": "mru"}, "eviction_policy = 'mru'", "known are: lru"),
+    ({"eviction_policy": 3}, "eviction_policy = 3", "known are: lru"),
+    ({"eviction_policy": ["lru"]}, "eviction_policy = ['lru']", "known are: lru"),
+    ({"store_threshold": 2}, "store_threshold = 2", "must be 0 or 1"),
+    ({"store_threshold": True}, "store_threshold = True", "must be 0 or 1"),
+    ({"chunk_bytes": 0}, "chunk_bytes = 0", "at least 1 byte"),
+    ({"chunk_bytes": "big"}, "chunk_bytes = 'big'", '"64GiB"'),
+    ({"identity": "llama"}, "identity = 'llama'", "must be a table"),
+    ({"identity": {1: 2}}, "identity = {1: 2}", "must be a table"),
+    ({"identity": {"when": {1, 2}}}, "identity = {'when': {1, 2}}", "text, numbers"),
+    ({"identity": {"x": float("nan")}}, "identity = {'x': nan}", "text, numbers"),
+    ({"namespace": ""}, "namespace = ''", "name of a folder"),
+    ({"namespace": 5}, "namespace = 5", "name of a folder"),
+    ({"deadline_s": 0}, "deadline_s = 0", "above 0"),
+    ({"deadline_s": "2s"}, "deadline_s = '2s'", "number of seconds"),
+    ({"ceiling_s": float("nan")}, "ceiling_s = nan", "above 0"),
+    ({"ceiling_s": 10**400}, "ceiling_s = 1000", "number of seconds"),
+    ({"lease_s": float("inf")}, "lease_s = inf", "above 0"),
+    ({"drain_s": False}, "drain_s = False", "number of seconds"),
+    ({"write_queue_bytes": 0}, "write_queue_bytes = 0", "at least 1 byte"),
+    ({"keep_events": 1}, "keep_events = 1", "true or false"),
+    ({"tiers": DISK}, "tiers = {'type': 'disk'", "must be a list"),
+    ({"tiers": "disk"}, "tiers = 'disk'", "must be a list"),
+    ({"tiers": [DISK, "disk"]}, "tiers[1].type = 'disk'", "must be one of: disk"),
+    ({"tiers": [DISK, DISK]}, "tiers[1].path = '/cache'", "a folder of its own"),
+    ({"tiers": [{"path": "/cache"}]}, "tiers[0].type = None", "must be one of: disk"),
+    ({"tiers": [{**DISK, "type": "tape"}]}, "tiers[0].type = 'tape'", "must be one of: disk"),
+]
+
+REFUSED_DISK: list[tuple[dict[str, Any], str, str]] = [
+    ({"capacity": 1}, "unknown key tiers[0].capacity = 1", "allowed are: path, capacity_bytes"),
+    ({"capacity_bytes": "lots"}, "tiers[0].capacity_bytes = 'lots'", '"64GiB"'),
+    ({"capacity_bytes": 0}, "tiers[0].capacity_bytes = 0", "at least 1 byte"),
+    ({"path": ""}, "tiers[0].path = ''", "path of a folder"),
+    ({"path": 5}, "tiers[0].path = 5", "path of a folder"),
+    ({"path": "a\0b"}, "tiers[0].path = 'a\\x00b'", "path of a folder"),
+    ({"path": "\ud800"}, "tiers[0].path = '\\ud800'", "path of a folder"),
+    ({"eviction_policy": "mru"}, "tiers[0].eviction_policy = 'mru'", "known are: lru"),
+    ({"segment_bytes": "0"}, "tiers[0].segment_bytes = '0'", "at least 1 byte"),
+    ({"io": "magic"}, "tiers[0].io = 'magic'", "must be one of: auto"),
+    ({"io": None}, "tiers[0].io = None", "must be one of: auto"),
+    ({"io_threads": 0}, "tiers[0].io_threads = 0", "from 1 to 64"),
+    ({"io_threads": 65}, "tiers[0].io_threads = 65", "from 1 to 64"),
+    ({"io_threads": 2.0}, "tiers[0].io_threads = 2.0", "a whole number"),
+    ({"lane": -1}, "tiers[0].lane = -1", "from 0 to 63"),
+    ({"lane": "0"}, "tiers[0].lane = '0'", "a whole number"),
+    ({"share": "yes"}, "tiers[0].share = 'yes'", "true or false"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "allowed"), REFUSED)
+def test_a_bad_value_is_refused_with_its_key_and_what_is_allowed(
+    values: dict[str, Any], named: str, allowed: str
 ) -> None:
-    whole = values if not values or "cpu_byte" in values else {"cpu_bytes_to_use": 1, **values}
-    with pytest.raises(ConfigError, match=message):
-        Config.from_mapping(whole)
+    with pytest.raises(ConfigError) as refusal:
+        Config.from_mapping({"cpu_bytes_to_use": "1GiB", **values})
+    assert str(refusal.value).startswith(named)
+    assert allowed in str(refusal.value)
 
 
-def test_toml_is_read_and_bad_toml_is_refused_by_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("values", "named", "allowed"), REFUSED_DISK)
+def test_a_bad_value_of_a_tier_is_refused_with_its_place(
+    values: dict[str, Any], named: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        disk(**values)
+    assert str(refusal.value).startswith(named)
+    assert allowed in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, "x" * 10_000, [[0] * 1000] * 10], ids=["number", "text", "list"]
+)
+def test_a_value_that_is_too_long_to_repeat_is_cut_short(value: object) -> None:
+    with pytest.raises(ConfigError, match="^keep_events = ") as refusal:
+        config(keep_events=value)
+    assert len(str(refusal.value)) < 300
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^missing key cpu_bytes_to_use$"):
+        Config.from_mapping({})
+    with pytest.raises(ConfigError, match=r"^missing key tiers\[0\]\.path, capacity_bytes$"):
+        config(tiers=[{"type": "disk"}])
+    with pytest.raises(ConfigError, match=r"^missing key tiers\[1\]\.capacity_bytes$"):
+        config(tiers=[DISK, {"type": "disk", "path": "/x"}])
+
+
+@pytest.mark.parametrize("values", [None, 5, "cpu_bytes_to_use", [1], [("cpu_bytes_to_use", 1)]])
+def test_what_is_no_table_is_refused(values: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a table of keys"):
+        Config.from_mapping(values)
+
+
+def test_a_refusal_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="cpu_bytes_to_use"):
+        Config.from_mapping({"cpu_bytes_to_use": "?"})
+
+
+# -- TOML ------------------------------------------------------------------------------------
+
+
+def test_toml_says_the_same(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
     file.write_text(
-        'cpu_bytes_to_use = "1GiB"\n[[tiers]]\ntype = "disk"\n'
-        'path = "/somewhere"\ncapacity_bytes = "2GiB"\n'
+        """
+        cpu_bytes_to_use = "64GiB"
+        chunk_bytes = "2MiB"
+        deadline_s = 1
+
+        [identity]
+        model = "llama"
+
+        [[tiers]]
+        type = "disk"
+        path = "/cache"
+        capacity_bytes = "1TiB"
+        """
     )
-    assert Config.from_toml(file).tiers[0].capacity_bytes == 2 * 2**30
-    file.write_text("cpu_bytes_to_use = ")
-    with pytest.raises(ConfigError, match=r"kvstore\.toml: not TOML"):
+    assert Config.from_toml(file) == config(
+        cpu_bytes_to_use="64GiB",
+        chunk_bytes="2MiB",
+        deadline_s=1.0,
+        identity={"model": "llama"},
+        tiers=[DISK],
+    )
+    assert Config.from_toml(str(file)) == Config.from_toml(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"cpu_bytes_to_use = ", "not TOML"),
+        (b"\xff\xfe\x00", "not TOML"),
+        (b"cpu_bytes_to_use = " + b"9" * 5000, "not TOML"),
+        (b"cpu_bytes_to_use = " + b"[" * 5000 + b"]" * 5000, "not TOML"),
+        (b"cpu_bytes_to_use = 1\nwhat = 2\n", "unknown key what = 2"),
+        (b"", "missing key cpu_bytes_to_use"),
+    ],
+)
+def test_bad_toml_is_refused_with_a_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
         Config.from_toml(file)
-    with pytest.raises(ConfigError, match=r"nothing\.toml: cannot be read"):
-        Config.from_toml(tmp_path / "nothing.toml")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file"):
+        Config.from_toml(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.from_toml(tmp_path)

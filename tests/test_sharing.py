@@ -131,7 +131,7 @@ async def test_chunks_that_their_owner_replaced_are_misses_and_no_errors(replica
         await put(first, KEYS[:20])
         await eventually(second, KEYS[:20], 20)
         await put(second, KEYS[60:100])  # the second's host memory forgets the first's chunks
-        await put(first, KEYS[20:55])  # the first's lane has room for 30
+        await put(first, KEYS[20:45])  # the first's lane has room for 30
         count = await held(second, KEYS[:20])
         assert count < 20
         assert second.stats().tiers[1].failed_reads == 0

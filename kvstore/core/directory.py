@@ -87,7 +87,12 @@ class TierDirectory:
 
     def accepts(self, now: float) -> bool:
         """Whether copies to it are wanted at present."""
-        return not self.stalled and not self.clearing and now >= self.store_after
+        return (
+            self.max_segments > 0
+            and not self.stalled
+            and not self.clearing
+            and now >= self.store_after
+        )
 
     @property
     def wants_growth(self) -> bool:
