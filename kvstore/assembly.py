@@ -118,7 +118,8 @@ def _assemble(
             shared = others.open(region)
             tiers.append(others)
             directories.append(FollowedDirectory(len(directories), shared, in_flight))
-            parts.append(f"{others.description} with {len(shared.entries)} chunks")
+            if shared.entries:
+                parts.append(f"{others.description} with {len(shared.entries)} chunks")
     pool = HostPool(region.rows, create_policy(config.eviction_policy, region.rows))
     core = Core(
         pool,

@@ -283,7 +283,7 @@ class Core:
             self.pool.unpin(chunk)
             # What comes next from this row comes from host memory.
             chunk.origin = -1
-        self.line.moved = self.now
+            self.line.moved = self.now
         if request is not None:
             self._drop_if_idle(request)
 
@@ -307,7 +307,7 @@ class Core:
 
         A store that does not fit whole is granted for the prefix that fits; it
         never costs those of `keys` their place that are there already. None
-        means "not now, offer it again": nothing is free at this moment, or
+        means "not now, offer it again": nothing is free for it at this moment, or
         the whole would fit once transfers that are under way have ended; the
         latter is said at most once in a row to a request.
         """
@@ -327,7 +327,8 @@ class Core:
         if present:
             self.touch(present)
         before = len(pool.history)
-        room = pool.make_room(len(new), shed_unsaved=False)
+        # Rows that a request in line waits for are not for stores.
+        room = 0 if self.line.starving else pool.make_room(len(new), shed_unsaved=False)
         evicted = [key for key, left in pool.history[before:] if left]
         if room < len(new):
             may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
@@ -488,7 +489,7 @@ class Core:
             tier.growing_since = self.now
             moves.append(self._move(Op.GROW, tier, [], [], []))
         while tier.queue:
-            limit = min(CASCADE_BATCH, tier.max_rows_in_flight - tier.rows_in_flight)
+            limit = min(CASCADE_BATCH, tier.max_rows_in_flight - len(tier.writing))
             batch: list[Chunk] = []
             while tier.queue and len(batch) < limit:
                 chunk = self.pool.chunks.get(tier.queue[0])

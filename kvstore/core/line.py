@@ -83,6 +83,11 @@ class Line:
                 self.answer(request)
         return grants
 
+    @property
+    def starving(self) -> bool:
+        """Whether somebody in line waits for rows."""
+        return any(r.granted < len(r.keys) for r in self.waiting.values())
+
     def answer(self, request: Request) -> None:
         """End the wait: what is in host memory by now is the answer."""
         self.waiting.pop(request.id, None)
@@ -200,6 +205,7 @@ class Line:
         # A prefix longer than the pool: only its head can ever fit.
         reach = min(len(request.keys), request.granted + pool.rows - len(request.leases))
         missing: list[tuple[int, TierDirectory]] = []
+        obtainable = pool.obtainable
         for position in range(request.granted, reach):
             key = request.keys[position]
             chunk = pool.chunks.get(key)
@@ -209,6 +215,9 @@ class Line:
                 tier = self._holder(key)
                 if tier is not None:
                     missing.append((position, tier))
+                    if len(missing) > obtainable:
+                        # What lies behind cannot be had now; do not even look.
+                        break
         room = pool.make_room(len(missing), shed_unsaved=True) if missing else 0
         grants: dict[int, Grant] = {}
         for tier in self._tiers:

@@ -45,6 +45,11 @@ class HostPool:
         return len(self._free)
 
     @property
+    def obtainable(self) -> int:
+        """Rows that could be free if everybody left who is neither filling nor pinned."""
+        return len(self._free) + len(self.chunks) - self.busy
+
+    @property
     def held(self) -> int:
         """Rows that belong to moves whose chunks are gone."""
         return len(self._held)

@@ -87,9 +87,10 @@ def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> Non
     keys = chain("a", 4)
     rig.put(keys)
     assert rig.ask(cold) is None
-    rig.core.tiers[0].rows_in_flight += 4  # as if other copies were on their way
+    others = {b"other-%d" % number: 60 + number for number in range(4)}
+    rig.core.tiers[0].writing |= others  # no more than these may be on their way
     rig.settle()
-    rig.core.tiers[0].rows_in_flight -= 4
+    rig.core.tiers[0].writing.clear()
     assert rig.stats.shed == 4
     rig.core.on_request_finished("r")
     rig.step()
@@ -107,10 +108,21 @@ def test_copies_on_their_way_to_a_tier_are_bounded() -> None:
     assert sum(len(move.rows) for move in rig.moves) == 5
     while rig.core.unsaved:
         rig.step()
-        assert rig.core.tiers[0].rows_in_flight <= 5
+        assert sum(len(move.rows) for move in rig.under_way(Op.CASCADE)) <= 5
         for move in list(rig.moves):
             rig.end(move)
     assert rig.core.unsaved == 0
+
+
+def test_copies_go_on_while_a_tier_is_read_from() -> None:
+    cold = chain("cold", 8)
+    rig = Rig(rows=16, on=[cold], in_flight=4)
+    assert rig.ask(cold) is None
+    rig.step()
+    assert sum(len(move.rows) for move in rig.under_way(Op.PROMOTE)) == 8
+    rig.put(chain("a", 8))
+    rig.step()
+    assert [move.keys for move in rig.under_way(Op.CASCADE)] == [chain("a", 4)]
 
 
 def test_one_copy_is_no_larger_than_a_batch() -> None:

@@ -196,6 +196,19 @@ def test_a_load_that_ends_is_movement_for_those_in_line() -> None:
     assert rig.ask(keys) == 8
 
 
+def test_the_end_of_a_load_that_nobody_began_is_no_movement() -> None:
+    busy, keys = chain("busy", 8), chain("a", 8)
+    rig = Rig(rows=8, on=[keys], deadline=1.0)
+    rig.put(busy)
+    rig.settle()
+    rig.load(busy, "load")
+    assert rig.ask(keys) is None
+    for _ in range(3):
+        rig.wait(0.5)
+        rig.core.complete_load(busy, "stray")
+    assert rig.ask(keys) == 0
+
+
 def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:
     mine, others = chain("mine", 8), [chain(f"o{index}", 8) for index in range(12)]
     rig = Rig(

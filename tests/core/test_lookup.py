@@ -160,6 +160,23 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
     assert CountingDict.reads <= 3, "one look for each time that it asks"
 
 
+def test_the_first_in_line_costs_no_key_while_there_is_no_row_for_it() -> None:
+    keys, busy = chain("a", 5000), chain("busy", 5000)
+    rig = Rig(rows=5000, on=[keys], segment_slots=10_000)
+    core = rig.core
+    rig.put(busy)
+    rig.load(busy, "other")
+    core.tiers[0].entries = CountingDict(core.tiers[0].entries)
+    core.pool.chunks = CountingDict(core.pool.chunks)
+    assert rig.ask(keys) is None
+    rig.step()
+    CountingDict.reads = 0
+    for _ in range(10):
+        assert rig.ask(keys) is None
+        rig.step()
+    assert CountingDict.reads <= 100
+
+
 def test_a_deferral_is_counted_once_for_each_wait() -> None:
     keys = chain("a", 2)
     rig = Rig(on=[keys])

@@ -269,6 +269,42 @@ def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
     assert rig.core.tiers[0].entries == {keys[0]: 0, new[0]: 1}
 
 
+def test_stores_do_not_take_the_rows_that_a_request_in_line_waits_for() -> None:
+    cold = chain("cold", 4)
+    rig = Rig(rows=8, on=[cold], deadline=1.0)
+    rig.core.tiers[0].store_after = rig.now + 1e9  # so that stored chunks may leave at once
+    storing: list[tuple[int, str]] = []
+    answer: int | None = None
+    for step in range(60):
+        while storing and storing[0][0] <= step - 3:
+            name = storing.pop(0)[1]
+            rig.core.complete_store(chain(name, 1), name)
+        if step >= 20 and answer is None:
+            answer = rig.ask(cold)
+        while rig.core.prepare_store(
+            chain(f"w{step}.{len(storing)}", 1), f"w{step}.{len(storing)}"
+        ):
+            storing.append((step, f"w{step}.{len(storing)}"))
+        rig.step(0.05)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert (answer, rig.stats.timeouts) == (4, 0)
+    assert rig.stats.stored > 60, "stores go on before and after"
+
+
+def test_a_store_of_what_is_there_needs_no_rows_and_waits_for_nobody() -> None:
+    hot, first, second = chain("hot", 1), chain("a", 7), chain("b", 7)
+    rig = Rig(rows=8, on=[first + second])
+    rig.put(hot)
+    rig.load(hot, "other")
+    for request, keys in (("r0", first), ("r1", second)):
+        assert rig.ask(keys, request) is None
+    rig.step()
+    grant = rig.core.prepare_store(hot, "w")
+    assert grant is not None
+    assert grant.keys == []
+
+
 def test_what_is_promoted_stays_for_its_request_under_pressure() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=8, on=[keys, ()], lease=3.0)

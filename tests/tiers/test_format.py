@@ -272,3 +272,18 @@ async def test_keys_that_end_in_zeros_are_whole_for_other_readers(
         raw = file.get_tensor("index").tobytes()
         seed = segment_seed(file.metadata()["segment"])
     assert decode_records(raw, 0, CHUNK, seed).keys() == its_keys
+
+
+@given(st.binary(min_size=0, max_size=4 * RECORD_BYTES), st.integers(0, 3), st.data())
+def test_the_fast_way_of_reading_records_says_the_same_as_the_thorough_one(
+    noise: bytes, first: int, data: st.DataObject
+) -> None:
+    from tiers.disk.format import live_chunks
+
+    keys = [b"k" * (1 + index) for index in range(3)]
+    raw = encode_records(keys, first, 7, 100, [bytes([i]) * 16 for i in range(3)], 5)
+    at = data.draw(st.integers(0, len(raw)))
+    for mixed in (raw, noise, raw[:at] + noise, noise[:at] + raw):
+        live = decode_records(mixed, first, 100, 5)
+        told = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
+        assert live_chunks(mixed, first, 100, 5) == told

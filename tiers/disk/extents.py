@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from tiers.disk.format import decode_records
+from tiers.disk.format import live_chunks
 from tiers.disk.io import IOV_MAX, IOBackend
 from tiers.disk.segment import Segment
 
@@ -75,8 +75,7 @@ def read_extent(
             told = f"read of {segment.path} slot {first}: {error.strerror or error}"
             return ExtentRead([False], [], told)
         return _one_by_one(backend, segment, first, keys, buffers)
-    live = decode_records(raw, first, size, segment.seed)
-    known = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
+    known = live_chunks(raw, first, size, segment.seed)
     ok: list[bool] = []
     for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
         whole = got >= index * geometry.slot_bytes + size

@@ -50,6 +50,7 @@ __all__ = [
     "decode_records",
     "encode_header",
     "encode_records",
+    "live_chunks",
     "parse_header",
     "reseal_records",
     "segment_seed",
@@ -80,6 +81,10 @@ RECORD = np.dtype(
     ]
 )
 assert RECORD.itemsize == RECORD_BYTES
+
+_PACKED = struct.Struct(f"<HBBIQQ16sQQII{MAX_KEY_BYTES}sI")
+"""A record without its CRC."""
+assert _PACKED.size == RECORD_BYTES - 4
 
 Records = npt.NDArray[np.void]
 
@@ -234,18 +239,55 @@ def encode_records(
     seed: int,
 ) -> bytes:
     """Records of `keys` in neighbouring slots, ready to be written."""
-    records = np.zeros(len(keys), RECORD)
-    records["version"] = VERSION
-    records["state"] = LIVE
-    records["key_length"] = [len(key) for key in keys]
-    records["slot"] = range(first_slot, first_slot + len(keys))
-    records["sequence"] = range(first_sequence, first_sequence + len(keys))
-    records["length"] = length
-    records["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
-    records["stored_ms"] = records["read_ms"] = time.time_ns() // 1_000_000
-    padded = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys)
-    records["key"] = np.frombuffer(padded, np.uint8).reshape(-1, MAX_KEY_BYTES)
-    return reseal_records(records, seed)
+    # On the path of every write, and mostly for few records: no arrays here.
+    now = time.time_ns() // 1_000_000
+    sealed = bytearray()
+    for index, (key, digest) in enumerate(zip(keys, digests, strict=True)):
+        record = _PACKED.pack(
+            VERSION,
+            LIVE,
+            len(key),
+            first_slot + index,
+            first_sequence + index,
+            length,
+            digest,
+            now,
+            now,
+            0,
+            0,
+            key,
+            0,
+        )
+        sealed += record
+        sealed += crc32c(record, seed).to_bytes(4, "little")
+    return bytes(sealed)
+
+
+def live_chunks(
+    raw: bytes, first_slot: int, length: int, seed: int
+) -> dict[int, tuple[bytes, bytes]]:
+    """Key and digest by slot of the valid records in `raw`, the index from `first_slot` on.
+
+    Says the same as `decode_records`, faster for the few records of an extent.
+    """
+    found: dict[int, tuple[bytes, bytes]] = {}
+    view = memoryview(raw)
+    for index in range(len(raw) // RECORD_BYTES):
+        at = index * RECORD_BYTES
+        version, state, key_length, slot, _, its_length, digest, _, _, _, _, key, _ = (
+            _PACKED.unpack_from(raw, at)
+        )
+        if (
+            version == VERSION
+            and state == LIVE
+            and slot == first_slot + index
+            and its_length == length
+            and 1 <= key_length <= MAX_KEY_BYTES
+            and crc32c(view[at : at + RECORD_BYTES - 4], seed)
+            == int.from_bytes(view[at + RECORD_BYTES - 4 : at + RECORD_BYTES], "little")
+        ):
+            found[slot] = (key[:key_length], digest)
+    return found
 
 
 def reseal_records(records: Records, seed: int) -> bytes:
