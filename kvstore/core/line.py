@@ -202,12 +202,15 @@ class Line:
 
     def _grant(self, request: Request) -> list[tuple[TierDirectory, Grant]]:
         pool = self._pool
-        # A prefix longer than the pool: only its head can ever fit.
-        reach = min(len(request.keys), request.granted + pool.rows - len(request.leases))
+        reach = len(request.keys)
         missing: list[tuple[int, TierDirectory]] = []
         obtainable = pool.obtainable
         for position in range(request.granted, reach):
             key = request.keys[position]
+            if len(request.leases) + len(missing) >= pool.rows and key not in request.leases:
+                # A prefix longer than the pool: only its head can ever fit.
+                reach = position
+                break
             chunk = pool.chunks.get(key)
             if chunk is not None:
                 self._lease(request, chunk)

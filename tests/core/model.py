@@ -41,7 +41,9 @@ class Client:
     Attributes:
         state: asking, loading, computing, storing or done.
         joined: when its wait began; None while it does not wait.
-        granted: how many of its keys were leased or fetched so far; `moved` is when.
+        granted: how many of its keys were leased or fetched so far.
+        seen: the same in the present round of its wait; `moved` is when it rose.
+        failed: keys that did not come while it waited.
         leased: how many leading keys it was told of and has leases for.
         asked: when it last asked.
         put_off: whether its last store was put off.
@@ -55,6 +57,8 @@ class Client:
     deferred: bool = False
     joined: float | None = None
     granted: int = 0
+    seen: int = 0
+    failed: set[bytes] = field(default_factory=set)
     moved: float = 0.0
     leased: int = 0
     asked: float = 0.0
@@ -67,8 +71,9 @@ class Client:
 
     def forget(self) -> None:
         """Its wait and its leases have ended."""
-        self.deferred, self.joined, self.granted, self.leased = False, None, 0, 0
-        self.again = False
+        self.deferred, self.joined, self.again = False, None, False
+        self.granted = self.seen = self.leased = 0
+        self.failed.clear()
 
 
 class World:
@@ -181,7 +186,7 @@ class World:
             if client.deferred and client.joined is None:
                 client.joined = self.now
             if client.again:
-                client.again, client.moved = False, self.now
+                client.again, client.moved, client.seen = False, self.now, 0
         line = self.core.line
         truncations = line.truncations
         in_line = [
@@ -195,8 +200,8 @@ class World:
         for client, request in in_line:
             waits = request.state is RequestState.WAITING
             granted = request.granted if waits else len(client.keys)
-            if granted > client.granted:
-                client.moved = self.now
+            if granted > client.seen:
+                client.seen, client.moved = granted, self.now
                 if line.truncations == truncations:
                     # Otherwise the rest may have been given up, not granted.
                     client.granted = granted
@@ -241,9 +246,13 @@ class World:
             client.leased = 0
         elif client.deferred:
             # It is told for the first time since it waited: what was granted stays.
-            client.leased = min(answer, client.granted)
-        client.deferred, client.joined, client.granted = False, None, 0
-        client.again = False
+            held_keys = client.keys[: min(answer, client.granted)]
+            client.leased = next(
+                (n for n, key in enumerate(held_keys) if key in client.failed), len(held_keys)
+            )
+        leased = client.leased
+        client.forget()
+        client.leased = leased
         self.hits_this_step.update(client.keys[:answer])
         return answer
 
@@ -426,6 +435,9 @@ class World:
                 # A slot that holds anything else fails its digest.
                 ok[position] = ok[position] and slots[slot] == key
                 self.rows[row] = key if ok[position] else GARBAGE
+                if not ok[position]:
+                    for client in self.clients.values():
+                        client.failed.add(key)
             else:
                 slots[slot] = self.rows[row] if ok[position] else GARBAGE
                 assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
