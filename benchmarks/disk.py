@@ -197,6 +197,8 @@ class Column:
         region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
         ours = Ours(self._folder / "ours", region, self._loop, self._options.io, fill=True)
         print(f"# {size_text(self._chunk_bytes)}: {ours.description}; {region.description}")
+        if " direct " not in ours.description and " uring " not in ours.description:
+            print("# without O_DIRECT: the page cache is in play")
         peer = None
         if with_vllm:
             memory = None
@@ -220,6 +222,7 @@ class Column:
                 for requests in REQUESTS if peer and case != "first write" else ():
                     sample = measure(peer, self._plan.batches(case, requests), self._seconds)
                     self._peer.setdefault((case, requests), []).append(sample)
+        gc.unfreeze()
         if peer:
             peer.close()
         ours.close()
@@ -262,9 +265,11 @@ class Column:
             return
         known = ways[_direction(case)]
         runs = {"any": self._chunk_bytes}
+        if case in ("read", "write", "random read"):
+            runs = {"pooled": self._chunk_bytes, "warm": self._chunk_bytes}
         if case in ("read", "write"):
             # Neighbours that move together are held against what large blocks give.
-            runs = {"pooled": self._chunk_bytes, "warm": self._chunk_bytes, "large": LARGE}
+            runs["large"] = LARGE
             known = {**known, "large": LARGE_WAY}
         for kind, block in runs.items():
             if kind in known:
@@ -407,8 +412,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sizes", type=sizes, default=None, help="64KiB,256KiB,2MiB,8MiB")
     parser.add_argument("--footprint", type=parse_size, default=None, help="512MiB")
-    parser.add_argument("--seconds", type=float, default=None, help="per case and contestant: 1.5")
-    parser.add_argument("--rounds", type=int, default=None, help="5")
+    parser.add_argument("--seconds", type=float, default=None, help="per case and contestant: 1.2")
+    parser.add_argument("--rounds", type=int, default=None, help="4")
     parser.add_argument(
         "--peer-memory",
         choices=("own", "huge"),
@@ -422,8 +427,8 @@ def main() -> int:
     quick = options.quick
     options.sizes = options.sizes or sizes("256KiB,2MiB" if quick else "64KiB,256KiB,2MiB,8MiB")
     options.footprint = options.footprint or (256 if quick else 512) * 2**20
-    options.seconds = options.seconds or (0.4 if quick else 1.5)
-    options.rounds = options.rounds or (2 if quick else 5)
+    options.seconds = options.seconds or (0.4 if quick else 1.2)
+    options.rounds = options.rounds or (2 if quick else 4)
     for chunk_bytes in options.sizes:
         if chunk_bytes % 4096 or options.footprint % (chunk_bytes * 64):
             parser.error("the footprint must be a multiple of 64 chunks, a chunk one of 4096 bytes")

@@ -30,7 +30,7 @@ from typing import Any
 
 __all__ = ["Fio", "FioResult", "Way"]
 
-RAMP_MS = 150
+RAMP_MS = 200
 
 WORKLOADS = {
     "write": ["--rw=write"],

@@ -213,8 +213,9 @@ def _flag(value: object) -> bool:
 
 
 def _policy(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"must be the name of a policy; known are: {', '.join(policy_names())}")
+    known = policy_names()
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"unknown policy; known are: {', '.join(known)}")
     find_policy(value)
     return value
 

@@ -30,6 +30,7 @@ def test_a_request_that_was_answered_does_not_wait_a_second_time() -> None:
     rig.wait(1.1)
     assert rig.ask(keys[:2], "r0") == 0
     assert rig.ask(prompts["r1"], "r0") == 0, "its time is used up, also for other keys"
+    assert rig.stats.misses == 2
 
 
 def test_keys_that_were_not_asked_before_may_be_waited_for_within_the_deadline() -> None:
@@ -72,6 +73,7 @@ def test_later_requests_do_not_wait_for_a_stalled_tier() -> None:
     assert rig.stats.tiers[0].stalled
     assert rig.ask(prompts["r1"], "r1") == 0
     assert rig.ask(prompts["r0"], "late") == 0, "nor for chunks that are stuck on their way"
+    assert rig.stats.misses == 2
 
 
 def test_a_stalled_tier_is_told_once_and_recovers_with_its_first_answer() -> None:
@@ -109,6 +111,16 @@ def test_nothing_is_copied_to_a_stalled_tier() -> None:
     assert rig.core.pool.chunks[chain("late", 1)[0]].unsaved == 0
     assert rig.stats.tiers[0].refused == 2
     rig.put(chain("more", 6))
+
+
+def test_a_stalled_tier_is_not_asked_to_grow() -> None:
+    held = chain("a", 4)
+    rig = Rig(rows=8, on=[held], segment_slots=8, max_segments=2, deadline=1.0)
+    assert rig.ask(held) is None
+    rig.wait(2.2)
+    rig.core.tiers[0].take_slots(4)
+    assert rig.core.tiers[0].wants_growth
+    assert rig.step() == []
 
 
 def test_chunks_that_waited_for_a_tier_that_stalls_are_let_go() -> None:

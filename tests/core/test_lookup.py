@@ -75,6 +75,18 @@ def test_a_lookup_that_was_answered_at_once_leaves_no_trace_after_its_step() -> 
     assert rig.ask([*keys, b"unknown"]) == 2
     rig.step()
     assert not rig.core._requests
+    assert not rig.core._asked
+
+
+def test_asking_for_a_long_time_costs_no_more_memory_than_asking_once() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    rig.resolve(keys)
+    for _ in range(50):
+        assert rig.ask(keys) == 4
+        rig.step(0.1)
+    assert len(rig.core._requests["r"].keys) <= 4
+    assert len(rig.core._asked) <= 1
 
 
 def test_a_hit_stays_loadable_until_its_step_ends() -> None:

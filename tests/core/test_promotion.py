@@ -68,6 +68,22 @@ def test_promotions_are_granted_in_the_order_of_asking() -> None:
     assert [move.keys for move in rig.step()] == [chains[2]]
 
 
+def test_who_stands_further_back_keeps_no_rows_from_who_stands_in_front() -> None:
+    first, second = chain("a", 8), chain("b", 7)
+    rig = Rig(rows=8, on=[first + second])
+    rig.put(second[:6])
+    rig.settle()
+    assert rig.ask(first, "r0") is None
+    assert rig.ask(second, "r1") is None
+    rig.settle(0.01)
+    assert rig.ask(first, "r0") == 8
+    assert rig.ask(second, "r1") is None
+    rig.core.on_request_finished("r0")
+    rig.step()
+    rig.settle(0.01)
+    assert rig.ask(second, "r1") == 7
+
+
 def test_a_request_that_needs_no_rows_is_not_held_up_by_one_that_does() -> None:
     first, second, shared = chain("a", 8), chain("b", 8), chain("c", 2)
     rig = Rig(rows=10, on=[first + second])

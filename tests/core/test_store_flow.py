@@ -122,6 +122,17 @@ def test_a_store_that_was_put_off_gets_everything_once_the_room_is_there() -> No
     assert not rig.core._requests
 
 
+def test_a_request_that_loads_is_put_off_like_any_other() -> None:
+    rig = Rig(rows=4, on=())
+    busy = chain("busy", 2)
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(chain("a", 4), "r") is None
+    grant = rig.core.prepare_store(chain("a", 4), "r")
+    assert grant is not None
+    assert grant.keys == chain("a", 2)
+
+
 def test_each_request_is_put_off_on_its_own_account() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)

@@ -228,7 +228,7 @@ def test_a_reset_clears_the_disk_for_the_next_process_too(tmp_path: Path) -> Non
         ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),
         (
             {"eviction_policy": "magic"},
-            "'magic': unknown policy; known are:.*lru",
+            "eviction_policy = 'magic': unknown policy.*known are:.*lru",
         ),
     ],
 )
