@@ -95,7 +95,7 @@ def _assemble(
     parts: list[str] = []
     for tier_config in config.tiers:
         disk = DiskTier(
-            tier_config.path,
+            tier_config.paths,
             namespace,
             chunk_bytes,
             tier_config.capacity_bytes,

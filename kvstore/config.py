@@ -38,17 +38,19 @@ class DiskConfig:
     """A disk tier.
 
     Attributes:
-        path: folder of the cache; made if it does not exist.
-        capacity_bytes: hard limit for the files of this process's lane.
+        path: folder of the cache; made if it does not exist. Several, as a list, one on
+            each disk: segments are dealt out to them in turn.
+        capacity_bytes: hard limit for the files of this process's lane; of several paths
+            each gets an equal share.
         eviction_policy: name of a policy.
         segment_bytes: size of one segment file, at most.
-        io: I/O backend: auto, direct, uring, mmap or buffered.
-        io_threads: threads that do I/O.
+        io: I/O backend: auto, aio, direct, uring, mmap or buffered.
+        io_threads: threads that do I/O, for each path.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
     """
 
-    path: Path
+    path: Path | tuple[Path, ...]
     capacity_bytes: int
     eviction_policy: str = "lru"
     segment_bytes: int = 256 * 2**20
@@ -59,6 +61,11 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         _check(self, _DISK)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The folders, one or more."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,15 @@ def _path(value: object) -> Path:
         raise ValueError("must be the path of a folder") from error
 
 
+def _paths(value: object) -> Path | tuple[Path, ...]:
+    if not isinstance(value, (list, tuple)):
+        return _path(value)
+    paths = tuple(_path(one) for one in value)
+    if not paths or len(set(paths)) < len(paths):
+        raise ValueError("must be the path of a folder, or a list of different ones")
+    return paths if len(paths) > 1 else paths[0]
+
+
 def _one_of(*allowed: str) -> _Check:
     def check(value: object) -> str:
         if value not in allowed:
@@ -281,18 +297,19 @@ def _tiers(value: object) -> tuple[DiskConfig, ...]:
         rest = {key: item for key, item in tier.items() if key != "type"}
         tiers.append(_build(DiskConfig, _DISK, rest, where))
     for index, tier in enumerate(tiers):
-        if tier.path in {other.path for other in tiers[:index]}:
-            told = f"tiers[{index}].path = {str(tier.path)!r}"
+        taken = {path for other in tiers[:index] for path in other.paths}
+        for path in taken.intersection(tier.paths):
+            told = f"tiers[{index}].path = {str(path)!r}"
             raise ConfigError(f"{told}: each tier needs a folder of its own")
     return tuple(tiers)
 
 
 _DISK: Mapping[str, _Check] = {
-    "path": _path,
+    "path": _paths,
     "capacity_bytes": _size(1),
     "eviction_policy": _policy,
     "segment_bytes": _size(1),
-    "io": _one_of("auto", "direct", "uring", "mmap", "buffered"),
+    "io": _one_of("auto", "aio", "direct", "uring", "mmap", "buffered"),
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,

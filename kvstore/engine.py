@@ -20,7 +20,7 @@ from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
 
-__all__ = ["Engine", "EngineThread", "new_event_loop"]
+__all__ = ["LEAVE_SECONDS", "Engine", "EngineThread", "new_event_loop"]
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
@@ -100,6 +100,16 @@ class Engine:
             except Exception:
                 # Neither has it here, and the others must still be closed.
                 logger.exception("%s cannot be closed", tier.description)
+
+    async def leave(self) -> None:
+        """Give up on calls that do not return, so that the loop can end.
+
+        The memory of the rows must stay: such a call may still use it.
+        """
+        for tier in self._tiers:
+            tier.leave()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=LEAVE_SECONDS)
 
     async def _follow(self, index: int, tier: Tier) -> None:
         while True:

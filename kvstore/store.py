@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvstore.assembly import Assembly, assemble, rows_for
 from kvstore.config import Config
 from kvstore.core import CoreStats
-from kvstore.engine import Engine
+from kvstore.engine import LEAVE_SECONDS, Engine
 from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
 from kvstore.types import Event, check_key
 from tiers.pinned import PinnedRegion
@@ -444,5 +444,7 @@ class Store:
         except TimeoutError:
             # Its rows may still be written to: the memory must stay.
             logger.warning("a tier does not answer and is left behind")
+            await self._engine.leave()
+            await asyncio.wait({closing}, timeout=LEAVE_SECONDS)
             return
         self._region.close()

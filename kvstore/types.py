@@ -131,6 +131,7 @@ class TierOpening:
         segments: segments that are ready for use.
         followed: whether others write to it: it is only read, and news come unasked.
         max_segments: segments that fit the tier's capacity.
+        stripes: devices among which segments are dealt out: segment s lies on device s % stripes.
     """
 
     name: str
@@ -140,3 +141,4 @@ class TierOpening:
     segments: Sequence[int]
     max_segments: int
     followed: bool = False
+    stripes: int = 1

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from kvstore.types import News, TierOpening
 from tiers.pinned import PinnedRegion
 
-__all__ = ["Tier", "Transfer"]
+__all__ = ["Tier", "Transfer", "error_of"]
 
 
 @dataclass(slots=True)
@@ -41,6 +41,14 @@ class Transfer:
 
     ok: list[bool]
     error: str | None = None
+
+
+def error_of(first: str | None, ok: Sequence[bool]) -> str | None:
+    """`Transfer.error` for a call in which `first` is what went wrong first: one line, not many."""
+    others = len(ok) - sum(ok) - 1
+    if first is None or others < 1:
+        return first
+    return f"{first} (and {others} more chunk{'s' if others > 1 else ''})"
 
 
 class Tier(ABC):
@@ -91,6 +99,13 @@ class Tier(ABC):
         Args:
             coldest_first: the (key, slot) that are valid now, in the order of
                 recency that the next `open` should report.
+        """
+
+    def leave(self) -> None:  # noqa: B027
+        """Stop waiting for calls that do not return; called on the loop, before its end.
+
+        Whoever waits for one is told that it failed. Rows may still be written to.
+        A tier that has no such calls need not do anything.
         """
 
     @abstractmethod

@@ -490,6 +490,10 @@ class Core:
             moves.append(self._move(Op.GROW, tier, [], [], []))
         while tier.queue:
             limit = min(CASCADE_BATCH, tier.max_rows_in_flight - len(tier.writing))
+            if tier.store_after:
+                # It failed a while ago. One chunk tries first: a whole batch would
+                # displace chunks that can still be read, for nothing.
+                limit = 0 if tier.writing else 1
             batch: list[Chunk] = []
             while tier.queue and len(batch) < limit:
                 chunk = self.pool.chunks.get(tier.queue[0])
@@ -590,6 +594,10 @@ class Core:
                 totals.failed_writes += 1
             self.pool.unpin(chunk)
         if not all(completion.ok):
+            tier.refused(slot for slot, ok in zip(move.slots, completion.ok, strict=True) if not ok)
+            if not tier.ailing:
+                self._log(f"a device of tier {tier.name} cannot store now: {completion.error}")
+                return
             if self.now >= tier.store_after:
                 self._log(f"tier {tier.name} cannot store now: {completion.error}")
             tier.store_after = self.now + STORE_PAUSE

@@ -11,6 +11,12 @@ from policies.base import EvictionPolicy
 
 __all__ = ["TierDirectory"]
 
+STRIPE_CHUNKS = 8
+"""Fewest chunks for which a further device is worth a call of its own."""
+
+DEVICE_PAUSE = 30.0
+"""Seconds for which a device that failed to store is passed over while others do not."""
+
 
 class TierDirectory:
     """Keys, slots and traffic of one slower tier.
@@ -67,18 +73,33 @@ class TierDirectory:
         self.history: list[tuple[bytes, bool]] = []
         """Keys that appeared or (True) left since events were taken, in order."""
         self.evicted = 0
-        self._slots = ExtentAllocator(opening.segment_slots)
+        self._stripes = [ExtentAllocator(opening.segment_slots) for _ in range(opening.stripes)]
+        self._faulty: dict[int, float] = {}
+        """Devices to which a copy failed, and until when they are passed over."""
+        self._now = 0.0
         used = set(self.entries.values())
         for segment in opening.segments:
             first = segment * self.segment_slots
-            self._slots.give(
+            self._stripe_of(first).give(
                 slot for slot in range(first, first + self.segment_slots) if slot not in used
             )
 
     @property
     def free(self) -> int:
         """Slots that are ready and hold nothing."""
-        return self._slots.free
+        return sum(stripe.free for stripe in self._stripes)
+
+    @property
+    def ailing(self) -> bool:
+        """Whether every device failed to store a short while ago."""
+        return len(self._faulty) == len(self._stripes)
+
+    @property
+    def _sound(self) -> list[ExtentAllocator]:
+        """Devices that store; all of them when none does."""
+        if not self._faulty or self.ailing:
+            return self._stripes
+        return [s for index, s in enumerate(self._stripes) if index not in self._faulty]
 
     @property
     def readable(self) -> bool:
@@ -101,7 +122,7 @@ class TierDirectory:
             not self.growing
             and not self.clearing
             and self.segments < self.max_segments
-            and self._slots.free < max(self.segment_slots // 2, 1)
+            and self.free < max(self.segment_slots // 2, 1) * len(self._stripes)
         )
 
     def take_slots(self, count: int) -> list[int]:
@@ -110,12 +131,40 @@ class TierDirectory:
         Evicts only when no further segment can be had; while one is on its
         way, fewer slots are given and the rest waits.
         """
-        short = count - self._slots.free
+        short = count - sum(stripe.free for stripe in self._sound)
         if short > 0 and (self.cannot_grow or self.segments >= self.max_segments):
             short = min(short, len(self.entries) - len(self.reading))
             if short > 0:
                 self._evict(short)
-        return self._slots.take(count)
+        return self._take(count)
+
+    def _take(self, count: int) -> list[int]:
+        """Slots from as many devices as the chunks are worth, those with most room first."""
+        slots: list[int] = []
+        by_room = sorted(self._sound, key=lambda stripe: -stripe.free)
+        shares = max(1, min(len(by_room), count // STRIPE_CHUNKS))
+        for left, stripe in zip(range(shares, 0, -1), by_room, strict=False):
+            slots += stripe.take(-(-(count - len(slots)) // left))
+        for stripe in by_room:
+            slots += stripe.take(count - len(slots))
+        return slots
+
+    def _give(self, slots: Iterable[int]) -> None:
+        """These slots hold nothing any more."""
+        if len(self._stripes) == 1:
+            self._stripes[0].give(slots)
+            return
+        of: dict[int, list[int]] = {}
+        for slot in slots:
+            of.setdefault(self._device_of(slot), []).append(slot)
+        for index, its_slots in of.items():
+            self._stripes[index].give(its_slots)
+
+    def _device_of(self, slot: int) -> int:
+        return slot // self.segment_slots % len(self._stripes)
+
+    def _stripe_of(self, slot: int) -> ExtentAllocator:
+        return self._stripes[self._device_of(slot)]
 
     def grown(self, segment: int) -> None:
         """A segment is ready: all its slots are free."""
@@ -126,11 +175,13 @@ class TierDirectory:
     def give_segment(self, segment: int) -> None:
         """All slots of the segment are free."""
         first = segment * self.segment_slots
-        self._slots.give(range(first, first + self.segment_slots))
+        self._stripe_of(first).give(range(first, first + self.segment_slots))
 
     def written(self, key: bytes, slot: int) -> None:
         """The chunk is on the tier, whole and findable."""
         del self.writing[key]
+        if self._faulty:
+            self._faulty.pop(self._device_of(slot), None)
         self.entries[key] = slot
         self.policy.insert(key)
         self.history.append((key, False))
@@ -138,13 +189,18 @@ class TierDirectory:
     def not_written(self, key: bytes, slot: int) -> None:
         """The copy failed; the slot is free again."""
         del self.writing[key]
-        self._slots.give((slot,))
+        self._give((slot,))
+
+    def refused(self, slots: Iterable[int]) -> None:
+        """Copies to `slots` failed: their devices are passed over for a while."""
+        for slot in slots:
+            self._faulty[self._device_of(slot)] = self._now + DEVICE_PAUSE
 
     def forget(self, key: bytes) -> None:
         """The entry proved unreadable: it is gone, its slot is free."""
         slot = self.entries.pop(key)
         self.policy.remove(key)
-        self._slots.give((slot,))
+        self._give((slot,))
         self.history.append((key, True))
 
     def begin_read(self, key: bytes) -> int:
@@ -173,6 +229,9 @@ class TierDirectory:
         When the step before lies further back than `patience`, `elapsed` says
         more of the caller than of the tier.
         """
+        self._now = now
+        if self._faulty:
+            self._faulty = {n: until for n, until in self._faulty.items() if until > now}
         if self.arrived:
             if elapsed < patience:
                 pace = (now - max(self.arrived_since, self._measured)) / self.arrived
@@ -196,7 +255,7 @@ class TierDirectory:
         self.reading.clear()
         self.writing.clear()
         self.queue.clear()
-        self._slots = ExtentAllocator(self.segment_slots)
+        self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
         self.clearing = True
         self.retry_after = 0.0
 
@@ -216,6 +275,6 @@ class TierDirectory:
         if victims is None:
             return
         entries = self.entries
-        self._slots.give([entries.pop(key) for key in victims])
+        self._give([entries.pop(key) for key in victims])
         self.history.extend((key, True) for key in victims)
         self.evicted += len(victims)

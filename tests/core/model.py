@@ -81,6 +81,7 @@ class World:
 
     Args:
         rows, slots, segment_slots, tiers, in_flight: geometry.
+        stripes: devices of each tier.
         followed: whether there is one tier more, which a neighbour writes to.
         deadline, ceiling, lease: of the core, in seconds.
         faults: the fraction of moves that fail, or some of their blocks.
@@ -99,6 +100,7 @@ class World:
         ceiling: float = 5.0,
         lease: float = 3.0,
         faults: float = 0.1,
+        stripes: int = 1,
     ) -> None:
         self.rows = [GARBAGE] * rows
         self.slots = [[GARBAGE] * slots for _ in range(tiers + followed)]
@@ -106,6 +108,7 @@ class World:
         self.gossip = News()
         """What the neighbour did and nobody was told of."""
         self.segment_slots = segment_slots
+        self.stripes = stripes
         self.in_flight = in_flight
         self.faults = faults
         self.policy = policy
@@ -148,6 +151,7 @@ class World:
                 self.segment_slots,
                 list(range(segments[index])),
                 slots // self.segment_slots,
+                stripes=self.stripes,
             )
             policy = create_policy(self.policy, slots)
             directories.append(TierDirectory(index, opening, policy, self.in_flight))
@@ -628,6 +632,7 @@ def random_world(rng: random.Random) -> World:
         in_flight=rng.choice((1, 3, rows)),
         ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
+        stripes=rng.choice((1, 1, 2, 3)),
     )
 
 

@@ -52,6 +52,7 @@ class Rig:
         max_segments: int | None = None,
         in_flight: int = 64,
         policy: EvictionPolicy | None = None,
+        stripes: int = 1,
         **timing: Any,
     ) -> None:
         most = segments if max_segments is None else max_segments
@@ -65,6 +66,7 @@ class Rig:
                     segment_slots,
                     list(range(segments)),
                     most,
+                    stripes=stripes,
                 ),
                 create_policy("lru", segment_slots * most),
                 in_flight,

@@ -23,7 +23,7 @@ ROWS = 16
 NAMESPACE = Namespace.of("tiny", {"model": "tiny", "dtype": "bf16"})
 
 
-def disk_tier(path: Path, *, segments: int = 3, **options: Any) -> DiskTier:
+def disk_tier(path: Path | list[Path], *, segments: int = 3, **options: Any) -> DiskTier:
     """A tier in `path` for chunks of `CHUNK` bytes, `SLOTS` to a segment."""
     options = {"capacity_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, **options}
     namespace = options.pop("namespace", NAMESPACE)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers.support import NAMESPACE
-from tiers.disk import DiskTier
-from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES
-from tiers.disk.format import Geometry
+from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES, cut_batches, cut_extents
 from tiers.disk.io import IOV_MAX
 
 MIB = 2**20
@@ -22,9 +18,8 @@ def extents_of(
     slots: list[int], *, slot_bytes: int = 4096, segment_slots: int = 64, threads: int = 4
 ) -> list[list[int]]:
     """The slots of each call that a tier of this shape would make."""
-    tier = DiskTier(Path("nowhere"), NAMESPACE, 1, 1, segment_bytes=1, io_threads=threads)
-    tier.geometry = Geometry(segment_slots, slot_bytes, slot_bytes)
-    return [[slots[index] for index in extent] for extent in tier._extents(slots)]
+    extents = cut_extents(slots, segment_slots, slot_bytes, threads)
+    return [[slots[index] for index in extent] for extent in extents]
 
 
 many_slots = st.lists(st.integers(0, 300), unique=True, max_size=200)
@@ -86,3 +81,20 @@ def test_the_border_of_a_segment_makes_two_calls() -> None:
 def test_one_large_request_keeps_every_thread_busy(threads: int) -> None:
     calls = extents_of(list(range(32)), slot_bytes=MIB, threads=threads)
     assert len(calls) >= threads
+
+
+@given(many_slots, shapes)
+def test_a_batch_is_no_longer_than_the_longest_call(
+    slots: list[int], shape: dict[str, int]
+) -> None:
+    size, threads = shape["slot_bytes"], shape["threads"]
+    extents = cut_extents(slots, shape["segment_slots"], size, threads)
+    batches = cut_batches(extents, size, threads)
+    assert [extent for batch in batches for extent in batch] == extents
+    for batch in batches:
+        assert len(batch) == 1 or sum(map(len, batch)) * size <= MAX_CALL_BYTES
+
+
+def test_scattered_slots_go_to_every_thread() -> None:
+    extents = cut_extents(list(range(0, 64, 2)), 64, MIB, 4)
+    assert len(cut_batches(extents, MIB, 4)) >= 4

@@ -438,3 +438,20 @@ async def test_after_a_power_cut_what_is_found_is_right(
     # `fetch` fails if a block is called good that is not.
     found = dict(zip(keys, await again.fetch(keys, slots), strict=True))
     assert all(found[key] for key in KEYS[4:]), "what was synced and not rewritten is there"
+
+
+async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(
+    ext4: Callable[[], Path], tmp_path: Path, open_bench: OpenBench
+) -> None:
+    place = ext4()
+    bench = open_bench([place / "cache", tmp_path / "other"], segments=2)
+    slots = [*range(SLOTS), *range(SLOTS, 2 * SLOTS)]
+    keys = [key_of(n) for n in slots]
+    assert all((await bench.store(keys, slots)).ok)
+    power_off(place)
+    assert await bench.fetch(keys, slots) == [False] * SLOTS + [True] * SLOTS
+    done = await bench.store(keys, slots)
+    assert done.ok == [False] * SLOTS + [True] * SLOTS
+    assert done.error is not None
+    assert f"(and {SLOTS - 1} more chunks)" in done.error
+    await asyncio.wait_for(bench.close([]), 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from tiers.disk.io import IO_BACKENDS, IOBackend, choose_backend
+from tiers.disk.io import IO_BACKENDS, IOBackend, Run, choose_backend
 from tiers.disk.io.base import read_whole
 from tiers.pinned import PAGE, PinnedRegion
 
@@ -202,3 +203,80 @@ print(path.stat().st_size // PAGE, "pages")
     if "Invalid argument" in done.stdout + done.stderr:
         pytest.skip("O_DIRECT is refused here")
     assert done.stdout.splitlines() == ["File too large", "2 pages"], done.stderr
+
+
+def test_runs_of_one_batch_are_moved_each_to_its_place(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    runs = [Run(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
+    assert backend.write_all(runs) == [2 * PAGE] * 10
+    back = [Run(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
+    assert backend.read_all(back) == [PAGE] * 10
+    backend.close(fd)
+    for n in range(10):
+        assert (memory.array[20 + n] == memory.array[n]).all()
+    content = np.frombuffer(file.read_bytes(), np.uint8).reshape(PAGES, PAGE)
+    for n in range(10):
+        assert (content[3 * n] == memory.array[n]).all()
+        assert (content[3 * n + 1] == memory.array[n + 1]).all()
+        assert not content[3 * n + 2].any(), "a run wrote beyond its end"
+
+
+def test_more_runs_than_the_kernel_takes_at_once_are_all_moved(
+    backend: IOBackend, tmp_path: Path, memory: PinnedRegion
+) -> None:
+    path, many = tmp_path / "long", 1000
+    path.write_bytes(bytes(many * PAGE))
+    fd = backend.open(path)
+    runs = [Run(fd, rows(memory, n % PAGES), n * PAGE) for n in range(many)]
+    assert backend.write_all(runs) == [PAGE] * many
+    backend.close(fd)
+    content = np.frombuffer(path.read_bytes(), np.uint8).reshape(many, PAGE)
+    for n in range(many):
+        assert (content[n] == memory.array[n % PAGES]).all()
+
+
+def test_a_run_that_fails_fails_alone(
+    backend: IOBackend, file: Path, tmp_path: Path, memory: PinnedRegion
+) -> None:
+    fd, closed = backend.open(file), backend.open(file, writable=False)
+    backend.close(closed)
+    bad = 10**6  # No descriptor has this number.
+    runs = [Run(bad if n % 3 == 1 else fd, rows(memory, n), n * PAGE) for n in range(6)]
+    for outcomes in (backend.write_all(runs), backend.read_all(runs)):
+        for n, outcome in enumerate(outcomes):
+            if n % 3 == 1:
+                assert isinstance(outcome, OSError)
+                assert outcome.errno == errno.EBADF
+            else:
+                assert outcome == PAGE
+    backend.close(fd)
+
+
+def test_a_run_that_crosses_the_end_of_the_file_is_short_and_the_others_are_whole(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    ends = [Run(fd, rows(memory, 0, 1), (PAGES - 1) * PAGE), Run(fd, rows(memory, 2), PAGES * PAGE)]
+    runs = [*ends, Run(fd, rows(memory, 3), 0)]
+    assert backend.read_all(runs) == [PAGE, 0, PAGE]
+    backend.close(fd)
+
+
+def test_no_runs_are_no_work(backend: IOBackend) -> None:
+    assert backend.read_all([]) == backend.write_all([]) == []
+
+
+def test_a_call_that_failed_leaves_nothing_for_the_next(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    backend.write(fd, rows(memory, 1), 0)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            backend.read(10**6, rows(memory, 2, 3), 0)
+        assert backend.read(fd, rows(memory, 4), 0) == PAGE
+        assert (memory.array[4] == memory.array[1]).all()
+        memory.array[4] = 0
+    backend.close(fd)

@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from tiers.disk.format import live_chunks
-from tiers.disk.io import IOV_MAX, IOBackend
+from tiers.disk.format import encode_records, live_chunks
+from tiers.disk.io import IOV_MAX, IOBackend, Run
 from tiers.disk.segment import Segment
 
-__all__ = ["ExtentRead", "cut_extents", "read_extent"]
+__all__ = [
+    "Extent",
+    "Outcome",
+    "cut_batches",
+    "cut_extents",
+    "gravest",
+    "read_extents",
+    "write_extents",
+]
 
 MIN_CALL_BYTES = 1024 * 1024
-MAX_CALL_BYTES = 16 * 1024 * 1024
+MAX_CALL_BYTES = 4 * 1024 * 1024
+"""Longer calls only queue in the kernel, and make what is more urgent wait."""
 
 
 @dataclass(slots=True)
-class ExtentRead:
-    """The outcome of reading an extent.
+class Extent:
+    """Neighbouring slots of one segment with their keys and memory.
 
     Attributes:
-        ok: per key, whether its buffer holds exactly its bytes.
-        wrong: slots that do not hold what was asked for; not those that could not be read.
+        first: the first slot, within its segment.
+        buffers: a row for each key.
+    """
+
+    segment: Segment
+    first: int
+    keys: Sequence[bytes]
+    buffers: Sequence[memoryview]
+
+    @property
+    def run(self) -> Run:
+        """What the backend moves."""
+        return Run(self.segment.data, self.buffers, self.segment.offset_of(self.first))
+
+    def one_by_one(self) -> list[Extent]:
+        """Extents of one slot each."""
+        return [
+            Extent(self.segment, self.first + index, [key], [buffer])
+            for index, (key, buffer) in enumerate(zip(self.keys, self.buffers, strict=True))
+        ]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of an extent.
+
+    Attributes:
+        ok: per key, whether its bytes are where they belong, whole.
+        wrong: slots read that do not hold what was asked for; not those that could not be read.
         error: what went wrong, in words, or None.
     """
 
@@ -39,9 +75,7 @@ def cut_extents(
 
     A run is cut so that one request alone keeps every thread busy.
     """
-    share = len(slots) * slot_bytes // threads
-    call_bytes = min(MAX_CALL_BYTES, max(MIN_CALL_BYTES, share))
-    longest = min(IOV_MAX, max(1, call_bytes // slot_bytes))
+    longest = min(IOV_MAX, max(1, _call_bytes(len(slots) * slot_bytes, threads) // slot_bytes))
     extents: list[list[int]] = []
     previous = -2
     for index in sorted(range(len(slots)), key=slots.__getitem__):
@@ -54,52 +88,137 @@ def cut_extents(
     return extents
 
 
-def read_extent(
-    backend: IOBackend,
-    segment: Segment,
-    first: int,
-    keys: Sequence[bytes],
-    buffers: Sequence[memoryview],
-) -> ExtentRead:
-    """Read neighbouring slots from `first` on into `buffers` and verify each against its key.
+def cut_batches(
+    extents: Sequence[list[int]], slot_bytes: int, threads: int
+) -> list[list[list[int]]]:
+    """Extents grouped into what one thread does in one go, about as much as one long extent."""
+    total = sum(len(extent) for extent in extents) * slot_bytes
+    limit = _call_bytes(total, threads)
+    batches: list[list[list[int]]] = []
+    room = 0
+    for extent in extents:
+        size = len(extent) * slot_bytes
+        if size > room:
+            batches.append([])
+            room = limit
+        batches[-1].append(extent)
+        room -= size
+    return batches
 
-    When the call fails, the blocks are read one by one: a failed block fails alone.
+
+def _call_bytes(total: int, threads: int) -> int:
+    return min(MAX_CALL_BYTES, max(MIN_CALL_BYTES, total // threads))
+
+
+def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]:
+    """Read `extents` and verify each block against its key. A failed block fails alone."""
+    records: list[bytes | OSError] = []
+    for extent in extents:
+        try:
+            records.append(extent.segment.read_records(extent.first, len(extent.keys)))
+        except OSError as error:
+            records.append(error)
+    moved = backend.read_all([extent.run for extent in extents])
+    return [
+        _verified(backend, extent, raw, got)
+        for extent, raw, got in zip(extents, records, moved, strict=True)
+    ]
+
+
+def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) -> list[Outcome]:
+    """Write `extents` and their records. A failed block fails alone.
+
+    Old records out, payload in, new records in: in this order, so that a crash
+    between any two of them leaves slots that hold nothing.
+
+    Args:
+        sequence: that of the first record; the others count on from it.
     """
-    geometry = segment.geometry
-    size = geometry.chunk_bytes
-    try:
-        raw = segment.read_records(first, len(keys))
-        got = backend.read(segment.data, buffers, segment.offset_of(first))
-    except OSError as error:
-        if len(keys) == 1:
-            told = f"read of {segment.path} slot {first}: {error.strerror or error}"
-            return ExtentRead([False], [], told)
-        return _one_by_one(backend, segment, first, keys, buffers)
+    erased: list[OSError | None] = []
+    for extent in extents:
+        try:
+            extent.segment.erase_records(extent.first, len(extent.keys))
+            erased.append(None)
+        except OSError as refused:
+            erased.append(refused)
+    sound = [extent for extent, refused in zip(extents, erased, strict=True) if refused is None]
+    moved = iter(backend.write_all([extent.run for extent in sound]))
+    outcomes: list[Outcome] = []
+    for extent, failed in zip(extents, erased, strict=True):
+        done = failed if failed is not None else next(moved)
+        if not isinstance(done, OSError):
+            try:
+                _write_records(extent, sequence)
+            except OSError as refused:
+                done = refused
+        if isinstance(done, OSError):
+            outcomes.append(_write_failed(backend, extent, sequence, done))
+        else:
+            outcomes.append(Outcome([True] * len(extent.keys), [], None))
+        sequence += len(extent.keys)
+    return outcomes
+
+
+def _write_records(extent: Extent, sequence: int) -> None:
+    segment, size = extent.segment, extent.segment.geometry.chunk_bytes
+    digests = [xxh3_128_digest(buffer[:size]) for buffer in extent.buffers]
+    segment.write_records(
+        extent.first,
+        encode_records(extent.keys, extent.first, sequence, size, digests, segment.seed),
+    )
+
+
+def _write_failed(backend: IOBackend, extent: Extent, sequence: int, error: OSError) -> Outcome:
+    if len(extent.keys) == 1:
+        return Outcome([False], [], _told("write to", extent, error))
+    return _joined(
+        write_extents(backend, [one], sequence + index)[0]
+        for index, one in enumerate(extent.one_by_one())
+    )
+
+
+def _verified(
+    backend: IOBackend, extent: Extent, raw: bytes | OSError, got: int | OSError
+) -> Outcome:
+    """Compare what was read with the records that were there just before."""
+    error = raw if isinstance(raw, OSError) else got
+    if isinstance(error, OSError):
+        if len(extent.keys) == 1:
+            return Outcome([False], [], _told("read of", extent, error))
+        return _joined(read_extents(backend, [one])[0] for one in extent.one_by_one())
+    assert isinstance(raw, bytes)
+    assert isinstance(got, int)
+    segment, first = extent.segment, extent.first
+    size, slot_bytes = segment.geometry.chunk_bytes, segment.geometry.slot_bytes
     known = live_chunks(raw, first, size, segment.seed)
     ok: list[bool] = []
-    for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-        whole = got >= index * geometry.slot_bytes + size
+    for index, (key, buffer) in enumerate(zip(extent.keys, extent.buffers, strict=True)):
+        whole = got >= index * slot_bytes + size
         expected = (key, xxh3_128_digest(buffer[:size])) if whole else None
         ok.append(expected is not None and known.get(first + index) == expected)
+    if all(ok):
+        return Outcome(ok, [], None)
     wrong = [first + index for index, one in enumerate(ok) if not one]
-    told = f"{segment.path}: slots {wrong} do not hold what their records say"
-    return ExtentRead(ok, wrong, told if wrong else None)
+    return Outcome(ok, wrong, f"{segment.path}: slots {wrong} do not hold what their records say")
 
 
-def _one_by_one(
-    backend: IOBackend,
-    segment: Segment,
-    first: int,
-    keys: Sequence[bytes],
-    buffers: Sequence[memoryview],
-) -> ExtentRead:
-    whole = ExtentRead([], [], None)
-    errors: list[str] = []
-    for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-        one = read_extent(backend, segment, first + index, [key], [buffer])
-        whole.ok += one.ok
-        whole.wrong += one.wrong
-        if one.error is not None:
-            errors.append(one.error)
-    whole.error = "; ".join(errors) or None
-    return whole
+def gravest(outcomes: Iterable[Outcome]) -> str | None:
+    """What to tell of several outcomes: the first call that failed, before the first mismatch."""
+    mismatch: str | None = None
+    for outcome in outcomes:
+        if outcome.error is not None:
+            if not outcome.wrong:
+                return outcome.error
+            mismatch = mismatch or outcome.error
+    return mismatch
+
+
+def _joined(parts: Iterable[Outcome]) -> Outcome:
+    outcomes = list(parts)
+    ok = [one for outcome in outcomes for one in outcome.ok]
+    wrong = [slot for outcome in outcomes for slot in outcome.wrong]
+    return Outcome(ok, wrong, gravest(outcomes))
+
+
+def _told(what: str, extent: Extent, error: OSError) -> str:
+    return f"{what} {extent.segment.path} slot {extent.first}: {error.strerror or error}"

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvstore.errors import ForeignFileError
 from kvstore.types import News, TierOpening
 from tiers.base import Tier, Transfer
-from tiers.disk.extents import ExtentRead, cut_extents, read_extent
+from tiers.disk.extents import Extent, cut_batches, cut_extents, read_extents
 from tiers.disk.format import RECORD, RECORD_BYTES, decode_records
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import lane_folders
@@ -81,6 +81,7 @@ class FollowedLanes(Tier):
     def open(self, region: PinnedRegion) -> TierOpening:
         self._region = region
         self._backend: IOBackend = self._own.backend
+        self._threads = self._own.volumes[0].threads
         news = self._look()
         return TierOpening(
             name=f"{self._own.name}:others",
@@ -101,36 +102,37 @@ class FollowedLanes(Tier):
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
         ok = [False] * len(keys)
-        calls: list[Callable[[], ExtentRead]] = []
-        extents = cut_extents(
-            slots, SLOTS_PER_SEGMENT, self._region.row_bytes, self._own.thread_count
-        )
-        reached = []
-        for extent in extents:
-            number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
-            followed = self._by_number.get(number)
-            if followed is None:
-                continue  # The segment is gone; so are its chunks.
-            reached.append(extent)
-            calls.append(
-                partial(
-                    read_extent,
-                    self._backend,
-                    followed.segment,
-                    first,
-                    [keys[index] for index in extent],
-                    [self._region.row(rows[index]) for index in extent],
+        extents = cut_extents(slots, SLOTS_PER_SEGMENT, self._region.row_bytes, self._threads.count)
+        batches = cut_batches(extents, self._region.row_bytes, self._threads.count)
+
+        def read_batch(batch: Sequence[Sequence[int]]) -> str | None:
+            reached: list[Sequence[int]] = []
+            wanted: list[Extent] = []
+            for extent in batch:
+                number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
+                followed = self._by_number.get(number)
+                if followed is None:
+                    continue  # The segment is gone; so are its chunks.
+                reached.append(extent)
+                wanted.append(
+                    Extent(
+                        followed.segment,
+                        first,
+                        [keys[index] for index in extent],
+                        [self._region.row(rows[index]) for index in extent],
+                    )
                 )
-            )
-        errors: list[str] = []
-        outcomes = await self._own.threads.run(calls, load=True) if calls else []
-        for extent, outcome in zip(reached, outcomes, strict=True):
-            for index, one in zip(extent, outcome.ok, strict=True):
-                ok[index] = one
-            # That an owner rewrote a slot is its right, not an error.
-            if outcome.error is not None and not outcome.wrong:
-                errors.append(outcome.error)
-        return Transfer(ok, "; ".join(errors) or None)
+            told: str | None = None
+            for extent, outcome in zip(reached, read_extents(self._backend, wanted), strict=True):
+                for index, one in zip(extent, outcome.ok, strict=True):
+                    ok[index] = one
+                # That an owner rewrote a slot is its right, not an error.
+                if not outcome.wrong:
+                    told = told or outcome.error
+            return told
+
+        told = await self._threads.run([partial(read_batch, batch) for batch in batches], load=True)
+        return Transfer(ok, next((error for error in told if error is not None), None))
 
     async def write(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
@@ -148,12 +150,12 @@ class FollowedLanes(Tier):
             self._forget_all()
             return True
 
-        await self._own.threads.run([forget], load=False)
+        await self._threads.run([forget], load=False)
         return []
 
     async def refresh(self) -> News:
         generation = self._generation
-        (news,) = await self._own.threads.run([self._look], load=False)
+        (news,) = await self._threads.run([self._look], load=False)
         # What was seen before the tier was cleared is not news any more.
         return news if generation == self._generation else News()
 
@@ -182,14 +184,14 @@ class FollowedLanes(Tier):
         appeared: dict[bytes, int] = {}
         gone: set[bytes] = set()
         present: set[Path] = set()
-        try:
-            lanes = lane_folders(self._own.namespace_folder)
-        except OSError as error:
-            logger.debug("cannot follow other lanes: %s", error)
-            lanes = []
-        for number, folder in lanes:
-            if number == self._own.lane_number:
-                continue
+        lanes: list[Path] = []
+        for volume in self._own.volumes:
+            own = volume.lane.folder
+            try:
+                lanes += [folder for _, folder in lane_folders(own.parent) if folder != own]
+            except OSError as error:
+                logger.debug("cannot follow other lanes: %s", error)
+        for folder in lanes:
             with contextlib.suppress(OSError):
                 for _, path in segment_files(folder):
                     present.add(path)

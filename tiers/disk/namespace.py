@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,6 +19,7 @@ from kvstore.errors import ConfigError, ForeignFileError, NamespaceMismatchError
 __all__ = ["Namespace", "make_folder", "read_namespace"]
 
 FILE_NAME = "namespace.json"
+_LEFTOVER = re.compile(r"\.namespace\.json\.(\d{1,10})-[0-9a-f]{8}")
 MAX_FILE_BYTES = 1024 * 1024
 
 
@@ -67,9 +69,14 @@ class Namespace:
         make_folder(root)
         folder = root / self.name
         make_folder(folder)
+        _remove_leftovers(folder)
         file = folder / FILE_NAME
         if not os.path.lexists(file):
-            self._publish(file, told)
+            with contextlib.suppress(FileNotFoundError):
+                self._publish(file, told)
+            if not os.path.lexists(file):
+                # Taken for a leftover by a process that does not see this one's number.
+                self._publish(file, told)
         found = read_namespace(folder)
         if found.get("digest") != self.digest or found.get("identity") != _plain(self.identity):
             raise NamespaceMismatchError(
@@ -97,10 +104,21 @@ class Namespace:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 os.rename(temporary, file)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise PathUnusableError(f"{file}: cannot be written ({error.strerror})") from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes left that were killed while they published."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f".{FILE_NAME}.*-*"):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match and not os.path.exists(f"/proc/{match[1]}"):
+                path.unlink(missing_ok=True)
 
 
 def read_namespace(folder: Path) -> dict[str, Any]:

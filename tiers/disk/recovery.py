@@ -24,6 +24,7 @@ class Recovered:
     Attributes:
         segments: open segments, by number.
         entries: (key, slot) coldest first; slot = segment number x slots + slot within.
+        sequences: theirs, ascending.
         sequence: higher than that of every record found.
         foreign: files that occupy space but cannot be used, with the reason.
         foreign_bytes: their size.
@@ -33,6 +34,7 @@ class Recovered:
 
     segments: dict[int, Segment]
     entries: list[tuple[bytes, int]]
+    sequences: list[int]
     sequence: int
     foreign: list[str]
     foreign_bytes: int
@@ -94,8 +96,11 @@ def recover(
         segment.close()
         segment.path.unlink()
         removed.append(segment.path.name)
-    entries, sequence = _entries(found, geometry.slots)
-    return Recovered(segments, entries, sequence, foreign, foreign_bytes, damaged, removed)
+    entries, sequences = _entries(found, geometry.slots)
+    sequence = sequences[-1] + 1 if sequences else 0
+    return Recovered(
+        segments, entries, sequences, sequence, foreign, foreign_bytes, damaged, removed
+    )
 
 
 def _open(
@@ -132,7 +137,7 @@ def _warmth(records: LiveRecords) -> int:
 
 def _entries(
     found: dict[int, LiveRecords], slots_per_segment: int
-) -> tuple[list[tuple[bytes, int]], int]:
+) -> tuple[list[tuple[bytes, int]], list[int]]:
     keys: list[bytes] = []
     slots: list[int] = []
     sequences: list[np.ndarray[tuple[int], np.dtype[np.uint64]]] = []
@@ -141,7 +146,7 @@ def _entries(
         slots += [number * slots_per_segment + slot for slot in records.slots]
         sequences.append(records.records["sequence"])
     if not keys:
-        return [], 0
+        return [], []
     sequence = np.concatenate(sequences)
     order = np.argsort(sequence, kind="stable").tolist()
     newest: dict[bytes, int] = {}
@@ -149,5 +154,6 @@ def _entries(
         key = keys[index]
         # The last one of a key is the one that counts, also for its place in the order.
         newest.pop(key, None)
-        newest[key] = slots[index]
-    return list(newest.items()), int(sequence.max()) + 1
+        newest[key] = index
+    where = list(newest.values())
+    return [(key, slots[index]) for key, index in newest.items()], sequence[where].tolist()

@@ -21,6 +21,7 @@ from tiers.disk.format import (
     segment_seed,
 )
 from tiers.disk.io import IOBackend
+from tiers.disk.records import RecordFile
 
 __all__ = ["Segment", "read_header", "segment_files"]
 
@@ -31,8 +32,8 @@ _TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp|\.probe-\d+-[0-9a-f]
 class Segment:
     """An open segment of a lane that this process owns.
 
-    `data` moves slots, by the backend's way; `meta` moves records, through the
-    page cache: writing a record is a copy to memory that outlives the process.
+    Slots are moved through the descriptor `data`, by the backend's way; records
+    through a `RecordFile`.
 
     Attributes:
         number: its number within the lane, part of the file's name.
@@ -40,7 +41,13 @@ class Segment:
     """
 
     def __init__(
-        self, number: int, path: Path, header: Header, backend: IOBackend, data: int, meta: int
+        self,
+        number: int,
+        path: Path,
+        header: Header,
+        backend: IOBackend,
+        data: int,
+        records: RecordFile,
     ) -> None:
         self.number = number
         self.path = path
@@ -49,7 +56,7 @@ class Segment:
         self.seed = segment_seed(header.segment_id)
         self._backend = backend
         self.data = data
-        self.meta = meta
+        self._records = records
 
     @classmethod
     def create(
@@ -82,7 +89,7 @@ class Segment:
             with contextlib.suppress(OSError):
                 name.unlink()
             raise
-        return cls(number, path, header, backend, data, fd)
+        return cls(number, path, header, backend, data, RecordFile(fd, geometry.blocks_offset))
 
     @classmethod
     def open(cls, path: Path, namespace: str, geometry: Geometry, backend: IOBackend) -> Segment:
@@ -110,7 +117,8 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        return cls(int(match[1]), path, header, backend, data, meta)
+        records = RecordFile(meta, geometry.blocks_offset)
+        return cls(int(match[1]), path, header, backend, data, records)
 
     @classmethod
     def follow(cls, path: Path, header: Header, backend: IOBackend) -> Segment:
@@ -130,26 +138,46 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        segment = cls(int(match[1]), path, header, backend, data, meta)
-        weakref.finalize(segment, _close_both, backend, data, meta)
+        records = RecordFile(meta, None)
+        segment = cls(int(match[1]), path, header, backend, data, records)
+        weakref.finalize(segment, _close_both, backend, data, records)
         return segment
 
     def read_records(self, first: int, count: int) -> bytes:
         """The raw records of `count` slots from `first` on; may be short at a damaged end."""
-        return os.pread(
-            self.meta, count * RECORD_BYTES, self.geometry.index_offset + first * RECORD_BYTES
+        return self._records.read(
+            self.geometry.index_offset + first * RECORD_BYTES, count * RECORD_BYTES
         )
 
     def write_records(self, first: int, records: bytes) -> None:
-        """Write raw records from slot `first` on."""
+        """Write raw records from slot `first` on.
+
+        Raises:
+            OSError: as the system says.
+        """
         offset = self.geometry.index_offset + first * RECORD_BYTES
-        done = 0
-        while done < len(records):
-            done += os.pwrite(self.meta, records[done:], offset + done)
+        try:
+            self._records.write(offset, records)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            # Somebody has cut the file short: what it held is lost, its place is not.
+            if os.fstat(self.data).st_size >= self.geometry.file_bytes:
+                raise
+            _allocate(self.data, self.geometry.file_bytes)
+            self._records.write(offset, records)
 
     def erase_records(self, first: int, count: int) -> None:
         """Mark slots as holding nothing."""
         self.write_records(first, bytes(count * RECORD_BYTES))
+
+    def sync(self) -> None:
+        """Wait until what was written is on the medium.
+
+        Raises:
+            OSError: as the system says.
+        """
+        os.fdatasync(self.data)
 
     def offset_of(self, slot: int) -> int:
         """Where a slot begins in the file."""
@@ -157,13 +185,12 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors."""
-        self._backend.close(self.data)
-        os.close(self.meta)
+        _close_both(self._backend, self.data, self._records)
 
 
-def _close_both(backend: IOBackend, data: int, meta: int) -> None:
+def _close_both(backend: IOBackend, data: int, records: RecordFile) -> None:
     backend.close(data)
-    os.close(meta)
+    records.close()
 
 
 def read_header(path: Path) -> Header:

@@ -1,7 +1,8 @@
 """A few plain threads that do blocking I/O, loads before stores.
 
-One job is many operations and one hop back to the event loop: the last
-operation to end wakes the loop, once.
+One job is many operations, one hop to the threads and one back: a thread cuts the
+job into its operations, and the last of them to end wakes the loop, once. What
+the loop does for a job does not depend on its size.
 """
 
 from __future__ import annotations
@@ -12,27 +13,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["IOThreads"]
 
 _T = TypeVar("_T")
 
 
+Operation = Callable[[], object]
+
+
 class _Job:
     """The operations of one job and where their outcome goes."""
 
-    __slots__ = ("error", "future", "left", "lock", "loop", "results")
+    __slots__ = ("ended", "error", "future", "left", "lock", "loop", "results")
 
-    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.future: asyncio.Future[list[object]] = loop.create_future()
-        self.results: list[object] = [None] * count
+        self.future: asyncio.Future[None] = loop.create_future()
+        self.ended = False
+        self.results: list[object] = []
         self.error: Exception | None = None
-        self.left = count
+        self.left = 0
         self.lock = threading.Lock()
 
-    def perform(self, index: int, operation: Callable[[], object]) -> None:
+    def cut(self, cut: Callable[[], Sequence[Operation]]) -> Sequence[Operation]:
+        """The job's operations; when there are none, it has ended."""
+        try:
+            operations = cut()
+        except Exception as error:
+            self.error = error
+            operations = ()
+        self.results = [None] * len(operations)
+        self.left = len(operations)
+        if not operations:
+            self._end()
+        return operations
+
+    def perform(self, index: int, operation: Operation) -> None:
         try:
             self.results[index] = operation()
         except Exception as error:
@@ -41,15 +59,23 @@ class _Job:
             self.left -= 1
             last = not self.left
         if last:
-            # Once the loop is closed nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._wake)
+            self._end()
+
+    def leave(self) -> None:
+        """Nobody waits for the operations any more."""
+        if not self.ended:
+            self.error = TimeoutError("an I/O call does not return")
+            self._wake()
+
+    def _end(self) -> None:
+        # Once the loop is closed nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.results)
+        self.ended = True
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 class IOThreads:
@@ -60,11 +86,14 @@ class IOThreads:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._loads: deque[tuple[_Job, int, Callable[[], object]]] = deque()
-        self._stores: deque[tuple[_Job, int, Callable[[], object]]] = deque()
+        self.count = count
+        self._loads: deque[tuple[_Job, int, Any]] = deque()
+        self._stores: deque[tuple[_Job, int, Any]] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        self._running: set[asyncio.Future[list[object]]] = set()
+        self._left = False
+        self._running: set[_Job] = set()
+        self._idle = asyncio.Event()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-io-{index}", daemon=True)
             for index in range(count)
@@ -73,44 +102,69 @@ class IOThreads:
             thread.start()
 
     async def run(self, operations: Sequence[Callable[[], _T]], *, load: bool) -> list[_T]:
-        """Run `operations` and return their results in order; waits for all, even when cancelled.
+        """Run `operations` and return their results in order; see `run_cut`."""
+        return await self.run_cut(lambda: operations, load=load) if operations else []
 
-        The memory that operations use is theirs until they have ended, so a
-        cancelled caller still has to wait: cancellation is delivered afterwards,
-        and so is what an operation raised.
+    async def run_cut(
+        self, cut: Callable[[], Sequence[Callable[[], _T]]], *, load: bool
+    ) -> list[_T]:
+        """Run the operations that `cut` returns, which is itself called by a thread.
+
+        Returns their results in order. Waits for all, even when cancelled: the
+        memory that operations use is theirs until they have ended, so
+        cancellation is delivered afterwards, and so is what an operation raised.
+
+        Raises:
+            TimeoutError: after `leave`; operations may still be under way.
         """
-        if not operations:
-            return []
-        job = _Job(len(operations), asyncio.get_running_loop())
-        queue = self._loads if load else self._stores
+        job = _Job(asyncio.get_running_loop())
         with self._wake:
+            if self._left:
+                raise TimeoutError("an earlier I/O call did not return")
             if self._closed:
                 raise RuntimeError("the I/O threads have been closed")
-            queue.extend((job, index, op) for index, op in enumerate(operations))
-            self._wake.notify(len(operations))
-        self._running.add(job.future)
-        job.future.add_done_callback(self._running.discard)
+            (self._loads if load else self._stores).append((job, -1, cut))
+            self._wake.notify()
+        self._running.add(job)
         cancelled: asyncio.CancelledError | None = None
-        while not job.future.done():
-            try:
-                await asyncio.shield(job.future)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        try:
+            while not job.ended:
+                try:
+                    await job.future
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    job.future = job.loop.create_future()
+        finally:
+            self._running.discard(job)
+            if not self._running:
+                self._idle.set()
         if cancelled is not None:
             raise cancelled
-        return job.future.result()  # type: ignore[return-value]
+        if job.error is not None:
+            raise job.error
+        return job.results  # type: ignore[return-value]
 
     async def idle(self) -> None:
         """Wait until every job that was begun has ended."""
         while self._running:
-            await asyncio.wait(set(self._running))
+            self._idle.clear()
+            await self._idle.wait()
+
+    def leave(self) -> None:
+        """Give up on calls that do not return: who waits is told, and no job is taken any more.
+
+        Called on the loop. What is under way may still use its memory.
+        """
+        self._left = True
+        for job in self._running:
+            job.leave()
 
     def close(self, timeout: float = 5.0) -> bool:
         """Let the threads end once the queues are empty; False if one still runs at `timeout`."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (0.0 if self._left else timeout)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -122,7 +176,27 @@ class IOThreads:
                     if self._closed:
                         return
                     self._wake.wait()
+                loads = bool(self._loads)
                 job, index, operation = (self._loads or self._stores).popleft()
+            if index < 0:
+                operations = job.cut(operation)
+                if not operations:
+                    del job, operation, operations
+                    continue
+                index, operation = 0, operations[0]
+                self._share(job, operations, loads=loads)
+                del operations
             job.perform(index, operation)
             # Nothing of the job may be kept alive while the thread waits.
             del job, operation
+
+    def _share(self, job: _Job, operations: Sequence[Operation], *, loads: bool) -> None:
+        """Offer all but the first to every thread, before the jobs that came later."""
+        if len(operations) == 1:
+            return
+        with self._wake:
+            queue = self._loads if loads else self._stores
+            queue.extendleft(
+                (job, index, operations[index]) for index in range(len(operations) - 1, 0, -1)
+            )
+            self._wake.notify(len(operations) - 1)

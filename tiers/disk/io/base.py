@@ -6,15 +6,24 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["IOV_MAX", "IOBackend", "read_whole", "write_whole"]
+__all__ = ["IOV_MAX", "IOBackend", "Run", "read_whole", "write_whole"]
 
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers that one vectored call takes."""
 
 
+class Run(NamedTuple):
+    """Neighbouring bytes of one file, and the memory they go to or come from."""
+
+    fd: int
+    buffers: Sequence[memoryview]
+    offset: int
+
+
 class IOBackend(ABC):
-    """Moves extents: one call for many neighbouring slots.
+    """Moves extents: one call for many neighbouring slots, or many such calls at once.
 
     All calls block, release the GIL while they do, and may run in several
     threads at once. Buffers and offsets are multiples of 4096.
@@ -45,6 +54,27 @@ class IOBackend(ABC):
         Raises:
             OSError: as the system says; part may have been written then.
         """
+
+    def read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
+        """`read` for each of `runs`: the bytes read, or what was raised. A run fails alone."""
+        outcomes: list[int | OSError] = []
+        for run in runs:
+            try:
+                outcomes.append(self.read(run.fd, run.buffers, run.offset))
+            except OSError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def write_all(self, runs: Sequence[Run]) -> list[int | OSError]:
+        """`write` for each of `runs`: the bytes written, or what was raised. A run fails alone."""
+        outcomes: list[int | OSError] = []
+        for run in runs:
+            try:
+                self.write(run.fd, run.buffers, run.offset)
+                outcomes.append(sum(len(buffer) for buffer in run.buffers))
+            except OSError as error:
+                outcomes.append(error)
+        return outcomes
 
 
 def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

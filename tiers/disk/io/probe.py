@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from tiers.disk.io.aio import AioIO
 from tiers.disk.io.base import IOBackend
 from tiers.disk.io.buffered import BufferedIO
 from tiers.disk.io.direct import DirectIO
@@ -22,6 +23,7 @@ __all__ = ["IO_BACKENDS", "choose_backend"]
 logger = logging.getLogger("kvstore.disk")
 
 IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
+    "aio": AioIO,
     "direct": DirectIO,
     "uring": UringIO,
     "mmap": MappedIO,
@@ -29,7 +31,7 @@ IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
 }
 """Backends by name."""
 
-AUTO = ("direct", "buffered")
+AUTO = ("aio", "direct", "buffered")
 """What ``auto`` tries, best first."""
 
 

@@ -133,7 +133,13 @@ class _Ring:
         for _ in range(self._uring.io_uring_cq_ready(self.ring)):
             self._uring.io_uring_peek_cqe(self.ring, self._cqe)
             entry = self._cqe[0]
-            taken.append((int(entry.user_data), int(entry.res)))
+            try:
+                result = int(entry.res)
+            except OSError as error:
+                # liburing raises what the kernel reports; the entry must be taken all the same,
+                # or the next call of this thread would take it for its own.
+                result = -(error.errno or errno.EIO)
+            taken.append((int(entry.user_data), result))
             self._uring.io_uring_cqe_seen(self.ring, entry)
         return taken
 

@@ -1,0 +1,281 @@
+"""One path of a disk tier: the lane that this process owns there, its files and its threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
+from tiers.disk.extents import (
+    Extent,
+    Outcome,
+    cut_batches,
+    cut_extents,
+    gravest,
+    read_extents,
+    write_extents,
+)
+from tiers.disk.format import Geometry, decode_records, reseal_records
+from tiers.disk.io import choose_backend
+from tiers.disk.lane import Lane
+from tiers.disk.namespace import Namespace
+from tiers.disk.recovery import Recovered, lane_geometry, recover
+from tiers.disk.segment import Segment
+from tiers.disk.threads import IOThreads
+from tiers.pinned import PinnedRegion
+
+__all__ = ["Job", "Volume"]
+
+logger = logging.getLogger("kvstore.disk")
+
+
+@dataclass(slots=True)
+class Job:
+    """Blocks to be moved; `slots` are those of the volume, `ok` is filled in by its threads.
+
+    `sequence` is that of the first record written; a job takes as many as it has keys.
+    """
+
+    keys: Sequence[bytes]
+    slots: Sequence[int]
+    rows: Sequence[int]
+    ok: list[bool]
+    load: bool
+    sequence: int = 0
+
+
+class Volume:
+    """See the module's text. Slots are numbered within the volume.
+
+    Opening takes the lane and finds what it holds; `recovered` tells it.
+
+    Args:
+        path: folder of the cache; made with mode 0700 if it does not exist.
+        namespace: whose bytes they are.
+        wanted: geometry of segments, unless the lane has some already.
+        capacity_bytes: hard limit for the files of the lane.
+        io: name of the I/O backend, or "auto".
+        io_threads: threads that do I/O.
+        lane: number of the lane; by default the first that is free.
+
+    Raises:
+        KVStoreError: if the path cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        namespace: Namespace,
+        wanted: Geometry,
+        capacity_bytes: int,
+        *,
+        io: str,
+        io_threads: int,
+        lane: int | None,
+    ) -> None:
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self.thread_count = io_threads
+        self.segments: dict[int, Segment] = {}
+        self.max_segments = 0
+        self._digest = namespace.digest
+        self._reads: dict[int, npt.NDArray[np.uint32]] = {}
+        self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
+        self._growth = threading.Lock()
+        folder = namespace.establish(path)
+        self.lane = Lane.acquire(folder, lane)
+        try:
+            self.recovered = self._open(wanted, io)
+        except BaseException as error:
+            self.close_files()
+            if isinstance(error, OSError) and not isinstance(error, KVStoreError):
+                raise PathUnusableError(f"{self.lane.folder}: {error}") from error
+            raise
+        self.threads = IOThreads(io_threads, "kvstore-disk")
+
+    def _open(self, wanted: Geometry, io: str) -> Recovered:
+        folder = self.lane.folder
+        self.geometry = geometry = lane_geometry(folder, self._digest, wanted)
+        if self.capacity_bytes < geometry.file_bytes:
+            way_out = "raise it or lower segment_bytes"
+            if geometry != wanted:
+                way_out = f"those in {folder} have that size; raise it or remove them"
+            raise ConfigError(
+                f"capacity_bytes = {self.capacity_bytes}: smaller than one segment of "
+                f"{geometry.file_bytes} bytes; {way_out}"
+            )
+        self.backend = choose_backend(folder, io)
+        recovered = recover(folder, self._digest, geometry, self.capacity_bytes, self.backend)
+        self.segments = recovered.segments
+        for reason in recovered.foreign:
+            logger.warning("disk tier: left alone and counted against its capacity: %s", reason)
+        if recovered.damaged:
+            logger.warning(
+                "disk tier: %d damaged records in %s; their chunks are gone",
+                recovered.damaged,
+                folder,
+            )
+        room = max(0, self.capacity_bytes - recovered.foreign_bytes)
+        self.max_segments = room // geometry.file_bytes
+        if not self.segments and self.max_segments:
+            try:
+                self._new_segment()
+            except OSError as error:
+                raise PathUnusableError(
+                    f"{folder}: cannot allocate a segment of {geometry.file_bytes} bytes: "
+                    f"{error.strerror}"
+                ) from error
+        for number in self.segments:
+            self._add_counters(number)
+        return recovered
+
+    # -- moving ------------------------------------------------------------------------
+
+    async def move(self, job: Job, indices: Sequence[int], region: PinnedRegion) -> str | None:
+        """Move those blocks of `job` that `indices` name; returns what went wrong first."""
+        cut = partial(self._cut, job, indices, region)
+        errors = await self.threads.run_cut(cut, load=job.load)
+        return next((error for error in errors if error is not None), None)
+
+    def _cut(
+        self, job: Job, indices: Sequence[int], region: PinnedRegion
+    ) -> list[Callable[[], str | None]]:
+        geometry, threads = self.geometry, self.thread_count
+        slots = [job.slots[index] for index in indices]
+        extents = cut_extents(slots, geometry.slots, geometry.slot_bytes, threads)
+        operations: list[Callable[[], str | None]] = []
+        sequence = job.sequence + (indices[0] if indices else 0)
+        for batch in cut_batches(extents, geometry.slot_bytes, threads):
+            places = [[indices[index] for index in extent] for extent in batch]
+            operations.append(partial(self._move_batch, job, places, region, sequence))
+            sequence += sum(len(extent) for extent in places)
+        return operations
+
+    def _move_batch(
+        self, job: Job, places: Sequence[Sequence[int]], region: PinnedRegion, sequence: int
+    ) -> str | None:
+        extents = [self._extent(job, indices, region) for indices in places]
+        if job.load:
+            outcomes = read_extents(self.backend, extents)
+            self._count_reads(extents, outcomes)
+        else:
+            outcomes = write_extents(self.backend, extents, sequence)
+        for indices, outcome in zip(places, outcomes, strict=True):
+            for index, ok in zip(indices, outcome.ok, strict=True):
+                job.ok[index] = ok
+        return gravest(outcomes)
+
+    def _extent(self, job: Job, indices: Sequence[int], region: PinnedRegion) -> Extent:
+        number, first = divmod(job.slots[indices[0]], self.geometry.slots)
+        keys, rows = job.keys, job.rows
+        return Extent(
+            self.segments[number],
+            first,
+            [keys[index] for index in indices],
+            [region.row(rows[index]) for index in indices],
+        )
+
+    def _count_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
+        """Remember the reads for the records, and take out records that lie."""
+        now = time.time_ns() // 1_000_000
+        read: dict[int, list[int]] = {}
+        for extent, outcome in zip(extents, outcomes, strict=True):
+            slots = read.setdefault(extent.segment.number, [])
+            slots.extend(extent.first + index for index, ok in enumerate(outcome.ok) if ok)
+            for slot in outcome.wrong:
+                try:
+                    extent.segment.erase_records(slot, 1)
+                except OSError:
+                    logger.warning(
+                        "cannot erase the record of slot %d of %s", slot, extent.segment.path
+                    )
+        for number, slots in read.items():
+            self._reads[number][slots] += 1
+            self._read_ms[number][slots] = now
+
+    # -- segments ----------------------------------------------------------------------
+
+    def grow(self) -> int | str:
+        """Make one more segment: its number, or why that cannot be now. May block."""
+        with self._growth:
+            if len(self.segments) >= self.max_segments:
+                return "the capacity is used up"
+            try:
+                number = self._new_segment()
+            except OSError as error:
+                return f"cannot allocate a segment: {error.strerror}"
+            self._add_counters(number)
+            return number
+
+    def erase_all(self) -> bool:
+        """Take out every record, for good; whether that worked. May block."""
+        try:
+            for segment in self.segments.values():
+                segment.erase_records(0, self.geometry.slots)
+            for segment in self.segments.values():
+                # Weights may have changed: what is erased must not come back after a power cut.
+                segment.sync()
+        except OSError as error:
+            logger.warning("disk tier: cannot erase %s: %s", segment.path, error.strerror)
+            return False
+        return True
+
+    def save_recency(self, coldest_first: Sequence[tuple[int, int]]) -> None:
+        """Give records sequences in order of recency, and the reads of this process. May block.
+
+        Args:
+            coldest_first: (slot, sequence).
+        """
+        slots = self.geometry.slots
+        ranks: dict[int, dict[int, int]] = {number: {} for number in self.segments}
+        for slot, sequence in coldest_first:
+            if slot // slots in ranks:
+                ranks[slot // slots][slot % slots] = sequence
+        for number, segment in self.segments.items():
+            if not ranks[number]:
+                continue
+            raw = segment.read_records(0, slots)
+            live = decode_records(raw, 0, self.geometry.chunk_bytes, segment.seed)
+            records = live.records.copy()
+            where = np.array(live.slots, np.intp)
+            records["sequence"] = [
+                ranks[number].get(slot, old)
+                for slot, old in zip(live.slots, records["sequence"].tolist(), strict=True)
+            ]
+            records["reads"] += self._reads[number][where]
+            read_ms = self._read_ms[number][where]
+            records["read_ms"] = np.where(read_ms > 0, read_ms, records["read_ms"])
+            whole = np.frombuffer(raw, records.dtype).copy()
+            whole[where] = np.frombuffer(reseal_records(records, segment.seed), records.dtype)
+            segment.write_records(0, whole.tobytes())
+
+    def close_files(self) -> None:
+        """Let go of the files and the lane; nothing runs any more."""
+        for segment in self.segments.values():
+            segment.close()
+        self.segments = {}
+        self.lane.release()
+
+    def _new_segment(self) -> int:
+        number = 0
+        while number in self.segments or os.path.lexists(
+            self.lane.folder / f"segment-{number}.safetensors"
+        ):
+            number += 1
+        self.segments[number] = Segment.create(
+            self.lane.folder, number, self._digest, self.geometry, self.backend
+        )
+        return number
+
+    def _add_counters(self, number: int) -> None:
+        self._reads[number] = np.zeros(self.geometry.slots, np.uint32)
+        self._read_ms[number] = np.zeros(self.geometry.slots, np.uint64)
