@@ -85,14 +85,17 @@ def slot_offset(slot: int) -> int:
 def lane_bytes(lane: Path) -> int:
     """The larger of what the files of a lane claim and what they occupy.
 
-    Probes of a page, which whoever opens the lane makes for an instant, do not count.
+    Probes of a page, which whoever opens the lane makes for an instant, do not count, nor
+    does the page in which a file system keeps the map of a scattered file.
     """
     found = [
         file.lstat()
         for file in lane.iterdir()
         if file.name != "lock" and not file.name.startswith(".probe-")
     ]
-    return max(sum(stat.st_size for stat in found), sum(512 * stat.st_blocks for stat in found))
+    return max(
+        sum(stat.st_size for stat in found), sum(512 * stat.st_blocks - 4096 for stat in found)
+    )
 
 
 class Caller:
