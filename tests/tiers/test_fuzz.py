@@ -335,7 +335,7 @@ def test_records_with_a_right_crc_and_any_values(
         records = read_records(segment_of(path))
         for slot, field, value in changes:
             value %= 256 ** RECORD_FIELDS[field]
-            # A key that was cut to another one, and sealed, is that key's as far as anybody can tell.
+            # A key that was cut and sealed again is another key as far as anybody can tell.
             if field == "key_length" and 1 <= value <= MAX_KEY_BYTES:
                 value += MAX_KEY_BYTES
             records[field][slot] = value
