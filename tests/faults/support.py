@@ -182,7 +182,7 @@ class Caller:
 
     @property
     def lane(self) -> int:
-        return self.store._assembly.tiers[0].lane_number  # type: ignore[attr-defined]
+        return self.store._assembly.tiers[0].volumes[0].lane.number  # type: ignore[attr-defined]
 
 
 @asynccontextmanager

@@ -65,7 +65,7 @@ WRITE = [
     Point("after the payload", IO, "after", 1),
     Point("amid the records", f"{SEGMENT}.write_records", "half", 2),
     Point("after the records, not reported yet", f"{SEGMENT}.write_records", "after", 2),
-    Point("before the digests", "tiers.disk.tier:encode_records", "before"),
+    Point("before the digests", "tiers.disk.extents:encode_records", "before"),
 ]
 
 GROWTH = [
@@ -78,11 +78,11 @@ GROWTH = [
 ]
 
 CLOSING = [
-    Point("before recency is saved", "tiers.disk.tier:DiskTier._save_recency", "before"),
+    Point("before recency is saved", "tiers.disk.volume:Volume.save_recency", "before"),
     Point("amid the records of the first segment", f"{SEGMENT}.write_records", "half", 1),
     Point("between two segments", f"{SEGMENT}.write_records", "after", 1),
     Point("amid the records of the second segment", f"{SEGMENT}.write_records", "half", 2),
-    Point("after recency is saved", "tiers.disk.tier:DiskTier._save_recency", "after"),
+    Point("after recency is saved", "tiers.disk.volume:Volume.save_recency", "after"),
 ]
 
 COMPACTING = [
