@@ -176,9 +176,19 @@ def look(pid: int, lane: Path, lanes: Sequence[Path]) -> dict[str, int]:
         name, _, value = line.partition(":")
         if name in ("Rss", "Pss"):
             memory[name.lower()] = int(value.split()[0]) * 1024
+    descriptors, beside = 0, 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            file = Path(os.readlink(f"/proc/{pid}/fd/{name}"))
+            descriptors += 1
+            beside += file.name.startswith("segment-") and file.parent != lane
+    # Two for each segment of the lanes that it follows, and they come and go.
+    followed = sum(2 for other in lanes if other != lane for _ in other.glob("segment-*"))
     return {
         **memory,
-        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "descriptors": descriptors,
+        "own_descriptors": descriptors - beside,
+        "stray_descriptors": max(0, beside - followed),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
         "lane": used(lane),
         "largest_lane": max(map(used, lanes), default=0),
@@ -227,7 +237,10 @@ def judge(times: Sequence[float], samples: Sequence[dict[str, int]]) -> tuple[An
         more = last - first
         if name in ("rss", "pss") and more > GROWTH_BYTES + GROWTH_PART * first:
             wrong.append(f"{name} grows: {first:.0f} to {last:.0f} bytes")
-        if name in ("descriptors", "threads") and more > GROWTH_DESCRIPTORS:
+        if (
+            name in ("own_descriptors", "stray_descriptors", "threads")
+            and more > GROWTH_DESCRIPTORS
+        ):
             wrong.append(f"{name} grow: {first:.0f} to {last:.0f}")
         # Over the budget is over the budget, also at the beginning.
         most = max(sample[name] for sample in samples)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,26 +30,29 @@ _FORKS.set_forkserver_preload(["kvstore", "kvstore.upkeep", "tests.faults.suppor
 PATIENCE = 20.0
 
 
-def strike(target: str, when: str, count: int, number: int) -> None:
-    """Patch the function `target` so that its `count`-th call sends `number` to this process.
+def strike(targets: str, when: str, count: int, number: int) -> None:
+    """Patch functions so that the `count`-th call of any of them sends `number` to this process.
 
     Args:
-        target: ``module:name`` or ``module:Class.name``.
-        when: "before" it, "after" it, or "half" way: then the last argument that
-            is bytes or a list of buffers is halved first.
+        targets: ``module:name`` or ``module:Class.name``, several with a space in between.
+        when: "before" it, "after" it, or "half" way: the last argument that is
+            bytes or a list of buffers is halved, and then comes the signal.
     """
-    module, _, path = target.partition(":")
-    *holders, name = path.split(".")
-    holder: Any = importlib.import_module(module)
-    for part in holders:
-        holder = getattr(holder, part)
-    works: Callable[..., Any] = getattr(holder, name)
-    calls = 0
+    calls = itertools.count(1)
+    for target in targets.split():
+        module, _, path = target.partition(":")
+        *holders, name = path.split(".")
+        holder: Any = importlib.import_module(module)
+        for part in holders:
+            holder = getattr(holder, part)
+        setattr(holder, name, _striking(getattr(holder, name), calls, when, count, number))
 
+
+def _striking(
+    works: Callable[..., Any], calls: Iterator[int], when: str, count: int, number: int
+) -> Callable[..., Any]:
     def patched(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls != count:
+        if next(calls) != count:
             return works(*arguments, **named)
         if when == "half":
             works(*_halved(arguments), **named)
@@ -59,7 +63,7 @@ def strike(target: str, when: str, count: int, number: int) -> None:
         os.kill(os.getpid(), number)
         return works(*arguments, **named)
 
-    setattr(holder, name, patched)
+    return patched
 
 
 def _halved(arguments: Sequence[Any]) -> list[Any]:

@@ -208,7 +208,7 @@ async def calling(
 
 
 @asynccontextmanager
-async def running_loop(limit: float = 0.5) -> AsyncIterator[None]:
+async def running_loop(limit: float = 1.0) -> AsyncIterator[None]:
     """Fails if the loop stood still for longer than `limit` seconds."""
     worst = 0.0
     ended = False

@@ -35,6 +35,7 @@ from tests.faults.support import (
 Start = Callable[..., Neighbour]
 
 SEGMENT = "tiers.disk.segment:Segment"
+PAYLOAD = "tiers.disk.io.direct:DirectIO.write tiers.disk.io.buffered:BufferedIO.write"
 COMPACTION = "tiers.disk.compaction:_Lane"
 
 
@@ -55,17 +56,15 @@ def ids(points: list[Point]) -> list[str]:
     return [point.name for point in points]
 
 
-IO = "tiers.disk.io.direct:DirectIO.write"
-
 WRITE = [
     Point("before the old records are erased", f"{SEGMENT}.erase_records", "before"),
     Point("amid erasing the old records", f"{SEGMENT}.write_records", "half"),
     Point("after the old records are erased", f"{SEGMENT}.erase_records", "after"),
-    Point("amid the payload", IO, "half", 1),
-    Point("after the payload", IO, "after", 1),
+    Point("amid the payload", PAYLOAD, "half", 1),
+    Point("after the payload", PAYLOAD, "after", 1),
     Point("amid the records", f"{SEGMENT}.write_records", "half", 2),
     Point("after the records, not reported yet", f"{SEGMENT}.write_records", "after", 2),
-    Point("before the digests", "tiers.disk.extents:encode_records", "before"),
+    Point("after the digests", "tiers.disk.extents:encode_records", "before"),
 ]
 
 GROWTH = [
@@ -86,8 +85,8 @@ CLOSING = [
 ]
 
 COMPACTING = [
-    Point("before a payload is moved", "tiers.disk.io.direct:DirectIO.write", "before", 5),
-    Point("amid a payload", "tiers.disk.io.direct:DirectIO.write", "half", 5),
+    Point("before a payload is moved", PAYLOAD, "before", 5),
+    Point("amid a payload", PAYLOAD, "half", 5),
     Point("after a payload, before its record", f"{SEGMENT}.write_records", "before", 5),
     Point("amid a record", f"{SEGMENT}.write_records", "half", 5),
     Point(
@@ -103,7 +102,7 @@ FIRST_OPENING = [
     Point("after the namespace is published", "os:link", "after"),
     Point("before the lane is locked", "tiers.disk.lane:_lock", "before"),
     Point("after the lane is locked", "tiers.disk.lane:_lock", "after"),
-    Point("before the backend is probed", "tiers.disk.io.direct:DirectIO.write", "before"),
+    Point("before the backend is probed", PAYLOAD, "before"),
     Point("before the first segment is allocated", "tiers.disk.segment:_allocate", "before"),
     Point("before the first segment gets its name", "os:rename", "before"),
 ]

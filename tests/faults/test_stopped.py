@@ -27,8 +27,8 @@ from tests.faults.support import (
 
 Start = Callable[..., Neighbour]
 
-READ = "tiers.disk.io.direct:DirectIO.read"
-WRITE = "tiers.disk.io.direct:DirectIO.write"
+READ = "tiers.disk.io.direct:DirectIO.read tiers.disk.io.buffered:BufferedIO.read"
+WRITE = "tiers.disk.io.direct:DirectIO.write tiers.disk.io.buffered:BufferedIO.write"
 RECORDS = "tiers.disk.segment:Segment.write_records"
 ALL = range(SLOTS)
 
@@ -109,6 +109,15 @@ async def test_a_follower_that_is_stopped_at_random_moments_gets_right_bytes_or_
         (WRITE, "after", 1),
         (RECORDS, "half", 2),
         (RECORDS, "after", 2),
+    ],
+    ids=[
+        "before the old records are erased",
+        "amid erasing the old records",
+        "before the payload",
+        "amid the payload",
+        "after the payload",
+        "amid the records",
+        "after the records",
     ],
 )
 async def test_an_owner_that_is_stopped_amid_a_store_holds_no_follower_up(

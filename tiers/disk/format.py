@@ -59,6 +59,9 @@ __all__ = [
 VERSION = 1
 ALIGN = 4096
 RECORD_BYTES = 128
+
+MAX_SLOTS = 2**20
+"""Most slots of a segment: no header can make a reader take more than 128 MiB for its index."""
 WORDS = RECORD_BYTES // 8
 LIVE = 1
 
@@ -126,6 +129,7 @@ class Geometry:
     def fitting(cls, segment_bytes: int, slot_bytes: int, chunk_bytes: int) -> Geometry:
         """The most slots of `slot_bytes` that a file of `segment_bytes` can hold; maybe none."""
         slots = max(0, (segment_bytes - ALIGN) // (slot_bytes + RECORD_BYTES))
+        slots = min(slots, MAX_SLOTS)
         while slots and cls(slots, slot_bytes, chunk_bytes).file_bytes > segment_bytes:
             slots -= 1
         return cls(slots, slot_bytes, chunk_bytes)
@@ -217,7 +221,7 @@ def parse_header(page: bytes, name: str) -> Header:
         )
         sane = (
             len(bytes.fromhex(header.segment_id)) == 16
-            and header.geometry.slots > 0
+            and 0 < header.geometry.slots <= MAX_SLOTS
             and 0 < header.geometry.chunk_bytes <= header.geometry.slot_bytes
         )
         whole = sane and encode_header(header)[:ALIGN] == page[:ALIGN]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -82,7 +84,7 @@ def lane_folders(namespace: Path) -> list[tuple[int, Path]]:
 def lane_owner(folder: Path) -> int | None:
     """The process that owns the lane now, or None."""
     with contextlib.suppress(OSError, ValueError):
-        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -96,8 +98,13 @@ def lane_owner(folder: Path) -> int | None:
 def _lock(folder: Path) -> int | None:
     try:
         fd = os.open(
-            folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            folder / LOCK_NAME,
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK,
+            0o600,
         )
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
     except OSError as error:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,8 +131,11 @@ def read_namespace(folder: Path) -> dict[str, Any]:
     """
     file = folder / FILE_NAME
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe in its place must not hold anybody up.
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as handle:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
             raw = handle.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error

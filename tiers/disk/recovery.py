@@ -12,7 +12,7 @@ from kvstore.errors import ForeignFileError
 from tiers.disk.format import Geometry, LiveRecords, decode_records
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import LOCK_NAME
-from tiers.disk.segment import Segment, read_header, remove_leftovers, segment_files
+from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
 
 __all__ = ["Recovered", "recover"]
 
@@ -125,7 +125,7 @@ def _other_files(folder: Path) -> list[tuple[Path, int]]:
     others = []
     for path in sorted(folder.iterdir()):
         # Processes that look for a free lane make probes here, for an instant.
-        if path.name not in known and not path.name.startswith(".probe-"):
+        if path.name not in known and not is_probe(path):
             with contextlib.suppress(FileNotFoundError):
                 others.append((path, path.lstat().st_size))
     return others

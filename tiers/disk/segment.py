@@ -23,9 +23,10 @@ from tiers.disk.format import (
 from tiers.disk.io import IOBackend
 from tiers.disk.records import RecordFile
 
-__all__ = ["Segment", "read_header", "segment_files"]
+__all__ = ["Segment", "is_probe", "read_header", "segment_files"]
 
 _NAME = re.compile(r"segment-(0|[1-9]\d{0,8})\.safetensors")
+_PROBE = re.compile(r"\.probe-\d+-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp|\.probe-\d+-[0-9a-f]+")
 
 
@@ -218,6 +219,11 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
         if match:
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+def is_probe(path: Path) -> bool:
+    """Whether this is the probe of a process that looks for a way to do I/O."""
+    return bool(_PROBE.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
 def remove_leftovers(folder: Path) -> list[str]:

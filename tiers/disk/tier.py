@@ -190,6 +190,8 @@ class DiskTier(Tier):
                 told = await self.volumes[0].move(job, range(len(job.keys)), self._region)
             else:
                 told = await self._move_striped(job)
+        except TimeoutError as error:
+            told = str(error)
         finally:
             self._moving -= 1
             if not self._moving:
@@ -267,6 +269,8 @@ async def _close(volume: Volume, order: Sequence[tuple[int, int]]) -> None:
 
     try:
         await volume.threads.run([finish], load=False)
+    except TimeoutError as error:
+        logger.warning("disk tier: recency is not saved: %s", error)
     finally:
         if volume.threads.close():
             volume.close_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -94,7 +95,10 @@ def write_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     total = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < total:
-        done += os.pwritev(fd, _rest(buffers, done), offset + done)
+        count = os.pwritev(fd, _rest(buffers, done), offset + done)
+        if not count:
+            raise OSError(errno.EIO, "not a byte was written, and no reason given")
+        done += count
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:

@@ -1,0 +1,72 @@
+"""A process that may not open any more files."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.errors import KVStoreError
+from tests.faults.support import SEGMENTS, SLOTS, calling, config_of, until, warned
+
+ALL = range(SLOTS)
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Within the block, so many more files can be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    limit, free = 0, 0
+    while free < count:
+        free += limit not in used
+        limit += 1
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_without_descriptors_the_lane_stays_as_large_as_it_is_and_grows_later(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(folder) as caller:
+        assert await caller.save(range(4)) == set(range(4))
+        with descriptors_left(0):
+            for start in range(100, 100 + 3 * SLOTS, SLOTS):
+                wave = range(start, start + SLOTS)
+                # Looking at the lane takes a descriptor, so the budget is looked at later.
+                assert len(await caller.save(wave)) == SLOTS
+                caller.forget_host()
+                assert await caller.get(wave) == SLOTS
+            assert caller.disk.segments == 1
+            assert warned(caplog.records, "cannot allocate a segment: Too many open files")
+        for start in range(200, 200 + 6 * SLOTS, SLOTS):
+            await caller.save(range(start, start + SLOTS))
+        await until(lambda: caller.asked().segments > 1)
+
+
+@pytest.mark.parametrize("left", [1, 3, 6, 7, 8, 9, 10, 12, 14])
+async def test_a_lane_that_needs_more_descriptors_than_there_are_is_refused_or_partly_served(
+    folder: Path, left: int
+) -> None:
+    async with calling(folder) as caller:
+        for start in range(0, 2 * SEGMENTS * SLOTS, SLOTS):
+            await caller.save(range(start, start + SLOTS))
+        kept = caller.on_disk.copy()
+    refusal = "Too many open files"
+    with descriptors_left(left):
+        try:
+            async with kvstore.open(config_of(folder)) as store:
+                assert set(store._core.tiers[0].entries) <= kept
+        except KVStoreError as error:
+            refusal = str(error)
+    assert "Too many open files" in refusal
+    async with calling(folder) as caller:
+        assert caller.on_disk == kept, "nothing was lost by it"
