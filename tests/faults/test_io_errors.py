@@ -317,9 +317,6 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an I/O call that does not return cannot be cancelled, and the loop waits"
-)
 @pytest.mark.parametrize("op", ["read", "write"])
 async def test_a_program_ends_although_its_disk_does_not_answer(
     faulty: FaultyDisk, op: str

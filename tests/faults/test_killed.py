@@ -250,18 +250,7 @@ def close_and_be_killed(connection: Connection, path: Path, point: Point) -> Non
     asyncio.run(main())
 
 
-UNFINISHED = pytest.mark.xfail(
-    strict=True, reason="a namespace file that was never published is not removed"
-)
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        pytest.param(p, id=p.name, marks=UNFINISHED if p.target == "os:link" else ())
-        for p in FIRST_OPENING
-    ],
-)
+@pytest.mark.parametrize("point", FIRST_OPENING, ids=ids(FIRST_OPENING))
 async def test_a_kill_amid_the_first_opening_leaves_a_folder_that_can_be_opened(
     folder: Path, neighbour: Start, point: Point
 ) -> None:

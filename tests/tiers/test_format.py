@@ -21,6 +21,7 @@ from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of
 from tiers.disk.format import (
     ALIGN,
+    MAX_SLOTS,
     RECORD_BYTES,
     Geometry,
     Header,
@@ -133,7 +134,7 @@ def test_records_that_are_cut_off_are_not_there(size: int) -> None:
 
 geometries = st.builds(
     lambda slots, pages, short: Geometry(slots, pages * ALIGN, pages * ALIGN - short),
-    st.integers(1, 2**24),
+    st.integers(1, MAX_SLOTS),
     st.integers(1, 2**20),
     st.integers(0, ALIGN - 1),
 )

@@ -292,7 +292,6 @@ def test_a_sound_header_of_another_geometry(
     bed.try_with(change)
 
 
-@pytest.mark.xfail(strict=True, reason="an index is read whole, however large it claims to be")
 @pytest.mark.parametrize("slots", [2**21, 2**24, 2**28, 2**33])
 def test_a_sparse_file_of_many_slots_takes_no_memory_to_speak_of(bed: Bed, slots: int) -> None:
     geometry = Geometry(slots, SLOT, CHUNK)
@@ -522,11 +521,6 @@ def test_something_else_in_place_of_each_file(
     put_in_place_of(bed, name, kind, PATIENCE)
 
 
-WAITS = pytest.mark.xfail(strict=True, reason="opening a pipe waits for somebody who writes to it")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "segment" in name else WAITS) for name in FILES]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_a_pipe_in_place_of_a_file_holds_nobody_up(bed: Bed, name: str) -> None:
     put_in_place_of(bed, name, make_pipe, 5.0)

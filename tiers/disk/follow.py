@@ -27,12 +27,14 @@ import numpy.typing as npt
 from kvstore.errors import ForeignFileError
 from kvstore.types import News, TierOpening
 from tiers.base import Tier, Transfer
+from tiers.disk.descriptors import allow_descriptors
 from tiers.disk.extents import Extent, cut_batches, cut_extents, read_extents
 from tiers.disk.format import RECORD, RECORD_BYTES, decode_records
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import lane_folders
 from tiers.disk.segment import Segment, read_header, segment_files
 from tiers.disk.tier import DiskTier
+from tiers.disk.volume import SPARE_DESCRIPTORS
 from tiers.pinned import PinnedRegion
 
 __all__ = ["FollowedLanes"]
@@ -250,8 +252,7 @@ class FollowedLanes(Tier):
         )
         if header.namespace != self._own.namespace_digest or not same:
             return None
-        if header.geometry.slots > SLOTS_PER_SEGMENT:
-            return None
+        allow_descriptors(2 + SPARE_DESCRIPTORS, "following other lanes")
         segment = Segment.follow(path, header, self._backend)
         followed = _Followed(
             self._next, segment, inode, 0, 0, np.zeros(header.geometry.slots, np.uint32), {}

@@ -13,12 +13,15 @@ into the mapping, and ``pwritev`` back, answer EFAULT instead.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
-import weakref
 
 __all__ = ["RecordFile"]
+
+PIECE_BYTES = 64 * 1024
+"""Bytes that are copied at once."""
 
 
 class RecordFile:
@@ -37,6 +40,7 @@ class RecordFile:
         self._view: memoryview | None = None
         if size is not None:
             try:
+                self._scratch = _own_scratch()
                 self._map = mmap.mmap(fd, size)
                 self._view = memoryview(self._map)
             except (OSError, ValueError):
@@ -57,11 +61,15 @@ class RecordFile:
         """
         if self._view is None:
             return os.pread(self._fd, size, offset)
-        scratch, done = _scratch(), 0
-        with self._view[offset : offset + size] as source:
-            while done < len(source):
-                done += os.pwritev(scratch, [source[done:] if done else source], done)
-        return os.pread(scratch, done, 0)
+        fd, place = self._scratch.fd, self._scratch.place
+        whole = bytearray()
+        for start in range(offset, offset + size, PIECE_BYTES):
+            with self._view[start : min(start + PIECE_BYTES, offset + size)] as source:
+                done = 0
+                while done < len(source):
+                    done += os.pwritev(fd, [source[done:] if done else source], place + done)
+                whole += os.pread(fd, done, place)
+        return bytes(whole)
 
     def write(self, offset: int, data: bytes) -> None:
         """Write all of `data`.
@@ -69,16 +77,18 @@ class RecordFile:
         Raises:
             OSError: as the system says; EFAULT when the file was cut short or its medium fails.
         """
-        done = 0
         if self._view is None:
+            done = 0
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
             return
-        scratch = _scratch()
-        os.pwrite(scratch, data, 0)
-        with self._view[offset : offset + len(data)] as target:
-            while done < len(data):
-                done += os.preadv(scratch, [target[done:] if done else target], done)
+        fd, place = self._scratch.fd, self._scratch.place
+        for start in range(0, len(data), PIECE_BYTES):
+            piece, done = data[start : start + PIECE_BYTES], 0
+            os.pwrite(fd, piece, place)
+            with self._view[offset + start : offset + start + len(piece)] as target:
+                while done < len(piece):
+                    done += os.preadv(fd, [target[done:] if done else target], place + done)
 
     def close(self) -> None:
         """Close the file. What was written is kept by the system."""
@@ -90,18 +100,41 @@ class RecordFile:
 
 
 class _Scratch:
-    """The memory file of one thread."""
+    """One memory file for all threads of this process, each at a place of its own."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvstore-records", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
+        self._local = threading.local()
+        self._places = itertools.count()
+
+    @property
+    def place(self) -> int:
+        """Where the part of the calling thread begins."""
+        place: int | None = getattr(self._local, "place", None)
+        if place is None:
+            place = self._local.place = next(self._places) * PIECE_BYTES
+        return place
 
 
-_local = threading.local()
+_lock = threading.Lock()
+_scratch: _Scratch | None = None
 
 
-def _scratch() -> int:
-    scratch: _Scratch | None = getattr(_local, "scratch", None)
-    if scratch is None:
-        scratch = _local.scratch = _Scratch()
-    return scratch.fd
+def _own_scratch() -> _Scratch:
+    global _scratch
+    with _lock:
+        if _scratch is None:
+            _scratch = _Scratch()
+        return _scratch
+
+
+def _forget_in_child() -> None:
+    # Parent and child would write to the same places of the same memory.
+    global _scratch, _lock
+    _lock = threading.Lock()
+    if _scratch is not None:
+        os.close(_scratch.fd)
+        _scratch = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -14,7 +14,9 @@ from tiers.disk.io import IOBackend
 from tiers.disk.lane import LOCK_NAME
 from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["Recovered", "lane_geometry", "recover"]
+
+SEQUENCE_LIMIT = 2**62
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class Recovered:
         segments: open segments, by number.
         entries: (key, slot) coldest first; slot = segment number x slots + slot within.
         sequences: theirs, ascending.
-        sequence: higher than that of every record found.
+        sequence: higher than that of every record found, absurd ones excepted.
         foreign: files that occupy space but cannot be used, with the reason.
         foreign_bytes: their size.
         damaged: records that were neither empty nor valid.
@@ -97,7 +99,8 @@ def recover(
         segment.path.unlink()
         removed.append(segment.path.name)
     entries, sequences = _entries(found, geometry.slots)
-    sequence = sequences[-1] + 1 if sequences else 0
+    # No lane ever comes near the limit: a record that claims to have is not counted on from.
+    sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
     return Recovered(
         segments, entries, sequences, sequence, foreign, foreign_bytes, damaged, removed
     )

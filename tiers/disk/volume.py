@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
+from tiers.disk.descriptors import allow_descriptors
 from tiers.disk.extents import (
     Extent,
     Outcome,
@@ -34,6 +35,9 @@ from tiers.disk.threads import IOThreads
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Job", "Volume"]
+
+SPARE_DESCRIPTORS = 128
+"""For everything else that the process opens."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -113,6 +117,8 @@ class Volume:
                 f"capacity_bytes = {self.capacity_bytes}: smaller than one segment of "
                 f"{geometry.file_bytes} bytes; {way_out}"
             )
+        most = self.capacity_bytes // geometry.file_bytes
+        allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
         recovered = recover(folder, self._digest, geometry, self.capacity_bytes, self.backend)
         self.segments = recovered.segments

@@ -1,0 +1,35 @@
+"""How many files this process may hold open: a large lane needs two per segment."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+
+__all__ = ["allow_descriptors"]
+
+logger = logging.getLogger("kvstore.disk")
+
+
+def allow_descriptors(more: int, what: str) -> None:
+    """Raise this process's soft limit so that `more` files can be opened, as far as the hard one.
+
+    Where that is not far enough, one warning says what is missing.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + more
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+        soft = max(soft, most)
+    if needed > soft:
+        logger.warning(
+            "%s needs %d open files when it is full, and the process may have %d: "
+            "raise the limit (ulimit -Hn) or segment_bytes",
+            what,
+            needed,
+            soft,
+        )
