@@ -221,7 +221,10 @@ class Line:
                     if len(missing) > obtainable:
                         # What lies behind cannot be had now; do not even look.
                         break
-        room = pool.make_room(len(missing), shed_unsaved=True) if missing else 0
+        room = 0
+        if missing:
+            incoming = [request.keys[position] for position, _ in reversed(missing)]
+            room = pool.make_room(len(missing), shed_unsaved=True, incoming=incoming)
         grants: dict[int, Grant] = {}
         for tier in self._tiers:
             keys = [request.keys[p] for p, holder in missing[:room] if holder is tier]

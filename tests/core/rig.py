@@ -21,12 +21,14 @@ class CountingLRU(LRU):
 
     asked = 0
 
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         def counting(key: bytes) -> bool:
             self.asked += 1
             return protected(key)
 
-        return super().evict(count, counting)
+        return super().evict(count, counting, incoming)
 
 
 class Rig:
