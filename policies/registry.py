@@ -12,10 +12,15 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from policies.admission import AdmissionFilter
+from policies.arc import ARC
 from policies.base import EvictionPolicy
+from policies.fifo import FIFO
+from policies.lfu import LFU
 from policies.lru import LRU
 from policies.parameters import check_parameters
 from policies.reuse import ReuseThreshold
+from policies.s3fifo import S3FIFO
+from policies.sieve import SIEVE
 
 __all__ = [
     "create_filter",
@@ -156,5 +161,7 @@ def find_filter(name: str) -> type[AdmissionFilter]:
     return _filters.find(name)
 
 
-register_policy(LRU)
-register_filter(ReuseThreshold)
+for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO):
+    register_policy(_policy)
+for _filter in (ReuseThreshold,):
+    register_filter(_filter)

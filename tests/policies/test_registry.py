@@ -18,7 +18,8 @@ Install = Callable[[str, str, str], None]
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+    for registry in (registry_module._policies, registry_module._filters):
+        monkeypatch.setattr(registry, "classes", dict(registry.classes))
 
 
 @pytest.fixture
@@ -41,11 +42,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         sys.modules.pop(module, None)
 
 
-FIFO = """
+RING = """
 from policies.lru import LRU
 
-class Fifo(LRU):
-    name = "fifo"
+class Ring(LRU):
+    name = "ring"
 
     def touch(self, key):
         pass
@@ -102,16 +103,16 @@ def test_a_policy_without_a_name_is_refused(name: object) -> None:
 def test_the_policy_of_an_installed_package_is_found_without_importing_it_first(
     install: Install,
 ) -> None:
-    install("acme_fifo", FIFO, "fifo = acme_fifo:Fifo")
-    assert "fifo" in policy_names()
-    assert "acme_fifo" not in sys.modules
-    policy = create_policy("fifo", 3)
+    install("acme_ring", RING, "ring = acme_ring:Ring")
+    assert "ring" in policy_names()
+    assert "acme_ring" not in sys.modules
+    policy = create_policy("ring", 3)
     assert isinstance(policy, EvictionPolicy)
-    assert (type(policy).__module__, policy.name, policy.capacity) == ("acme_fifo", "fifo", 3)
+    assert (type(policy).__module__, policy.name, policy.capacity) == ("acme_ring", "ring", 3)
 
 
 def test_an_installed_package_cannot_replace_a_built_in_policy(install: Install) -> None:
-    install("acme_lru", FIFO, "lru = acme_lru:Fifo")
+    install("acme_lru", RING, "lru = acme_lru:Ring")
     assert type(create_policy("lru", 1)) is LRU
 
 
@@ -124,10 +125,10 @@ def test_an_installed_package_that_offers_no_policy_is_refused(install: Install)
 @pytest.mark.parametrize(
     ("source", "entry_point"),
     [
-        ("import a_package_that_is_not_there\n", "broken = acme_broken:Fifo"),
-        (FIFO, "broken = acme_broken:Other"),
-        (FIFO, "broken = acme_elsewhere:Fifo"),
-        ("raise RuntimeError('at import')\n", "broken = acme_broken:Fifo"),
+        ("import a_package_that_is_not_there\n", "broken = acme_broken:Ring"),
+        (RING, "broken = acme_broken:Other"),
+        (RING, "broken = acme_elsewhere:Ring"),
+        ("raise RuntimeError('at import')\n", "broken = acme_broken:Ring"),
     ],
 )
 def test_an_installed_package_that_cannot_be_loaded_is_refused_with_the_reason(
