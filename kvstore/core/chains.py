@@ -13,7 +13,7 @@ requests are taken for ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstore.core.directory import TierDirectory
 from kvstore.core.pool import HostPool
@@ -33,15 +33,17 @@ class _Chain:
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
         known: all keys in `groups`.
+        loaded: those that were loaded.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "storing")
+    __slots__ = ("counted", "groups", "known", "loaded", "storing")
 
     def __init__(self) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         self.known: set[bytes] = set()
+        self.loaded: set[bytes] = set()
         self.counted: set[bytes] = set()
         self.storing = 0
 
@@ -50,7 +52,7 @@ class Chains:
     """See the module's text."""
 
     def __init__(self, pool: HostPool, tiers: Sequence[TierDirectory]) -> None:
-        places = [pool, *tiers]
+        places: list[HostPool | TierDirectory] = [pool, *tiers]
         self._host = pool.policy
         self._tiers = [tier for tier in tiers if _overrides(tier.policy, "settle")]
         self._linked = [place.policy.link for place in places if _overrides(place.policy, "link")]
@@ -67,10 +69,10 @@ class Chains:
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
 
-    def known(self, request_id: str) -> set[bytes] | frozenset[bytes]:
-        """The keys that this request has used so far."""
+    def loaded(self, request_id: str) -> Collection[bytes]:
+        """The keys that this request has loaded."""
         chain = self._chains.get(request_id)
-        return chain.known if chain is not None else frozenset()
+        return chain.loaded if chain is not None else ()
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""
@@ -81,9 +83,11 @@ class Chains:
             for each in self.filters:
                 each.asked(fresh)
 
-    def extend(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """The request is about to use `keys`, in prompt order."""
+    def extend(self, request_id: str, keys: Sequence[bytes], *, loaded: bool = False) -> None:
+        """The request is about to use `keys`, in prompt order; it loads them, or it stores them."""
         chain = self._chain(request_id)
+        if loaded:
+            chain.loaded.update(keys)
         if self.filters:
             self.count(request_id, keys)
         known = chain.known

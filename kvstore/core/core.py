@@ -291,7 +291,7 @@ class Core:
             request = self._requests[request_id] = Request(request_id)
         if self._counts:
             self._count(request)
-        self.chains.extend(request_id, list(keys))
+        self.chains.extend(request_id, list(keys), loaded=True)
         self._marked += len(chunks)
         loading, sources = request.loading, self._totals.loaded_from
         used: list[bytes] = []
@@ -375,9 +375,6 @@ class Core:
         if request is not None and request.state is not RequestState.SCANNING:
             self.line.leave(request)
         offered = list(dict.fromkeys(keys))
-        # A store that was put off, or that begins where the load did, is no second use.
-        used = self.chains.known(request_id)
-        fresh = [key for key in offered if key not in used]
         self.chains.extend(request_id, offered)
         new: list[bytes] = []
         present: list[Chunk] = []
@@ -387,13 +384,16 @@ class Core:
                 new.append(key)
             else:
                 present.append(chunk)
-        if fresh:
-            self.touch(fresh)
+        if request is None or not request.put_off:
+            # What this request has loaded was used then.
+            loaded = self.chains.loaded(request_id)
+            self.touch([key for key in offered if key not in loaded] if loaded else offered)
         declined: list[bytes] = []
         if new and pool.admission is not None:
             answers = pool.admission.admit(new, self.now)
-            declined = [key for key, wanted in zip(new, answers, strict=True) if not wanted]
-            new = [key for key, wanted in zip(new, answers, strict=True) if wanted]
+            declined = [key for key, answer in zip(new, answers, strict=True) if not answer]
+            new = [key for key, answer in zip(new, answers, strict=True) if answer]
+        wanted = len(new)
         before = len(pool.history)
         marked = self._marked + sum(len(asked.keys) for asked in self._asked) + len(present)
         # Rows that a request in line waits for are not for stores.
@@ -420,11 +420,13 @@ class Core:
         if request is not None:
             request.put_off = False
             self._drop_if_idle(request)
-        chunks = pool.enter(new)
-        if len(chunks) < len(new):
+        if room < wanted:
+            chunks = pool.enter(new)
+        else:
+            chunks = pool.enter(offered, frozenset(declined))
             entered = {chunk.key for chunk in chunks}
             declined += [key for key in new if key not in entered]
-            new = [chunk.key for chunk in chunks]
+        new = [chunk.key for chunk in chunks]
         for chunk in chunks:
             chunk.stored_by = request_id
         self.chains.storing(request_id, len(chunks))

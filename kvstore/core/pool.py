@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING, READY, Chunk, IllegalTransitionError
 from policies.admission import AdmissionFilter
@@ -101,17 +101,21 @@ class HostPool:
             self._reclaim(count)
         if len(self._free) < count:
             # What is leaving is on its way to be free.
-            self._evict(count - len(self._free) - self.leaving, False, incoming)
+            self._evict(
+                count - len(self._free) - self.leaving, shed_unsaved=False, incoming=incoming
+            )
             if shed_unsaved and len(self._free) < count:
                 self._shed_waiting(count)
-                self._evict(count - len(self._free) - self.leaving, True, incoming)
+                self._evict(
+                    count - len(self._free) - self.leaving, shed_unsaved=True, incoming=incoming
+                )
         return min(count, len(self._free))
 
     def make_ready(self) -> None:
         """Let the policy give up chunks until `ahead` rows are free or soon free."""
         short = self.ahead - len(self._free) - self.leaving
         if short > 0:
-            self._evict(short, False, (), keep=True)
+            self._evict(short, shed_unsaved=False, keep=True)
 
     def has_room(self, count: int, marked: int) -> bool:
         """Whether `count` chunks can surely leave for others, one by one.
@@ -124,12 +128,13 @@ class HostPool:
         may_leave = len(self.chunks) - self.busy - self.unsaved - marked
         return len(self._free) + may_leave >= count
 
-    def enter(self, keys: Sequence[bytes]) -> list[Chunk]:
-        """Give `keys` rows and filling chunks, for which `has_room`.
+    def enter(self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()) -> list[Chunk]:
+        """Give those of `keys` that are not here rows and filling chunks, for which `has_room`.
 
         They go to the policy tail first, each right after the eviction that
-        makes room for it: a policy that would rather do without some of them,
-        once it has seen the others, may say so. Those get no row.
+        makes room for it. A policy that would rather do without some of them,
+        once it has seen the others, may say so: those get no row. What it gives
+        up that is here and among `keys` enters anew, if its turn is still to come.
         """
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
@@ -137,6 +142,8 @@ class HostPool:
         free = len(self._free)
         entering: dict[bytes, None] = {}
         for key in reversed(keys):
+            if key in chunks or key in unwanted:
+                continue
             if free:
                 free -= 1
             else:
@@ -287,7 +294,12 @@ class HostPool:
         return protected
 
     def _evict(
-        self, count: int, shed_unsaved: bool, incoming: Sequence[bytes], keep: bool = False
+        self,
+        count: int,
+        *,
+        shed_unsaved: bool,
+        incoming: Sequence[bytes] = (),
+        keep: bool = False,
     ) -> None:
         """Let the policy give up `count` chunks; those that need no copy go at once, or `keep`."""
         may_leave = len(self.chunks) - self.busy - (0 if shed_unsaved else self.unsaved)

@@ -107,7 +107,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a pin protects")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def unprotected(self: HostPool, count: int, *, shed_unsaved: bool) -> None:
+    def unprotected(self: HostPool, count: int, **rest: Any) -> None:
         victims = self.policy.evict(min(count, len(self.policy)), lambda key: False) or []
         for key in victims:
             self._free.append(self.chunks.pop(key).row)
@@ -332,7 +332,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         self.max_segments += 1
 
     patch.setattr(TierDirectory, "grown", generous)
-    patch.setattr(TierDirectory, "_evict", lambda self, count: None)
+    patch.setattr(TierDirectory, "_evict", lambda self, count, incoming: None)
 
 
 @breaks("a tier that does not answer is not waited for")
