@@ -596,8 +596,9 @@ class Core:
         queued = 0
         for tier in self._demoting:
             if not tier.lacks(chunk.key):
-                continue
-            if tier.accepts(self.now):
+                # To be given up once more counts as much as to be given up.
+                tier.touch((chunk.key,))
+            elif tier.accepts(self.now):
                 queued += self._queue(tier, [chunk])
             else:
                 self._tier_totals[tier.index].refused += 1
@@ -635,7 +636,10 @@ class Core:
                 tier.queue.popleft()
             if not batch:
                 break
-            slots = tier.take_slots(len(batch), [chunk.key for chunk in reversed(batch)])
+            # Chunks are given up tail first, but stored head first.
+            through = tier.flow is Flow.WRITE_THROUGH
+            tail_first = reversed(batch) if through else batch
+            slots = tier.take_slots(len(batch), [chunk.key for chunk in tail_first])
             if len(slots) < len(batch):
                 for chunk in reversed(batch[len(slots) :]):
                     self.pool.queued(chunk, tier.index)
@@ -643,6 +647,8 @@ class Core:
                 del batch[len(slots) :]
                 if not batch:
                     break
+            if not through:
+                batch.reverse()
             for chunk, slot in zip(batch, slots, strict=True):
                 self.pool.pin(chunk)
                 tier.writing[chunk.key] = slot

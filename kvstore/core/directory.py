@@ -141,6 +141,9 @@ class TierDirectory:
             incoming: keys of those chunks, tail first.
         """
         short = count - self._slots.free
+        if self.flow is Flow.EXCLUSIVE:
+            # What is being read is about to give its slots up.
+            short -= len(self.reading)
         if short > 0 and (self.cannot_grow or self.segments >= self.max_segments):
             short = min(short, len(self.entries) - len(self.reading))
             if short > 0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.choice import Choice, build_filters, build_policy
 from kvstore.core import Core, Flow, HostPool, TierDirectory
@@ -36,7 +36,8 @@ class Setup:
     """What to replay a trace with.
 
     Attributes:
-        host, disk: chunks that fit; no disk tier when `disk` is 0.
+        host, disk: chunks that fit; no disk tier when `disk` is 0. Host memory has
+            `reserve` rows more.
         host_policy, disk_policy: eviction policies.
         host_admission, disk_admission: filters, all of which must agree.
         flow: between host memory and disk.
@@ -59,7 +60,7 @@ class Setup:
             ValueError: for a policy or filter that does not exist, or its parameters.
         """
         pool = HostPool(
-            self.host,
+            self.host + self.reserve,
             build_policy(self.host_policy, self.host),
             build_filters(self.host_admission, self.host, chunk_bytes),
             self.reserve,
@@ -130,8 +131,8 @@ class _Server:
     """The imagined server and engine around a core."""
 
     core: Core
+    reserve: int
     now: float = 0.0
-    done: list[Completion] = field(default_factory=list)
 
     def step(self) -> None:
         """End the step; the disk does what it is asked; begin the next."""
@@ -140,7 +141,10 @@ class _Server:
             moves = core.flush(now)
             core.poll(now, [Completion(move.id, [True] * len(move.keys)) for move in moves])
             if not moves:
-                return
+                break
+        if self.reserve:
+            # What was given up and copied is not counted on any more.
+            core.pool.make_room(self.reserve, shed_unsaved=False)
 
     def serve(self, keys: list[bytes], name: str) -> int:
         """One request from its first lookup to its end; returns its hits."""
@@ -185,7 +189,7 @@ def replay(
     """
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     core = setup.core(size)
-    server = _Server(core)
+    server = _Server(core, setup.reserve)
     keys = trace.keys()
     outcome = Outcome(setup, chunk_bytes=size)
     began = time.perf_counter()
