@@ -83,12 +83,14 @@ class Choice:
         return f"{self.name}({told})"
 
 
-def build_policy(choice: Choice, capacity: int) -> EvictionPolicy:
+def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
     """The policy for a tier of `capacity` chunks.
 
     Raises:
         ValueError: as `policies.create_policy`.
     """
+    if isinstance(choice, str):
+        return create_policy(choice, capacity)
     return create_policy(choice.name, capacity, **dict(choice.parameters))
 
 

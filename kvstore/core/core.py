@@ -376,14 +376,7 @@ class Core:
             self.line.leave(request)
         offered = list(dict.fromkeys(keys))
         self.chains.extend(request_id, offered)
-        new: list[bytes] = []
-        present: list[Chunk] = []
-        for key in offered:
-            chunk = pool.chunks.get(key)
-            if chunk is None:
-                new.append(key)
-            else:
-                present.append(chunk)
+        new = [key for key in offered if key not in pool.chunks]
         if request is None or not request.put_off:
             # What this request has loaded was used then.
             loaded = self.chains.loaded(request_id)
@@ -393,21 +386,10 @@ class Core:
             answers = pool.admission.admit(new, self.now)
             declined = [key for key, answer in zip(new, answers, strict=True) if not answer]
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
-        wanted = len(new)
         before = len(pool.history)
-        marked = self._marked + sum(len(asked.keys) for asked in self._asked) + len(present)
-        # Rows that a request in line waits for are not for stores.
-        if self.line.starving:
-            room = 0
-        elif pool.has_room(len(new), marked):
-            room = len(new)
-        else:
-            self._marked += len(present)
-            for chunk in present:
-                chunk.step = pool.step
-            room = pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+        may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
+        chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
-            may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
             put_off = may_fit and not (request is not None and request.put_off)
             if put_off or room == 0:
                 if request is None:
@@ -416,23 +398,18 @@ class Core:
                 self._totals.stores_put_off += 1
                 return None
             self._totals.chunks_refused += len(new) - room
-            new = new[:room]
         if request is not None:
             request.put_off = False
             self._drop_if_idle(request)
-        if room < wanted:
-            chunks = pool.enter(new)
-        else:
-            chunks = pool.enter(offered, frozenset(declined))
-            entered = {chunk.key for chunk in chunks}
-            declined += [key for key in new if key not in entered]
-        new = [chunk.key for chunk in chunks]
+        if chunks is None:
+            chunks = pool.reserve(new[:room], -1)
         for chunk in chunks:
             chunk.stored_by = request_id
         self.chains.storing(request_id, len(chunks))
         self._totals.declined += len(declined)
         evicted = [key for key, left in pool.history[before:] if left]
-        return StoreGrant(new, [chunk.row for chunk in chunks], evicted, declined)
+        rows = [chunk.row for chunk in chunks]
+        return StoreGrant([chunk.key for chunk in chunks], rows, evicted, declined)
 
     def complete_store(self, keys: Collection[bytes], request_id: str, ok: bool = True) -> None:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped.
@@ -488,6 +465,15 @@ class Core:
             request.put_off = request.deferring = False
             self._drop_if_idle(request)
         self.chains.end(request_id)
+
+    def may_go_below(self, key: bytes) -> bool:
+        """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
+        chunk = self.pool.chunks.get(key)
+        if chunk is not None and chunk.unsaved:
+            return True
+        return any(not tier.lacks(key) for tier in self.tiers) or (
+            chunk is not None and any(tier.accepts(self.now) for tier in self._demoting)
+        )
 
     def save(self) -> None:
         """Copy to every tier what it lacks, also what would only be copied when given up."""
@@ -554,6 +540,47 @@ class Core:
         )
 
     # -- inside ------------------------------------------------------------------------
+
+    def _enter(
+        self, offered: list[bytes], new: list[bytes], declined: list[bytes], may_fit: bool
+    ) -> tuple[list[Chunk] | None, int]:
+        """Get rows for `new`, those of `offered` that are not here and not `declined`.
+
+        Where all fit, or what does not fit never will, the policy says chunk by
+        chunk who enters and who leaves; what it does not want is added to `declined`.
+
+        Returns:
+            The chunks that have entered, or None where nobody has yet; and for how
+            many of `new` there was room.
+        """
+        pool = self.pool
+        if self.line.starving:
+            # Rows that a request in line waits for are not for stores.
+            return None, 0
+        marked = self._marked + sum(len(asked.keys) for asked in self._asked)
+        marked += len(offered) - len(new) - len(declined)
+        fits = pool.has_room(len(new), marked)
+        if fits:
+            chunks = pool.enter(offered, frozenset(declined))
+            entered = {chunk.key for chunk in chunks}
+            declined += [key for key in new if key not in entered]
+            return chunks, len(new)
+        if not may_fit and pool.demote is None:
+            chunks = pool.enter(offered, frozenset(declined))
+            self._keep(offered)
+            return chunks, len(chunks)
+        # What is there already keeps its place, and the head goes first.
+        self._keep(offered)
+        return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+
+    def _keep(self, keys: Iterable[bytes]) -> None:
+        """Those of `keys` that are here stay until the step ends."""
+        pool = self.pool
+        for key in keys:
+            chunk = pool.chunks.get(key)
+            if chunk is not None:
+                chunk.step = pool.step
+                self._marked += 1
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium

@@ -129,18 +129,21 @@ class HostPool:
         return len(self._free) + may_leave >= count
 
     def enter(self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()) -> list[Chunk]:
-        """Give those of `keys` that are not here rows and filling chunks, for which `has_room`.
+        """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
 
         They go to the policy tail first, each right after the eviction that
-        makes room for it. A policy that would rather do without some of them,
-        once it has seen the others, may say so: those get no row. What it gives
-        up that is here and among `keys` enters anew, if its turn is still to come.
+        makes room for it, and may be evicted for those that follow: so it is
+        the policy that says which of a store are worth a row, and with LRU it is
+        the head that fits. A chunk of `keys` that is given up and whose turn is still
+        to come takes its place in the policy anew, and has never been away.
         """
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
         protected = self._protection(shed_unsaved=False)
         free = len(self._free)
         entering: dict[bytes, None] = {}
+        given_up: dict[bytes, Chunk] = {}
+        own: Collection[bytes] = ()
         for key in reversed(keys):
             if key in chunks or key in unwanted:
                 continue
@@ -149,17 +152,24 @@ class HostPool:
             else:
                 victims = evict(1, protected, (key,))
                 if victims is None:
-                    # Nobody else may leave after all: the tail gives way to the head.
-                    if not entering:
-                        continue
-                    victims = [next(iter(entering))]
-                    policy.remove(victims[0])
-                if victims[0] in entering:
-                    del entering[victims[0]]
+                    break
+                (victim,) = victims
+                own = own or frozenset(keys)
+                if victim in entering:
+                    del entering[victim]
+                elif victim in own:
+                    given_up[victim] = chunks.pop(victim)
                 else:
-                    self._leave(chunks[victims[0]])
+                    self._leave(chunks[victim])
             insert(key)
-            entering[key] = None
+            back = given_up.pop(key, None)
+            if back is not None:
+                chunks[key] = back
+            else:
+                entering[key] = None
+        for chunk in given_up.values():
+            chunks[chunk.key] = chunk
+            self._leave(chunk)
         first = self._reserved
         self._reserved += len(entering)
         entered = [

@@ -165,6 +165,8 @@ class _Server:
                 if grant is not None:
                     core.complete_store(grant.keys, name)
                     break
+                if not core.unsaved:
+                    break
                 self.step()
         core.on_request_finished(name)
         self.step()
