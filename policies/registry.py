@@ -15,6 +15,7 @@ from policies.admission import AdmissionFilter
 from policies.arc import ARC
 from policies.base import EvictionPolicy
 from policies.fifo import FIFO
+from policies.hitdensity import HitDensity
 from policies.lfu import LFU
 from policies.lru import LRU
 from policies.parameters import check_parameters
@@ -161,7 +162,7 @@ def find_filter(name: str) -> type[AdmissionFilter]:
     return _filters.find(name)
 
 
-for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO):
+for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, HitDensity):
     register_policy(_policy)
 for _filter in (ReuseThreshold,):
     register_filter(_filter)
