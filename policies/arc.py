@@ -74,8 +74,8 @@ class ARC(EvictionPolicy):
         # Where fewer must leave than come, the first to come have room already.
         early = max(0, len(incoming) - count)
         entered1 = entered2 = 0
-        for key in incoming[:early]:
-            if self._learn(key):
+        for first in incoming[:early]:
+            if self._learn(first):
                 entered2 += 1
             else:
                 entered1 += 1

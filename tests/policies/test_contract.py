@@ -10,6 +10,7 @@ from policies.hitdensity import HitDensity
 from policies.lfu import LFU
 from policies.s3fifo import S3FIFO
 from policies.sieve import SIEVE
+from policies.wtinylfu import WTinyLFU
 
 
 class TestFIFO(PolicyContract):
@@ -40,3 +41,8 @@ class TestS3FIFO(PolicyContract):
 class TestHitDensity(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return HitDensity(capacity)
+
+
+class TestWTinyLFU(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return WTinyLFU(capacity)
