@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

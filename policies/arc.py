@@ -74,8 +74,8 @@ class ARC(EvictionPolicy):
         # Where fewer must leave than come, the first to come have room already.
         early = max(0, len(incoming) - count)
         entered1 = entered2 = 0
-        for key in incoming[:early]:
-            if self._learn(key):
+        for first in incoming[:early]:
+            if self._learn(first):
                 entered2 += 1
             else:
                 entered1 += 1
@@ -83,8 +83,8 @@ class ARC(EvictionPolicy):
         victims: list[tuple[_List, bytes]] = []
         in_use1: list[tuple[bytes, None]] = []
         in_use2: list[tuple[bytes, None]] = []
-        paired = itertools.chain(incoming[early:], itertools.repeat(None))
-        for key, _ in zip(paired, range(count), strict=False):
+        for index in range(early, early + count):
+            key = incoming[index] if index < len(incoming) else None
             ghost = key is not None and self._learn(key)
             size = len(t1) + len(in_use1) + entered1
             from_t1 = size > self._p or (size == self._p and key in self._b2)
@@ -104,14 +104,14 @@ class ARC(EvictionPolicy):
                 entered1 += 1
         complete = len(victims) == count
         if complete:
-            for queue, key in victims:
-                (self._b1 if queue is t1 else self._b2)[key] = False
+            for queue, victim in victims:
+                (self._b1 if queue is t1 else self._b2)[victim] = False
         else:
-            put_back(t1, [(key, None) for queue, key in victims if queue is t1])
-            put_back(t2, [(key, None) for queue, key in victims if queue is t2])
+            put_back(t1, [(victim, None) for queue, victim in victims if queue is t1])
+            put_back(t2, [(victim, None) for queue, victim in victims if queue is t2])
         t1.update(in_use1)
         t2.update(in_use2)
-        return [key for _, key in victims] if complete else None
+        return [victim for _, victim in victims] if complete else None
 
     def clear(self) -> None:
         for each in (self._t1, self._t2):

@@ -14,13 +14,17 @@ from typing import Any, Generic, TypeVar
 from policies.admission import AdmissionFilter
 from policies.arc import ARC
 from policies.base import EvictionPolicy
+from policies.doorkeeper import DoorkeeperFilter
+from policies.endurance import EnduranceBudget
 from policies.fifo import FIFO
+from policies.hitdensity import HitDensity
 from policies.lfu import LFU
 from policies.lru import LRU
 from policies.parameters import check_parameters
 from policies.reuse import ReuseThreshold
 from policies.s3fifo import S3FIFO
 from policies.sieve import SIEVE
+from policies.wtinylfu import WTinyLFU
 
 __all__ = [
     "create_filter",
@@ -161,7 +165,7 @@ def find_filter(name: str) -> type[AdmissionFilter]:
     return _filters.find(name)
 
 
-for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO):
+for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, WTinyLFU, HitDensity):
     register_policy(_policy)
-for _filter in (ReuseThreshold,):
+for _filter in (ReuseThreshold, DoorkeeperFilter, EnduranceBudget):
     register_filter(_filter)

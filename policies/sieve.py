@@ -41,6 +41,7 @@ class SIEVE(EvictionPolicy):
 
     def remove(self, key: bytes) -> None:
         del (self._ahead if key in self._ahead else self._passed)[key]
+        self._wrap()
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
@@ -50,8 +51,6 @@ class SIEVE(EvictionPolicy):
         victims: list[bytes] = []
         in_use: set[bytes] = set()
         while len(victims) < count and len(in_use) < len(self):
-            if not self._ahead:
-                self._ahead, self._passed = self._passed, self._ahead
             key, used = self._ahead.popitem(last=False)
             if key in in_use or protected(key):
                 in_use.add(key)
@@ -60,10 +59,12 @@ class SIEVE(EvictionPolicy):
                 self._passed[key] = False
             else:
                 victims.append(key)
+            self._wrap()
         if len(victims) == count:
             return victims
         for key in victims:
             self._passed[key] = False
+        self._wrap()
         return None
 
     def clear(self) -> None:
@@ -78,3 +79,8 @@ class SIEVE(EvictionPolicy):
 
     def order(self) -> Iterable[bytes]:
         return itertools.chain(self._passed, self._ahead)
+
+    def _wrap(self) -> None:
+        """At the newest key the hand begins anew at the oldest, before anything else comes in."""
+        if not self._ahead:
+            self._ahead, self._passed = self._passed, self._ahead

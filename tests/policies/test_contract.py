@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore.testing.policy import PolicyContract
 from policies import EvictionPolicy
 from policies.arc import ARC
 from policies.fifo import FIFO
+from policies.hitdensity import HitDensity
 from policies.lfu import LFU
 from policies.s3fifo import S3FIFO
 from policies.sieve import SIEVE
+from policies.wtinylfu import WTinyLFU
 
 
 class TestFIFO(PolicyContract):
@@ -36,3 +36,13 @@ class TestSIEVE(PolicyContract):
 class TestS3FIFO(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return S3FIFO(capacity)
+
+
+class TestHitDensity(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return HitDensity(capacity)
+
+
+class TestWTinyLFU(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return WTinyLFU(capacity)
