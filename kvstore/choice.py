@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.sizes import parse_size
 from policies import (
     AdmissionFilter,
     Chain,
@@ -56,7 +57,7 @@ class Choice:
             raise ValueError(f"unknown {kind}; {listed}")
         if name not in known:
             raise ValueError(f"unknown {kind}; {listed}")
-        return cls(name, tuple(parameters.items()))
+        return cls(name, tuple((key, _size(key, told)) for key, told in parameters.items()))
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -73,7 +74,7 @@ class Choice:
             key, equals, value = part.partition("=")
             if not equals:
                 raise ValueError(f"{text!r}: {part.strip()!r} is not parameter=value")
-            parameters.append((key.strip(), _literal(value.strip())))
+            parameters.append((key.strip(), _size(key, _literal(value.strip()))))
         return cls(match[1], tuple(parameters))
 
     def __str__(self) -> str:
@@ -132,6 +133,11 @@ def check_filters(value: object) -> tuple[Choice, ...]:
     choices = tuple(Choice.of(each, filter_names(), "filter") for each in values)
     build_filters(choices, TRIAL_CAPACITY, 2**20)
     return choices
+
+
+def _size(parameter: str, value: Any) -> Any:
+    """Bytes may be written as sizes are elsewhere."""
+    return parse_size(value) if "bytes" in parameter and isinstance(value, str) else value
 
 
 def _literal(text: str) -> Any:

@@ -87,6 +87,8 @@ def _let_go(building: asyncio.Future[Assembly]) -> None:
         assembly = building.result()
         for tier in assembly.tiers:
             tier.abandon()
+        if assembly.recorder is not None:
+            assembly.recorder.close()
         assembly.region.close()
 
 
@@ -439,6 +441,8 @@ class Store:
             return
         await self.flush(self._config.drain_s)
         self._closed = True
+        if self._assembly.recorder is not None:
+            self._assembly.recorder.close()
         closing = asyncio.ensure_future(self._engine.close(self._assembly.recency()))
         try:
             await asyncio.wait_for(asyncio.shield(closing), self._config.drain_s)
