@@ -33,17 +33,18 @@ class _Chain:
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
         known: all keys in `groups`.
-        loaded: those that were loaded.
+        loaded: those that were loaded last, in step `loaded_in`.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "loaded", "storing")
+    __slots__ = ("counted", "groups", "known", "loaded", "loaded_in", "storing")
 
     def __init__(self) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         self.known: set[bytes] = set()
-        self.loaded: set[bytes] = set()
+        self.loaded: frozenset[bytes] = frozenset()
+        self.loaded_in = -1
         self.counted: set[bytes] = set()
         self.storing = 0
 
@@ -69,10 +70,16 @@ class Chains:
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
 
-    def loaded(self, request_id: str) -> Collection[bytes]:
-        """The keys that this request has loaded."""
+    def load(self, request_id: str, keys: Sequence[bytes], step: int) -> None:
+        """The request is about to load `keys`, in prompt order."""
+        self.extend(request_id, keys)
+        chain = self._chain(request_id)
+        chain.loaded, chain.loaded_in = frozenset(keys), step
+
+    def loaded(self, request_id: str, since: int) -> Collection[bytes]:
+        """The keys that this request has loaded last, if that was in step `since` or later."""
         chain = self._chains.get(request_id)
-        return chain.loaded if chain is not None else ()
+        return chain.loaded if chain is not None and chain.loaded_in >= since else ()
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""
@@ -83,11 +90,9 @@ class Chains:
             for each in self.filters:
                 each.asked(fresh)
 
-    def extend(self, request_id: str, keys: Sequence[bytes], *, loaded: bool = False) -> None:
-        """The request is about to use `keys`, in prompt order; it loads them, or it stores them."""
+    def extend(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """The request is about to use `keys`, in prompt order."""
         chain = self._chain(request_id)
-        if loaded:
-            chain.loaded.update(keys)
         if self.filters:
             self.count(request_id, keys)
         known = chain.known

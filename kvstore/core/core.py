@@ -291,11 +291,13 @@ class Core:
             request = self._requests[request_id] = Request(request_id)
         if self._counts:
             self._count(request)
-        self.chains.extend(request_id, list(keys), loaded=True)
+        self.chains.load(request_id, list(keys), self.pool.step)
         self._marked += len(chunks)
         loading, sources = request.loading, self._totals.loaded_from
         used: list[bytes] = []
         for chunk in dict.fromkeys(chunks):
+            if chunk.leaving:
+                self.pool.stay(chunk)
             self.pool.pin(chunk)
             loading[chunk.key] = loading.get(chunk.key, 0) + 1
             source = self._medium(chunk.origin)
@@ -344,12 +346,10 @@ class Core:
         pool = self.pool
         tail_first = list(host_keys)
         tail_first.reverse()
-        if self._exclusive and pool.leaving:
-            for tier in self._exclusive:
-                for key in tail_first:
-                    chunk = pool.chunks.get(key)
-                    if chunk is not None and chunk.leaving and key in tier.entries:
-                        tier.forget(key)
+        for tier in self._exclusive:
+            for key in tail_first:
+                if key in tier.entries and key in pool.chunks and key not in tier.reading:
+                    tier.forget(key)
         pool.touch(tail_first)
         if self.tiers:
             tail_first = list(tier_keys)
@@ -363,7 +363,8 @@ class Core:
         """Reserve rows for those of `keys` that host memory does not have.
 
         A store that does not fit whole is granted for the prefix that fits; it
-        never costs those of `keys` their place that were used last. Chunks that
+        never costs those of `keys` their place that are there already, unless host
+        memory is too small for all of `keys`. Chunks that
         the admission filter does not want cost nothing; nor do those that the
         policy would give up again for the head of the same store. None
         means "not now, offer it again": nothing is free for it at this moment, or
@@ -377,9 +378,13 @@ class Core:
         offered = list(dict.fromkeys(keys))
         self.chains.extend(request_id, offered)
         new = [key for key in offered if key not in pool.chunks]
-        if request is None or not request.put_off:
-            # What this request has loaded was used then.
-            loaded = self.chains.loaded(request_id)
+        loaded: Collection[bytes] = ()
+        if request is not None and request.put_off:
+            # It is no second use, but what is there shall not go meanwhile.
+            self._keep(offered)
+        else:
+            # What this request has loaded just now was used then.
+            loaded = self.chains.loaded(request_id, pool.step - 1)
             self.touch([key for key in offered if key not in loaded] if loaded else offered)
         declined: list[bytes] = []
         if new and pool.admission is not None:
@@ -388,7 +393,7 @@ class Core:
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
         before = len(pool.history)
         may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
-        chunks, room = self._enter(offered, new, declined, may_fit)
+        chunks, room = self._enter(offered, new, declined, len(loaded), may_fit)
         if room < len(new):
             put_off = may_fit and not (request is not None and request.put_off)
             if put_off or room == 0:
@@ -542,7 +547,12 @@ class Core:
     # -- inside ------------------------------------------------------------------------
 
     def _enter(
-        self, offered: list[bytes], new: list[bytes], declined: list[bytes], may_fit: bool
+        self,
+        offered: list[bytes],
+        new: list[bytes],
+        declined: list[bytes],
+        loaded: int,
+        may_fit: bool,
     ) -> tuple[list[Chunk] | None, int]:
         """Get rows for `new`, those of `offered` that are not here and not `declined`.
 
@@ -565,12 +575,15 @@ class Core:
             entered = {chunk.key for chunk in chunks}
             declined += [key for key in new if key not in entered]
             return chunks, len(new)
-        if not may_fit and pool.demote is None:
+        # What is there already keeps its place, and the head goes first; the policy sees to that
+        # itself where it was told of all that is there in this order.
+        final = not may_fit and pool.demote is None
+        if not final or loaded not in (0, len(offered) - len(new) - len(declined)):
+            self._keep(offered)
+        if final:
             chunks = pool.enter(offered, frozenset(declined))
             self._keep(offered)
             return chunks, len(chunks)
-        # What is there already keeps its place, and the head goes first.
-        self._keep(offered)
         return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
 
     def _keep(self, keys: Iterable[bytes]) -> None:

@@ -245,6 +245,8 @@ class Line:
         if chunk.key in request.leases:
             return
         request.leases[chunk.key] = chunk
+        if chunk.leaving:
+            self._pool.stay(chunk)
         if chunk.status == FILLING:
             if chunk.waiters is None:
                 chunk.waiters = []

@@ -259,9 +259,17 @@ class HostPool:
             if chunk is None:
                 continue
             if chunk.leaving:
-                self._stay(chunk)
+                self.stay(chunk)
             else:
                 touch(key)
+
+    def stay(self, chunk: Chunk) -> None:
+        """A chunk that was leaving was used: it is the policy's again."""
+        chunk.leaving = False
+        self.leaving -= 1
+        self._waiting.pop(chunk.key, None)
+        self._copied.pop(chunk.key, None)
+        self.policy.insert(chunk.key)
 
     def release_held(self, rows: Sequence[int]) -> None:
         """A move whose chunks are gone has ended: its rows are free."""
@@ -347,14 +355,6 @@ class HostPool:
             self.unsaved -= 1
         self._free.append(chunk.row)
         self.history.append((chunk.key, True))
-
-    def _stay(self, chunk: Chunk) -> None:
-        """A chunk that was leaving was used: it is the policy's again."""
-        chunk.leaving = False
-        self.leaving -= 1
-        self._waiting.pop(chunk.key, None)
-        self._copied.pop(chunk.key, None)
-        self.policy.insert(chunk.key)
 
     def _reclaim(self, count: int) -> None:
         """Let go of chunks that were leaving and are copied, until `count` rows are free."""
