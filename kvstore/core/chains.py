@@ -33,18 +33,18 @@ class _Chain:
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
         known: all keys in `groups`.
-        loaded: those that were loaded last, in step `loaded_in`.
+        loaded: those that were loaded last, when there had been `uses` of host memory.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "loaded", "loaded_in", "storing")
+    __slots__ = ("counted", "groups", "known", "loaded", "storing", "uses")
 
     def __init__(self) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         self.known: set[bytes] = set()
         self.loaded: frozenset[bytes] = frozenset()
-        self.loaded_in = -1
+        self.uses = -1
         self.counted: set[bytes] = set()
         self.storing = 0
 
@@ -70,16 +70,15 @@ class Chains:
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
 
-    def load(self, request_id: str, keys: Sequence[bytes], step: int) -> None:
-        """The request is about to load `keys`, in prompt order."""
-        self.extend(request_id, keys)
+    def load(self, request_id: str, keys: Collection[bytes], uses: int) -> None:
+        """The request loads `keys`; that was use number `uses` of host memory."""
         chain = self._chain(request_id)
-        chain.loaded, chain.loaded_in = frozenset(keys), step
+        chain.loaded, chain.uses = frozenset(keys), uses
 
-    def loaded(self, request_id: str, since: int) -> Collection[bytes]:
-        """The keys that this request has loaded last, if that was in step `since` or later."""
+    def loaded(self, request_id: str, uses: int) -> Collection[bytes]:
+        """The keys that this request has loaded last, if that was use number `uses`."""
         chain = self._chains.get(request_id)
-        return chain.loaded if chain is not None and chain.loaded_in >= since else ()
+        return chain.loaded if chain is not None and chain.uses == uses else ()
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""

@@ -291,7 +291,7 @@ class Core:
             request = self._requests[request_id] = Request(request_id)
         if self._counts:
             self._count(request)
-        self.chains.load(request_id, list(keys), self.pool.step)
+        self.chains.extend(request_id, list(keys))
         self._marked += len(chunks)
         loading, sources = request.loading, self._totals.loaded_from
         used: list[bytes] = []
@@ -308,6 +308,7 @@ class Core:
         self.line.leave(request)
         # To have been promoted for this load was the use of those that were.
         self._use(used, keys)
+        self.chains.load(request_id, keys, self.pool.uses)
         return [chunk.row for chunk in chunks]
 
     def complete_load(self, keys: Collection[bytes], request_id: str) -> None:
@@ -378,13 +379,12 @@ class Core:
         offered = list(dict.fromkeys(keys))
         self.chains.extend(request_id, offered)
         new = [key for key in offered if key not in pool.chunks]
-        loaded: Collection[bytes] = ()
         if request is not None and request.put_off:
             # It is no second use, but what is there shall not go meanwhile.
             self._keep(offered)
         else:
-            # What this request has loaded just now was used then.
-            loaded = self.chains.loaded(request_id, pool.step - 1)
+            # What this request has loaded, with nobody after it, was used then.
+            loaded = self.chains.loaded(request_id, pool.uses)
             self.touch([key for key in offered if key not in loaded] if loaded else offered)
         declined: list[bytes] = []
         if new and pool.admission is not None:
@@ -393,7 +393,7 @@ class Core:
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
         before = len(pool.history)
         may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
-        chunks, room = self._enter(offered, new, declined, len(loaded), may_fit)
+        chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
             put_off = may_fit and not (request is not None and request.put_off)
             if put_off or room == 0:
@@ -551,7 +551,6 @@ class Core:
         offered: list[bytes],
         new: list[bytes],
         declined: list[bytes],
-        loaded: int,
         may_fit: bool,
     ) -> tuple[list[Chunk] | None, int]:
         """Get rows for `new`, those of `offered` that are not here and not `declined`.
@@ -575,15 +574,12 @@ class Core:
             entered = {chunk.key for chunk in chunks}
             declined += [key for key in new if key not in entered]
             return chunks, len(new)
-        # What is there already keeps its place, and the head goes first; the policy sees to that
-        # itself where it was told of all that is there in this order.
-        final = not may_fit and pool.demote is None
-        if not final or loaded not in (0, len(offered) - len(new) - len(declined)):
-            self._keep(offered)
-        if final:
+        if not may_fit and pool.demote is None:
             chunks = pool.enter(offered, frozenset(declined))
             self._keep(offered)
             return chunks, len(chunks)
+        # What is there already keeps its place, and the head goes first.
+        self._keep(offered)
         return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
 
     def _keep(self, keys: Iterable[bytes]) -> None:

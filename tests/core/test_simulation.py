@@ -257,8 +257,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     init = TierDirectory.__init__
 
-    def boundless(self: TierDirectory, *args: Any) -> None:
-        init(self, *args)
+    def boundless(self: TierDirectory, *args: Any, **rest: Any) -> None:
+        init(self, *args, **rest)
         self.max_rows_in_flight *= 2
         self.max_rows_in_flight += 1
 
@@ -376,5 +376,5 @@ def test_the_simulation_notices_when_a_rule_is_broken(
 ) -> None:
     BREAKS[rule](monkeypatch)
     with pytest.raises(AssertionError, match="KVSTORE_SEED="):
-        for seed in range(60):
+        for seed in range(200):
             simulate(seed, 1000)
