@@ -105,12 +105,10 @@ class HitDensity(EvictionPolicy):
         for key in keys:
             slot = slots.get(key, _NONE)
             if slot < 0:
-                self._expected[key] = after
+                self._expect(key, after)
             elif above >= 0 and parents[slot] < 0 and above != slot:
                 self._attach(slot, above)
             after, above = key, slot
-        while len(self._expected) > self._links_kept:
-            self._expected.popitem(last=False)
 
     def insert(self, key: bytes) -> None:
         now = self._now = self._now + 1
@@ -258,6 +256,10 @@ class HitDensity(EvictionPolicy):
 
     def _let_go(self, slot: int, key: bytes) -> None:
         """A victim becomes a ghost, in the place of the ghost that is longest gone."""
+        above = self._parent[slot]
+        if above >= 0:
+            # It may come back before it is linked again.
+            self._expect(key, self._keys[above])
         del self._slots[key]
         self._keys[slot] = None
         self._parent[slot] = _NONE
@@ -288,6 +290,12 @@ class HitDensity(EvictionPolicy):
         densities.ended[kind * densities.bins + bisect_right(densities.edges, age)] += 1
 
     # -- chains ----------------------------------------------------------------------
+
+    def _expect(self, key: bytes, follows: bytes | None) -> None:
+        expected = self._expected
+        expected[key] = follows
+        if len(expected) > self._links_kept:
+            expected.popitem(last=False)
 
     def _attach(self, slot: int, above: int) -> None:
         self._parent[slot] = above
