@@ -17,7 +17,7 @@ from benchmarks.traces import Request
 __all__ = ["merged", "sessions", "shuffled", "thinned"]
 
 COMMON = 50
-"""A block that this many sessions would share is a common prompt."""
+"""A block that this many requests have branched from is a common prompt from then on."""
 
 
 def sessions(requests: Sequence[Request]) -> list[list[Request]]:

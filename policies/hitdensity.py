@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from policies.base import EvictionPolicy, Protected
 from policies.density import Densities
+from policies.queues import BURST
 
 __all__ = ["HitDensity"]
 
@@ -105,12 +106,10 @@ class HitDensity(EvictionPolicy):
         for key in keys:
             slot = slots.get(key, _NONE)
             if slot < 0:
-                self._expected[key] = after
+                self._expect(key, after)
             elif above >= 0 and parents[slot] < 0 and above != slot:
                 self._attach(slot, above)
             after, above = key, slot
-        while len(self._expected) > self._links_kept:
-            self._expected.popitem(last=False)
 
     def insert(self, key: bytes) -> None:
         now = self._now = self._now + 1
@@ -207,23 +206,36 @@ class HitDensity(EvictionPolicy):
         victims: list[int] = []
         in_use: list[int] = []
         detached = 0
+        in_a_row, patient = 0, False
         while len(victims) < count:
             slot = self._coldest()
             if slot < 0:
-                # Every end is in use: what lies above those may leave.
-                if detached == len(in_use):
+                if not patient:
+                    # What was passed over may have to leave after all.
+                    self._lowest, patient = 0, True
+                elif detached < len(in_use):
+                    # Every end is in use: what lies above those may leave.
+                    above = in_use[detached:]
+                    detached = len(in_use)
+                    for slot in above:
+                        self._detach(slot)
+                elif len(victims) + len(in_use) < len(self._slots):
+                    self._unlink_all({*victims, *in_use})
+                else:
                     break
-                above = in_use[detached:]
-                detached = len(in_use)
-                for slot in above:
-                    self._detach(slot)
                 continue
+            cell = self._cell[slot]
             self._unqueue(slot)
             key = keys[slot]
             assert key is not None
             if protected(key):
                 in_use.append(slot)
+                in_a_row += 1
+                if in_a_row >= BURST and not patient:
+                    in_a_row = 0
+                    self._lowest = self._rank[cell] + 1
             else:
+                in_a_row = 0
                 victims.append(slot)
                 self._detach(slot)
         complete = len(victims) == count
@@ -258,6 +270,10 @@ class HitDensity(EvictionPolicy):
 
     def _let_go(self, slot: int, key: bytes) -> None:
         """A victim becomes a ghost, in the place of the ghost that is longest gone."""
+        above = self._parent[slot]
+        if above >= 0:
+            # It may come back before it is linked again.
+            self._expect(key, self._keys[above])
         del self._slots[key]
         self._keys[slot] = None
         self._parent[slot] = _NONE
@@ -289,6 +305,12 @@ class HitDensity(EvictionPolicy):
 
     # -- chains ----------------------------------------------------------------------
 
+    def _expect(self, key: bytes, follows: bytes | None) -> None:
+        expected = self._expected
+        expected[key] = follows
+        if len(expected) > self._links_kept:
+            expected.popitem(last=False)
+
     def _attach(self, slot: int, above: int) -> None:
         self._parent[slot] = above
         self._children[above] += 1
@@ -316,6 +338,16 @@ class HitDensity(EvictionPolicy):
                 self._attach(slot, above)
         if not self._children[slot]:
             self._queue(slot)
+
+    def _unlink_all(self, but: set[int]) -> None:
+        """Forget all chains: they form a ring, so what was told of them was wrong."""
+        for slot, key in enumerate(self._keys):
+            self._parent[slot] = _NONE
+            if key is None and self._children[slot]:
+                self._free.append(slot)
+            self._children[slot] = 0
+            if key is not None and self._cell[slot] < 0 and slot not in but:
+                self._queue(slot)
 
     def _queue(self, slot: int) -> None:
         """An end of a chain takes its place among those of its class and age."""
