@@ -52,6 +52,9 @@ MAGIC = b"kvstore-trace 1\n"
 MOST_WAITING = 2**20
 """Keys that may wait to be written; requests beyond are dropped and counted."""
 
+MOST_AT_ONCE = 2**23
+"""Bytes written by one call, about; a record that is longer than this is dropped and counted."""
+
 MOST_FILES = 64
 """Processes on one machine that may record under one name."""
 
@@ -133,23 +136,25 @@ class Recorder:
             os.close(self._fd)
 
     def _write(self) -> None:
+        most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
         records = bytearray()
         while self._queue:
             seconds, chains = self._queue.popleft()
             self._waiting -= sum(map(len, chains))
-            records += _encode(seconds, chains)
-            if len(records) >= 2**20 or self._size + len(records) >= self._limit // 2:
+            record = _encode(seconds, chains)
+            if len(record) > most:
+                self.dropped += 1
+                continue
+            if len(records) + len(record) > most:
                 self._put(records)
                 records = bytearray()
+            records += record
         if records:
             self._put(records)
 
     def _put(self, data: bytes | bytearray) -> None:
-        if self._size > len(self._header) and self._size + len(data) > self._limit // 2:
+        if self._size + len(data) > self._limit // 2:
             self._rotate()
-        if len(self._header) + len(data) > self._limit // 2:
-            self.dropped += 1
-            return
         view = memoryview(data)
         while view:
             written = os.write(self._fd, view)

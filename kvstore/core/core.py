@@ -441,7 +441,6 @@ class Core:
         # A server may report a store as a set; rows were given in prefix order.
         stored.sort(key=lambda chunk: chunk.order)
         self._totals.stored += len(stored)
-        self.chains.storing(request_id, -ended)
         followed = [tier for tier in self.tiers if isinstance(tier, FollowedDirectory)]
         if followed:
             # What a neighbour keeps on the same disk need not be written twice.
@@ -453,6 +452,7 @@ class Core:
                 self._tier_totals[tier.index].refused += len(stored)
                 continue
             self._queue(tier, [chunk for chunk in stored if tier.lacks(chunk.key)])
+        self.chains.storing(request_id, -ended)
 
     # -- the rest ----------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Rig:
             for index, held in enumerate(on)
         ]
         timing = {"deadline": 1.0, "ceiling": 10.0, "lease": 3.0, **timing}
-        pool = HostPool(rows, policy or create_policy("lru", rows))
+        pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
         self.core = Core(pool, directories, **timing)
         self.log: list[str] = []
         self.core.log_to(self.log.append)
