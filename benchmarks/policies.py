@@ -1,6 +1,7 @@
 """What each eviction policy hits, and what it costs.
 
     python benchmarks/policies.py hits --trace conversation --percent 1,5,10,25
+    python benchmarks/policies.py hits --trace agent-thinned,conversation-and-chat
     python benchmarks/policies.py cost --keys 1000000
 
 Prints one JSON row per case. `hits` replays a trace through the policy alone, by
@@ -21,7 +22,7 @@ import sys
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,27 @@ FILES = {
 
 
 def trace(name: str) -> list[Request]:
-    """A trace by name: one of `FILES`, or one of those made from them."""
+    """A trace by name: one of `FILES`, or one of those made from them, `MADE`."""
     if name in FILES:
         return list(read_trace(TRACES / FILES[name]))
-    if name == "conversation-shuffled":
-        return shuffled(trace("conversation"), 1)
-    if name == "chat-thinned":
-        return thinned(trace("chat"), 0.4, 3)
-    if name == "agent-thinned":
-        return thinned(shuffled(trace("agent"), 7), 0.08, 4)
-    if name == "agent-and-conversation":
-        return merged(thinned(trace("conversation"), 0.6, 6), trace("agent-thinned"))
-    raise SystemExit(f"unknown trace {name!r}")
+    if name not in MADE:
+        raise SystemExit(f"unknown trace {name!r}; known are: {', '.join((*FILES, *MADE))}")
+    return MADE[name]()
+
+
+MADE: dict[str, Callable[[], list[Request]]] = {
+    "conversation-shuffled": lambda: shuffled(trace("conversation"), 1),
+    "conversation-thinned": lambda: thinned(trace("conversation"), 0.5, 2),
+    "chat-thinned": lambda: thinned(trace("chat"), 0.4, 3),
+    "agent-thinned": lambda: thinned(shuffled(trace("agent"), 7), 0.08, 4),
+    "agent-few": lambda: thinned(trace("agent"), 0.08, 5),
+    "conversation-and-agent": lambda: merged(
+        thinned(trace("conversation"), 0.6, 6), trace("agent-thinned")
+    ),
+    "conversation-and-chat": lambda: merged(
+        shuffled(trace("conversation-thinned"), 9), trace("chat-thinned")
+    ),
+}
 
 
 def hits(name: str, percents: Sequence[float], policies: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -217,7 +227,9 @@ def main() -> None:
     policies = told.policies.split(",")
     rows: Iterable[dict[str, Any]]
     if told.what == "hits":
-        rows = hits(told.trace, [float(each) for each in told.percent.split(",")], policies)
+        percents = [float(each) for each in told.percent.split(",")]
+        traces = told.trace.split(",")
+        rows = (row for name in traces for row in hits(name, percents, policies))
     else:
         rows = cost(told.keys, told.rounds, policies)
     for row in rows:

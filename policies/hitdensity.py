@@ -28,6 +28,9 @@ _CLASSES = 2 * _COUNTED
 _SAMPLES = 128
 """Residents, and as many ghosts, whose ages are looked at for each estimate."""
 
+_SIBLINGS = 64
+"""Keys that wait for one and the same parent to come; more are not linked."""
+
 _NONE = -1
 
 
@@ -42,8 +45,8 @@ class HitDensity(EvictionPolicy):
     Evicted keys are remembered for a while, by a hash of 8 bytes, so that the
     policy learns what it cost to evict them and counts their uses on.
 
-    Cost: O(1) amortised; per resident about as much memory as an LRU of objects,
-    and as much again for each unit of `ghosts`. Choices are the same in every run.
+    Cost: O(1) amortised; figures are in docs/policies.md. Choices are the same in
+    every run.
 
     Args:
         ghosts: how many evicted keys are remembered, as a multiple of the
@@ -151,7 +154,9 @@ class HitDensity(EvictionPolicy):
             if above >= 0:
                 self._attach(slot, above)
             else:
-                self._waiting.setdefault(follows, []).append(key)
+                siblings = self._waiting.setdefault(follows, [])
+                if len(siblings) < _SIBLINGS:
+                    siblings.append(key)
                 if len(self._waiting) > self._links_kept:
                     self._waiting.popitem(last=False)
 
