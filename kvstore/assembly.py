@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config
-from kvstore.core import Core, FollowedDirectory, HostPool, TierDirectory
+from kvstore.core import Core, Flow, FollowedDirectory, HostPool, TierDirectory
 from kvstore.errors import ConfigError
+from kvstore.recording import Recorder
 from kvstore.sizes import format_size
-from policies import create_policy
 from tiers import PinnedRegion, Tier
 from tiers.disk import DiskTier, FollowedLanes
 from tiers.disk.namespace import Namespace
@@ -27,6 +28,7 @@ class Assembly:
     region: PinnedRegion
     tiers: list[Tier]
     description: str
+    recorder: Recorder | None = None
 
     def recency(self) -> list[list[tuple[bytes, int]]]:
         """For each tier its (key, slot), coldest first."""
@@ -107,12 +109,14 @@ def _assemble(
         opening = disk.open(region)
         tiers.append(disk)
         slots = max(1, opening.max_segments * opening.segment_slots)
-        policy = create_policy(tier_config.eviction_policy, slots)
-        directories.append(TierDirectory(len(directories), opening, policy, in_flight))
-        parts.append(
-            f"{disk.description}, {tier_config.eviction_policy}, "
-            f"{len(opening.entries)} chunks found"
+        policy = build_policy(tier_config.eviction_policy, slots)
+        filters = build_filters(tier_config.admission, slots, chunk_bytes)
+        flow = tier_config.flow
+        directories.append(
+            TierDirectory(len(directories), opening, policy, in_flight, filters, flow)
         )
+        rules = [str(tier_config.eviction_policy), flow.value, *map(str, tier_config.admission)]
+        parts.append(f"{disk.description}, {', '.join(rules)}, {len(opening.entries)} chunks found")
         if tier_config.share:
             others = FollowedLanes(disk)
             shared = others.open(region)
@@ -120,7 +124,13 @@ def _assemble(
             directories.append(FollowedDirectory(len(directories), shared, in_flight))
             if shared.entries:
                 parts.append(f"{others.description} with {len(shared.entries)} chunks")
-    pool = HostPool(region.rows, create_policy(config.eviction_policy, region.rows))
+    demotes = any(directory.flow is not Flow.WRITE_THROUGH for directory in directories)
+    pool = HostPool(
+        region.rows,
+        build_policy(config.eviction_policy, region.rows),
+        build_filters(config.host_filters, region.rows, chunk_bytes),
+        int(region.rows * config.demote_ahead) if demotes else 0,
+    )
     core = Core(
         pool,
         directories,
@@ -129,5 +139,11 @@ def _assemble(
         lease=config.lease_s,
         events=events,
     )
-    host = f"host {format_size(region.size)} ({region.description}, {config.eviction_policy})"
-    return Assembly(core, region, tiers, "; ".join([host, *parts]))
+    rules = [region.description, str(config.eviction_policy), *map(str, config.host_filters)]
+    host = f"host {format_size(region.size)} ({', '.join(rules)})"
+    recorder = None
+    if config.record_trace is not None:
+        recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
+        core.chains.on_end = recorder.add
+        parts.append(f"requests recorded in {recorder.path}")
+    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder)

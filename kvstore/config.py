@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvstore.choice import Choice, check_filters, check_policy
+from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
 from kvstore.sizes import parse_size
-from policies import find_policy, policy_names
 
 __all__ = ["Config", "DiskConfig"]
 
@@ -25,6 +26,12 @@ _T = TypeVar("_T")
 _Check = Callable[[object], Any]
 
 MAX_IO_THREADS = 64
+
+MAX_THRESHOLD = 1000
+"""Most times that a chunk can be asked to have been asked for."""
+
+MIN_RECORDING = 2**20
+"""Fewest bytes that a recording may be held to."""
 
 MAX_SHOWN = 200
 """Most characters of a refused value that its message repeats."""
@@ -42,22 +49,27 @@ class DiskConfig:
             each disk: segments are dealt out to them in turn.
         capacity_bytes: hard limit for the files of this process's lane; of several paths
             each gets an equal share.
-        eviction_policy: name of a policy.
+        eviction_policy: name of a policy, or a table of `name` and its parameters.
         segment_bytes: size of one segment file, at most.
         io: I/O backend: auto, aio, direct, uring, mmap or buffered.
         io_threads: threads that do I/O, for each path.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
+        admission: filters that decide what is written; written as one name, as a
+            table of `name` and parameters, or as a list of these.
+        flow: when chunks are written: write-through, demote or exclusive; see `Flow`.
     """
 
     path: Path | tuple[Path, ...]
     capacity_bytes: int
-    eviction_policy: str = "lru"
+    eviction_policy: str | Choice = "lru"
     segment_bytes: int = 256 * 2**20
     io: str = "auto"
     io_threads: int = 4
     lane: int | None = None
     share: bool = True
+    admission: tuple[Choice, ...] = ()
+    flow: Flow = Flow.WRITE_THROUGH
 
     def __post_init__(self) -> None:
         _check(self, _DISK)
@@ -74,9 +86,12 @@ class Config:
 
     Attributes:
         cpu_bytes_to_use: host memory for chunks, a hard limit.
-        eviction_policy: name of the policy for host memory.
-        store_threshold: how often a chunk must have been seen before it is
-            stored; 0 and 1 store at once. Higher values are not supported yet.
+        eviction_policy: name of the policy for host memory, or a table of `name`
+            and its parameters.
+        admission: filters that decide which chunks enter host memory; written as
+            one name, as a table of `name` and parameters, or as a list of these.
+        store_threshold: how often a chunk must have been asked for before it is
+            stored: n above 1 is short for the filter `reuse` with threshold n.
         tiers: slower tiers, fastest first.
         chunk_bytes: size of every chunk. vLLM knows it; others give it.
         identity: what must be equal for bytes to be exchanged between
@@ -89,10 +104,14 @@ class Config:
         write_queue_bytes: most bytes on their way to one tier at any time.
         keep_events: whether events are kept for `take_events`; vLLM decides it itself.
         drain_s: seconds that a shutdown waits for copies to slower tiers.
+        demote_ahead: share of host memory, at most, that is kept free or copied ahead of
+            need where a tier's flow copies what host memory gives up.
+        record_trace: file in which what requests ask for is recorded, as hashes.
+        record_trace_bytes: most bytes of that recording; the older half is replaced.
     """
 
     cpu_bytes_to_use: int
-    eviction_policy: str = "lru"
+    eviction_policy: str | Choice = "lru"
     store_threshold: int = 0
     tiers: tuple[DiskConfig, ...] = ()
     chunk_bytes: int | None = None
@@ -104,9 +123,20 @@ class Config:
     write_queue_bytes: int = 256 * 2**20
     drain_s: float = 30.0
     keep_events: bool = False
+    admission: tuple[Choice, ...] = ()
+    demote_ahead: float = 0.05
+    record_trace: Path | None = None
+    record_trace_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
+
+    @property
+    def host_filters(self) -> tuple[Choice, ...]:
+        """All filters of host memory, the one that `store_threshold` means included."""
+        if self.store_threshold < 2:
+            return self.admission
+        return (Choice("reuse", (("threshold", self.store_threshold),)), *self.admission)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], ignore: Collection[str] = ()) -> Config:
@@ -219,29 +249,47 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _policy(value: object) -> str:
-    known = policy_names()
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"unknown policy; known are: {', '.join(known)}")
-    find_policy(value)
-    return value
+def _policy(value: object) -> str | Choice:
+    choice = check_policy(value)
+    return choice if choice.parameters else choice.name
 
 
-def _path(value: object) -> Path:
+def _path(what: str) -> _Check:
+    def check(value: object) -> Path:
+        try:
+            if not isinstance(value, (str, os.PathLike)) or not str(value):
+                raise ValueError("empty, or no path")
+            if b"\0" in os.fsencode(value):
+                raise ValueError("a zero byte")
+            return Path(os.path.expanduser(value)).absolute()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"must be the path of a {what}") from error
+
+    return check
+
+
+def _flow(value: object) -> Flow:
     try:
-        if not isinstance(value, (str, os.PathLike)) or not str(value):
-            raise ValueError("empty, or no path")
-        if b"\0" in os.fsencode(value):
-            raise ValueError("a zero byte")
-        return Path(os.path.expanduser(value)).absolute()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError("must be the path of a folder") from error
+        return Flow(value)
+    except ValueError as error:
+        allowed = ", ".join(each.value for each in Flow)
+        raise ValueError(f"must be one of: {allowed}") from error
+
+
+def _share_of_memory(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 0.5:
+        raise ValueError("must be a number from 0 to 0.5")
+    return float(value)
+
+
+_folder = _path("folder")
 
 
 def _paths(value: object) -> Path | tuple[Path, ...]:
     if not isinstance(value, (list, tuple)):
-        return _path(value)
-    paths = tuple(_path(one) for one in value)
+        folder: Path = _folder(value)
+        return folder
+    paths = tuple(_folder(one) for one in value)
     if not paths or len(set(paths)) < len(paths):
         raise ValueError("must be the path of a folder, or a list of different ones")
     return paths if len(paths) > 1 else paths[0]
@@ -254,12 +302,6 @@ def _one_of(*allowed: str) -> _Check:
         return str(value)
 
     return check
-
-
-def _threshold(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in (0, 1):
-        raise ValueError("must be 0 or 1; admission by reuse is not supported yet")
-    return value
 
 
 def _name(value: object) -> str:
@@ -313,12 +355,15 @@ _DISK: Mapping[str, _Check] = {
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,
+    "admission": check_filters,
+    "flow": _flow,
 }
 
 _CONFIG: Mapping[str, _Check] = {
     "cpu_bytes_to_use": _size(1),
     "eviction_policy": _policy,
-    "store_threshold": _threshold,
+    "admission": check_filters,
+    "store_threshold": _whole(0, MAX_THRESHOLD),
     "tiers": _tiers,
     "chunk_bytes": _optional(_size(1)),
     "identity": _identity,
@@ -329,6 +374,9 @@ _CONFIG: Mapping[str, _Check] = {
     "write_queue_bytes": _size(1),
     "drain_s": _seconds,
     "keep_events": _flag,
+    "demote_ahead": _share_of_memory,
+    "record_trace": _optional(_path("file")),
+    "record_trace_bytes": _size(MIN_RECORDING),
 }
 
 _REQUIRED: Mapping[type, tuple[str, ...]] = {

@@ -16,6 +16,7 @@ __all__ = [
     "NamespaceMismatchError",
     "PathUnusableError",
     "ShadowedPackageError",
+    "TraceError",
 ]
 
 
@@ -49,6 +50,10 @@ class BlockKeyError(KVStoreError, ValueError):
 
 class LeaseEndedError(KVStoreError):
     """Chunks were used after the lease that protected them had ended."""
+
+
+class TraceError(KVStoreError):
+    """A trace or a recording cannot be read; names the file, the place and what is wrong."""
 
 
 class ShadowedPackageError(KVStoreError, ImportError):

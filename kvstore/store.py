@@ -87,6 +87,8 @@ def _let_go(building: asyncio.Future[Assembly]) -> None:
         assembly = building.result()
         for tier in assembly.tiers:
             tier.abandon()
+        if assembly.recorder is not None:
+            assembly.recorder.close()
         assembly.region.close()
 
 
@@ -200,17 +202,19 @@ class Store:
             check_key(key)
         self._check_open()
         rows = self._region.rows
+        name = f"put-{next(self._ids)}"
         stored = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
         while stored < len(keys):
-            here = [key for key in here if not self._is_below(key)]
+            here = [key for key in here if not self._core.may_go_below(key)]
             # A later part may not cost an earlier one its place.
             end = stored + min(max(1, rows // 2), rows - len(here))
             part = keys[stored:end]
-            if not part or not await self._put_wave(part, sources[stored:end]):
+            if not part or not await self._put_wave(part, sources[stored:end], name):
                 break
             here += part
             stored = end
+        self._core.on_request_finished(name)
         return next((n for n, key in enumerate(keys) if not self._has(key)), len(keys))
 
     @asynccontextmanager
@@ -265,6 +269,8 @@ class Store:
         Returns:
             False if `timeout` seconds went by first.
         """
+        self._core.save()
+        self._pump()
         end = None if timeout is None else time.monotonic() + timeout
         while self._core.unsaved:
             if end is not None and time.monotonic() >= end:
@@ -296,11 +302,13 @@ class Store:
 
     # -- inside ------------------------------------------------------------------------
 
-    async def _put_wave(self, keys: Sequence[bytes], sources: list[npt.NDArray[np.uint8]]) -> bool:
+    async def _put_wave(
+        self, keys: Sequence[bytes], sources: list[npt.NDArray[np.uint8]], name: str
+    ) -> bool:
         """Store a part that fits host memory. False if some of it found no room in time."""
         by_key = dict(zip(keys, sources, strict=True))
-        name = f"put-{next(self._ids)}"
         end = time.monotonic() + self._config.deadline_s
+        declined: set[bytes] = set()
         try:
             while True:
                 self._begin()
@@ -314,15 +322,17 @@ class Store:
                 if grant.keys:
                     await self._copy_in(grant.keys, grant.rows, by_key, name)
                     end = time.monotonic() + self._config.deadline_s
-                missing = [key for key in keys if not self._has(key)]
+                declined.update(grant.declined)
+                missing = [key for key in keys if key not in declined and not self._has(key)]
                 if not missing:
                     return True
                 if time.monotonic() >= end:
                     return False
                 if not grant.keys:
                     await self._something_moved()
-        finally:
+        except BaseException:
             self._core.on_request_finished(name)
+            raise
 
     async def _copy_in(
         self,
@@ -361,13 +371,6 @@ class Store:
 
     def _has(self, key: bytes) -> bool:
         return key in self._core.pool.chunks or any(
-            key in tier.entries or key in tier.writing for tier in self._core.tiers
-        )
-
-    def _is_below(self, key: bytes) -> bool:
-        """Whether the chunk is on a slower tier, or on its way there."""
-        chunk = self._core.pool.chunks.get(key)
-        return (chunk is not None and chunk.unsaved != 0) or any(
             key in tier.entries or key in tier.writing for tier in self._core.tiers
         )
 
@@ -438,6 +441,8 @@ class Store:
             return
         await self.flush(self._config.drain_s)
         self._closed = True
+        if self._assembly.recorder is not None:
+            self._assembly.recorder.close()
         closing = asyncio.ensure_future(self._engine.close(self._assembly.recency()))
         try:
             await asyncio.wait_for(asyncio.shield(closing), self._config.drain_s)

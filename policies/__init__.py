@@ -1,13 +1,32 @@
-"""Who stays: eviction policies, by name, for host memory and disk alike."""
+"""Who stays: eviction policies and admission filters, by name, for every tier alike."""
 
+from policies.admission import AdmissionFilter, Chain
 from policies.base import EvictionPolicy, Protected
-from policies.registry import create_policy, find_policy, policy_names, register_policy
+from policies.parameters import Parameter, parameters_of
+from policies.registry import (
+    create_filter,
+    create_policy,
+    filter_names,
+    find_filter,
+    find_policy,
+    policy_names,
+    register_filter,
+    register_policy,
+)
 
 __all__ = [
+    "AdmissionFilter",
+    "Chain",
     "EvictionPolicy",
+    "Parameter",
     "Protected",
+    "create_filter",
     "create_policy",
+    "filter_names",
+    "find_filter",
     "find_policy",
+    "parameters_of",
     "policy_names",
+    "register_filter",
     "register_policy",
 ]

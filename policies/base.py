@@ -9,6 +9,8 @@ The caller guarantees:
   only for keys that are;
 * a request's keys come tail first, so that a policy which treats equals in
   order of arrival sheds a chain from its end;
+* what it knows of the order of a prompt it tells by `link` before the touches
+  and inserts of those keys;
 * `protected` answers the same for a key throughout one `evict` call.
 
 The policy guarantees:
@@ -19,13 +21,15 @@ The policy guarantees:
 * a key that `evict` met and found protected may be treated as used just now:
   this is what keeps eviction O(1) amortised while a fixed part of the keys is
   in use;
+* `link`, `settle` and `incoming` are advice: without them, or with advice that
+  proves wrong, everything here still holds;
 * `clear` leaves the policy as new.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["EvictionPolicy", "Protected"]
 
@@ -35,6 +39,9 @@ Protected = Callable[[bytes], bool]
 
 class EvictionPolicy(ABC):
     """Decides who leaves when room is needed.
+
+    Parameters of a policy are keyword-only arguments of its constructor, each
+    with a default and annotated as `int`, `float`, `bool` or `str`.
 
     Args:
         capacity: the number of chunks that the tier can hold, at least 1.
@@ -61,8 +68,31 @@ class EvictionPolicy(ABC):
         """`key` left the tier for a reason of the caller's (a failed copy, a purge)."""
 
     @abstractmethod
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
-        """Choose and forget exactly `count` keys, or return None."""
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        """Choose and forget exactly `count` keys, or return None.
+
+        Args:
+            incoming: the keys for which room is made, in the order in which they
+                will be inserted (tail first), as far as they are known. They need
+                not be as many as `count`, and may in the end not be inserted.
+        """
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:  # noqa: B027
+        """`keys`, head first, follow one another in one prompt.
+
+        Args:
+            after: what the first of them follows; None when it begins its prompt
+                or that is not known. None of the keys need be resident.
+        """
+
+    def settle(self, keys: Sequence[bytes]) -> None:  # noqa: B027
+        """A request has ended whose prompt was `keys`, head first, resident or not.
+
+        This is not a use. It says that of equals the later keys should leave
+        first, and that `keys[-1]` was the last of its request.
+        """
 
     @abstractmethod
     def clear(self) -> None:

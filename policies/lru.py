@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
 
@@ -14,7 +14,8 @@ class LRU(EvictionPolicy):
     """Evicts the key whose last use lies furthest back.
 
     Fed tail first, as the core does, this is leaf-first LRU: a chain loses its
-    end before its beginning.
+    end before its beginning. The end of a request puts its whole prompt in that
+    order, also where some of it was used and some of it is new.
     """
 
     name = "lru"
@@ -32,7 +33,9 @@ class LRU(EvictionPolicy):
     def remove(self, key: bytes) -> None:
         del self._keys[key]
 
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         keys = self._keys
         if count > len(keys):
             return None
@@ -49,6 +52,12 @@ class LRU(EvictionPolicy):
         for key in victims:
             del keys[key]
         return victims
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        resident = self._keys
+        for key in reversed(keys):
+            if key in resident:
+                resident.move_to_end(key)
 
     def clear(self) -> None:
         self._keys.clear()

@@ -1,26 +1,98 @@
-"""Eviction policies by name.
+"""Eviction policies and admission filters by name.
 
-A policy is found by its name in the configuration. Built-in policies are
-registered here; a package adds its own by decorator, or without being
-imported first, by an entry point in the group ``kvstore.policies`` whose name
-is the policy's name and whose value is the class.
+Each is found by its name in the configuration. Built-in ones are registered
+here; a package adds its own by decorator, or without being imported first, by
+an entry point in the group ``kvstore.policies`` or ``kvstore.filters`` whose
+name is the policy's or filter's name and whose value is the class.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
+from policies.admission import AdmissionFilter
+from policies.arc import ARC
 from policies.base import EvictionPolicy
+from policies.doorkeeper import DoorkeeperFilter
+from policies.endurance import EnduranceBudget
+from policies.fifo import FIFO
+from policies.hitdensity import HitDensity
+from policies.lfu import LFU
 from policies.lru import LRU
+from policies.parameters import check_parameters
+from policies.reuse import ReuseThreshold
+from policies.s3fifo import S3FIFO
+from policies.sieve import SIEVE
+from policies.wtinylfu import WTinyLFU
 
-__all__ = ["create_policy", "find_policy", "policy_names", "register_policy"]
+__all__ = [
+    "create_filter",
+    "create_policy",
+    "filter_names",
+    "find_filter",
+    "find_policy",
+    "policy_names",
+    "register_filter",
+    "register_policy",
+]
 
-ENTRY_POINT_GROUP = "kvstore.policies"
-
+_T = TypeVar("_T")
 _P = TypeVar("_P", bound=type[EvictionPolicy])
+_F = TypeVar("_F", bound=type[AdmissionFilter])
 
-_registry: dict[str, type[EvictionPolicy]] = {}
+
+class _Registry(Generic[_T]):
+    """Classes of one kind, by name."""
+
+    def __init__(self, kind: str, base: type[_T], group: str) -> None:
+        self.kind = kind
+        self.base = base
+        self.group = group
+        self.classes: dict[str, type[_T]] = {}
+
+    def register(self, cls: type[_T]) -> None:
+        name = getattr(cls, "name", None)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{self.kind} {cls.__qualname__} needs a class attribute `name`")
+        taken = self.classes.get(name)
+        if taken is not None and taken is not cls:
+            raise ValueError(f"{self.kind} name {name!r} is already taken by {taken.__qualname__}")
+        self.classes[name] = cls
+
+    def names(self) -> list[str]:
+        found = {point.name for point in entry_points(group=self.group)}
+        return sorted(found | self.classes.keys())
+
+    def find(self, name: str) -> type[_T]:
+        cls: object = self.classes.get(name)
+        if cls is None:
+            for point in entry_points(group=self.group):
+                if point.name == name:
+                    try:
+                        cls = point.load()
+                    except Exception as error:
+                        raise ValueError(
+                            f"{self.kind} {name!r} ({point.value}) cannot be loaded: {error!r}"
+                        ) from error
+                    break
+        if cls is None:
+            raise ValueError(f"unknown {self.kind} {name!r}; known are: {', '.join(self.names())}")
+        if not (isinstance(cls, type) and issubclass(cls, self.base)):
+            raise ValueError(
+                f"{self.kind} {name!r} is not a subclass of {self.base.__name__}: {cls!r}"
+            )
+        return cls
+
+    def checked(self, name: str, parameters: dict[str, Any]) -> type[_T]:
+        cls = self.find(name)
+        check_parameters(f"{self.kind} {name!r}", cls, parameters)
+        return cls
+
+
+_policies: _Registry[EvictionPolicy] = _Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
+_filters: _Registry[AdmissionFilter] = _Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
+_registry = _policies.classes
 
 
 def register_policy(cls: _P) -> _P:
@@ -29,29 +101,23 @@ def register_policy(cls: _P) -> _P:
     Raises:
         ValueError: if the class has no name, or another class has taken it.
     """
-    name = getattr(cls, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"policy {cls.__qualname__} needs a class attribute `name`")
-    taken = _registry.get(name)
-    if taken is not None and taken is not cls:
-        raise ValueError(f"policy name {name!r} is already taken by {taken.__qualname__}")
-    _registry[name] = cls
+    _policies.register(cls)
     return cls
 
 
 def policy_names() -> list[str]:
     """Every name that is registered or offered by an installed package, sorted."""
-    found = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)}
-    return sorted(found | _registry.keys())
+    return _policies.names()
 
 
-def create_policy(name: str, capacity: int) -> EvictionPolicy:
+def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy:
     """Build the policy called `name` for a tier of `capacity` chunks.
 
     Raises:
-        ValueError: as `find_policy`.
+        ValueError: as `find_policy`; for a parameter that the policy does not
+            take, of another type or out of range, naming what is allowed.
     """
-    return find_policy(name)(capacity)
+    return _policies.checked(name, parameters)(capacity, **parameters)
 
 
 def find_policy(name: str) -> type[EvictionPolicy]:
@@ -61,22 +127,45 @@ def find_policy(name: str) -> type[EvictionPolicy]:
         ValueError: if no policy has that name; the message lists those that
             exist. Or if the package that offers it cannot be loaded.
     """
-    cls: object = _registry.get(name)
-    if cls is None:
-        for point in entry_points(group=ENTRY_POINT_GROUP):
-            if point.name == name:
-                try:
-                    cls = point.load()
-                except Exception as error:
-                    raise ValueError(
-                        f"policy {name!r} ({point.value}) cannot be loaded: {error!r}"
-                    ) from error
-                break
-    if cls is None:
-        raise ValueError(f"unknown policy {name!r}; known are: {', '.join(policy_names())}")
-    if not (isinstance(cls, type) and issubclass(cls, EvictionPolicy)):
-        raise ValueError(f"policy {name!r} is not a subclass of EvictionPolicy: {cls!r}")
+    return _policies.find(name)
+
+
+def register_filter(cls: _F) -> _F:
+    """Class decorator: make an admission filter known under its `name`.
+
+    Raises:
+        ValueError: if the class has no name, or another class has taken it.
+    """
+    _filters.register(cls)
     return cls
 
 
-register_policy(LRU)
+def filter_names() -> list[str]:
+    """Every name that is registered or offered by an installed package, sorted."""
+    return _filters.names()
+
+
+def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any) -> AdmissionFilter:
+    """Build the filter called `name` for a tier of `capacity` chunks of `chunk_bytes` each.
+
+    Raises:
+        ValueError: as `find_filter`; for a parameter that the filter does not
+            take, of another type or out of range, naming what is allowed.
+    """
+    return _filters.checked(name, parameters)(capacity, chunk_bytes, **parameters)
+
+
+def find_filter(name: str) -> type[AdmissionFilter]:
+    """The filter called `name`.
+
+    Raises:
+        ValueError: if no filter has that name; the message lists those that
+            exist. Or if the package that offers it cannot be loaded.
+    """
+    return _filters.find(name)
+
+
+for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, WTinyLFU, HitDensity):
+    register_policy(_policy)
+for _filter in (ReuseThreshold, DoorkeeperFilter, EnduranceBudget):
+    register_filter(_filter)

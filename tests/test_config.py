@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from kvstore import Config, DiskConfig
+from kvstore.choice import Choice
+from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.sizes import format_size, parse_size
+from policies import filter_names, policy_names
 
 GIB = 2**30
 
@@ -141,7 +144,44 @@ def test_from_python_it_is_checked_in_the_same_way() -> None:
         Config(cpu_bytes_to_use=1, lease_s=-1)
 
 
+def test_a_policy_may_have_parameters() -> None:
+    told = config(eviction_policy={"name": "lru"}).eviction_policy
+    assert told == "lru"
+    narrow = config(eviction_policy={"name": "s3-fifo", "small": 0.2}).eviction_policy
+    assert narrow == Choice("s3-fifo", (("small", 0.2),))
+    assert str(narrow) == "s3-fifo(small=0.2)"
+
+
+def test_filters_may_be_one_or_several() -> None:
+    reuse = Choice("reuse", (("threshold", 3),))
+    assert config(admission="reuse").admission == (Choice("reuse"),)
+    assert config(admission={"name": "reuse", "threshold": 3}).admission == (reuse,)
+    both = disk(admission=["doorkeeper", {"name": "reuse", "threshold": 3}]).admission
+    assert both == (Choice("doorkeeper"), reuse)
+
+
+def test_bytes_among_parameters_may_be_sizes() -> None:
+    (budget,) = disk(admission={"name": "endurance", "bytes_per_day": "2TiB"}).admission
+    assert budget == Choice("endurance", (("bytes_per_day", 2 * 2**40),))
+
+
+def test_a_store_threshold_is_a_filter() -> None:
+    assert config(store_threshold=0).host_filters == ()
+    assert config(store_threshold=1).host_filters == ()
+    both = config(store_threshold=3, admission="doorkeeper").host_filters
+    assert both == (Choice("reuse", (("threshold", 3),)), Choice("doorkeeper"))
+
+
+def test_a_tier_has_a_flow() -> None:
+    assert disk().flow is Flow.WRITE_THROUGH
+    assert disk(flow="demote").flow is Flow.DEMOTE
+    assert disk(flow=Flow.EXCLUSIVE).flow is Flow.EXCLUSIVE
+
+
 # -- what is refused -------------------------------------------------------------------------
+
+KNOWN_POLICIES = f"known are: {', '.join(policy_names())}"
+KNOWN_FILTERS = f"known are: {', '.join(filter_names())}"
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cpu_bytes": 1}, "unknown key cpu_bytes = 1", "allowed are: cpu_bytes_to_use, evic"),
@@ -152,11 +192,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use = True", '"64GiB"'),
     ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use = None", '"64GiB"'),
     ({"cpu_bytes_to_use": 2**70}, f"cpu_bytes_to_use = {2**70}", "at most"),
-    ({"eviction_policy": "mru"}, "eviction_policy = 'mru'", "known are: lru"),
-    ({"eviction_policy": 3}, "eviction_policy = 3", "known are: lru"),
-    ({"eviction_policy": ["lru"]}, "eviction_policy = ['lru']", "known are: lru"),
-    ({"store_threshold": 2}, "store_threshold = 2", "must be 0 or 1"),
-    ({"store_threshold": True}, "store_threshold = True", "must be 0 or 1"),
+    ({"eviction_policy": "mru"}, "eviction_policy = 'mru'", KNOWN_POLICIES),
+    ({"eviction_policy": 3}, "eviction_policy = 3", KNOWN_POLICIES),
+    ({"eviction_policy": ["lru"]}, "eviction_policy = ['lru']", KNOWN_POLICIES),
+    ({"eviction_policy": {}}, "eviction_policy = {}", "needs a name; known are: "),
+    ({"eviction_policy": {"name": "lru", "size": 3}}, "eviction_policy = {'name': 'lru'", "'size'"),
+    ({"admission": "magic"}, "admission = 'magic'", KNOWN_FILTERS),
+    ({"admission": 3}, "admission = 3", KNOWN_FILTERS),
+    ({"admission": ["reuse", "magic"]}, "admission = ['reuse', 'magic']", KNOWN_FILTERS),
+    ({"admission": {"name": "reuse", "threshold": "2"}}, "admission = {", "threshold"),
+    ({"admission": {"name": "reuse", "treshold": 2}}, "admission = {", "threshold"),
+    ({"store_threshold": -1}, "store_threshold = -1", "a whole number from 0 to 1000"),
+    ({"store_threshold": True}, "store_threshold = True", "a whole number from 0 to 1000"),
+    ({"demote_ahead": 0.6}, "demote_ahead = 0.6", "from 0 to 0.5"),
+    ({"demote_ahead": "5%"}, "demote_ahead = '5%'", "from 0 to 0.5"),
+    ({"demote_ahead": float("nan")}, "demote_ahead = nan", "from 0 to 0.5"),
+    ({"record_trace": ""}, "record_trace = ''", "path of a file"),
+    ({"record_trace_bytes": "1KiB"}, "record_trace_bytes = '1KiB'", "at least 1048576 bytes"),
     ({"chunk_bytes": 0}, "chunk_bytes = 0", "at least 1 byte"),
     ({"chunk_bytes": "big"}, "chunk_bytes = 'big'", '"64GiB"'),
     ({"identity": "llama"}, "identity = 'llama'", "must be a table"),
@@ -189,7 +241,7 @@ REFUSED_DISK: list[tuple[dict[str, Any], str, str]] = [
     ({"path": 5}, "tiers[0].path = 5", "path of a folder"),
     ({"path": "a\0b"}, "tiers[0].path = 'a\\x00b'", "path of a folder"),
     ({"path": "\ud800"}, "tiers[0].path = '\\ud800'", "path of a folder"),
-    ({"eviction_policy": "mru"}, "tiers[0].eviction_policy = 'mru'", "known are: lru"),
+    ({"eviction_policy": "mru"}, "tiers[0].eviction_policy = 'mru'", KNOWN_POLICIES),
     ({"segment_bytes": "0"}, "tiers[0].segment_bytes = '0'", "at least 1 byte"),
     ({"io": "magic"}, "tiers[0].io = 'magic'", "must be one of: auto"),
     ({"io": None}, "tiers[0].io = None", "must be one of: auto"),
@@ -199,6 +251,9 @@ REFUSED_DISK: list[tuple[dict[str, Any], str, str]] = [
     ({"lane": -1}, "tiers[0].lane = -1", "from 0 to 63"),
     ({"lane": "0"}, "tiers[0].lane = '0'", "a whole number"),
     ({"share": "yes"}, "tiers[0].share = 'yes'", "true or false"),
+    ({"flow": "sideways"}, "tiers[0].flow = 'sideways'", "write-through, demote, exclusive"),
+    ({"flow": None}, "tiers[0].flow = None", "write-through, demote, exclusive"),
+    ({"admission": "magic"}, "tiers[0].admission = 'magic'", KNOWN_FILTERS),
 ]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import kvstore
 from kvstore.errors import KVStoreError
 from tools.inspect import inspect
+from tools.simulate import add_arguments, run_simulate
 from tools.upkeep import run_compact, run_purge, run_stat
 from tools.verify import verify
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore", description="Inspect, check and tidy a KV cache on disk."
+        prog="kvstore", description="Inspect, check, tidy and simulate a KV cache."
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -62,4 +63,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--unused", metavar="AGE", help="not used for 36h, 7d, ...")
             command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
             command.add_argument("--all", action="store_true", help="every chunk")
+    text = "replay a trace of requests with other sizes, policies and flows"
+    command = commands.add_parser("simulate", help=text, description=text)
+    add_arguments(command)
+    command.set_defaults(run=run_simulate)
     return parser

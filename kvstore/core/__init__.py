@@ -2,6 +2,7 @@
 
 from kvstore.core.core import Core, StoreGrant
 from kvstore.core.directory import TierDirectory
+from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import CoreStats, TierStats
@@ -9,6 +10,7 @@ from kvstore.core.stats import CoreStats, TierStats
 __all__ = [
     "Core",
     "CoreStats",
+    "Flow",
     "FollowedDirectory",
     "HostPool",
     "StoreGrant",

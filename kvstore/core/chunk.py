@@ -46,10 +46,14 @@ class Chunk:
         order: increases in the order in which rows were given, prefix order within a store.
         origin: index of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
+        leaving: the policy has given it up; it stays until it is copied to where it goes.
+        left_step: the step in which that was.
     """
 
     __slots__ = (
         "key",
+        "leaving",
+        "left_step",
         "order",
         "origin",
         "row",
@@ -70,6 +74,8 @@ class Chunk:
         self.origin = origin
         self.order = order
         self.stored_by: str | None = None
+        self.leaving = False
+        self.left_step = -1
 
     def __repr__(self) -> str:
         return f"Chunk({self.key.hex()[:12]}, row={self.row}, status={self.status})"

@@ -14,10 +14,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, READY, Chunk
 from kvstore.core.directory import TierDirectory
+from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import Line
 from kvstore.core.pool import HostPool
@@ -45,11 +47,16 @@ _NOBODY = Request("\0")
 
 @dataclass(slots=True)
 class StoreGrant:
-    """Chunks that a store may write: `keys[i]` goes to row `rows[i]`."""
+    """Chunks that a store may write: `keys[i]` goes to row `rows[i]`.
+
+    `declined` were offered and are not wanted; offering them again to the same
+    end would bring nothing.
+    """
 
     keys: list[bytes]
     rows: list[int]
     evicted: list[bytes]
+    declined: list[bytes] = field(default_factory=list)
 
 
 class Core:
@@ -58,7 +65,7 @@ class Core:
     Args:
         pool: host memory.
         tiers: slower tiers, fastest first. A chunk is promoted from the first
-            that has it and copied to each.
+            that has it and copied to each, when its flow says.
         deadline: seconds without movement after which a deferred request is answered.
         ceiling: seconds after which it is answered in any case.
         lease: seconds without being asked after which a request's leases end.
@@ -78,6 +85,18 @@ class Core:
         self.pool = pool
         self.tiers = list(tiers)
         self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
+        self.chains = Chains(pool, self.tiers)
+        self._counts = bool(self.chains.filters)
+        self._demoting = [
+            tier
+            for tier in self.tiers
+            if tier.flow is not Flow.WRITE_THROUGH and not isinstance(tier, FollowedDirectory)
+        ]
+        self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
+        if self._demoting:
+            pool.demote = self._demote
+        self._marked = 0
+        """Chunks that may have become protected until the step ends, beside those just asked."""
         self.now = 0.0
         self._requests: dict[str, Request] = {}
         self._asked: list[Request] = []
@@ -101,6 +120,7 @@ class Core:
         """Begin a step: take in what was completed, end what has expired."""
         self.now = now
         self._asking = _NOBODY
+        self._marked = 0
         self.pool.begin_step()
         if not self._keep_events:
             self.pool.history.clear()
@@ -124,10 +144,13 @@ class Core:
         self.now = now
         self._asking = _NOBODY
         for request in self._asked:
+            if self._counts:
+                self._count(request)
             if request.deferring:
                 request.deferring = False
                 self._totals.deferrals += request.since is None
                 self.line.join(request, now)
+                self.chains.extend(request.id, request.keys)
             elif request.state is not RequestState.WAITING:
                 request.keys.clear()
                 self._drop_if_idle(request)
@@ -143,8 +166,11 @@ class Core:
                     rows = [chunk.row for chunk in part]
                     some = slots[start : start + size]
                     moves.append(self._move(Op.PROMOTE, tier, keys, rows, some))
+        if self._demoting:
+            self.pool.make_ready()
         for tier in self.tiers:
             moves += self._tend(tier)
+        self.chains.settle()
         return moves
 
     @property
@@ -203,20 +229,30 @@ class Core:
                 if key in tier.entries and tier.readable:
                     break
             else:
-                self._totals.misses += 1
+                self._missed(key, request)
                 return False
         elif chunk.origin >= 0 and self.tiers[chunk.origin].stalled:
             # On its way from a tier that does not answer.
-            self._totals.misses += 1
+            self._missed(key, request)
             return False
         if state is RequestState.ANSWERED and (
             key in request.tried or self.line.overdue(request, self.now)
         ):
-            self._totals.misses += 1
+            self._missed(key, request)
             return False
         request.keys.append(key)
         request.deferring = True
         return None
+
+    def _missed(self, key: bytes, request: Request) -> None:
+        self._totals.misses += 1
+        if self._counts:
+            self.chains.count(request.id, (key,))
+
+    def _count(self, request: Request) -> None:
+        """The filters hear of the keys that the request has asked for in this step."""
+        if request.keys:
+            self.chains.count(request.id, request.keys)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
@@ -253,15 +289,26 @@ class Core:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = Request(request_id)
+        if self._counts:
+            self._count(request)
+        self.chains.extend(request_id, list(keys))
+        self._marked += len(chunks)
         loading, sources = request.loading, self._totals.loaded_from
+        used: list[bytes] = []
         for chunk in dict.fromkeys(chunks):
+            if chunk.leaving:
+                self.pool.stay(chunk)
             self.pool.pin(chunk)
             loading[chunk.key] = loading.get(chunk.key, 0) + 1
             source = self._medium(chunk.origin)
             sources[source] = sources.get(source, 0) + 1
+            if chunk.origin < 0:
+                used.append(chunk.key)
         self._totals.loaded += len(chunks)
         self.line.leave(request)
-        self.touch(keys)
+        # To have been promoted for this load was the use of those that were.
+        self._use(used, keys)
+        self.chains.load(request_id, keys, self.pool.uses)
         return [chunk.row for chunk in chunks]
 
     def complete_load(self, keys: Collection[bytes], request_id: str) -> None:
@@ -294,11 +341,22 @@ class Core:
 
     def touch(self, keys: Collection[bytes]) -> None:
         """`keys`, in prefix order, were used: on every tier that has them."""
-        tail_first = list(keys)
+        self._use(keys, keys)
+
+    def _use(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
+        pool = self.pool
+        tail_first = list(host_keys)
         tail_first.reverse()
-        self.pool.touch(tail_first)
-        for tier in self.tiers:
-            tier.touch(tail_first)
+        for tier in self._exclusive:
+            for key in tail_first:
+                if key in tier.entries and key in pool.chunks and key not in tier.reading:
+                    tier.forget(key)
+        pool.touch(tail_first)
+        if self.tiers:
+            tail_first = list(tier_keys)
+            tail_first.reverse()
+            for tier in self.tiers:
+                tier.touch(tail_first)
 
     # -- store -------------------------------------------------------------------------
 
@@ -306,7 +364,10 @@ class Core:
         """Reserve rows for those of `keys` that host memory does not have.
 
         A store that does not fit whole is granted for the prefix that fits; it
-        never costs those of `keys` their place that are there already. None
+        never costs those of `keys` their place that are there already, unless host
+        memory is too small for all of `keys`. Chunks that
+        the admission filter does not want cost nothing; nor do those that the
+        policy would give up again for the head of the same store. None
         means "not now, offer it again": nothing is free for it at this moment, or
         the whole would fit once transfers that are under way have ended; the
         latter is said at most once in a row to a request.
@@ -315,23 +376,25 @@ class Core:
         request = self._requests.get(request_id)
         if request is not None and request.state is not RequestState.SCANNING:
             self.line.leave(request)
-        new: list[bytes] = []
-        present: list[bytes] = []
-        for key in dict.fromkeys(keys):
-            chunk = pool.chunks.get(key)
-            if chunk is None:
-                new.append(key)
-            else:
-                chunk.step = pool.step
-                present.append(key)
-        if present:
-            self.touch(present)
+        offered = list(dict.fromkeys(keys))
+        self.chains.extend(request_id, offered)
+        new = [key for key in offered if key not in pool.chunks]
+        if request is not None and request.put_off:
+            # It is no second use, but what is there shall not go meanwhile.
+            self._keep(offered)
+        else:
+            # What this request has loaded, with nobody after it, was used then.
+            loaded = self.chains.loaded(request_id, pool.uses)
+            self.touch([key for key in offered if key not in loaded] if loaded else offered)
+        declined: list[bytes] = []
+        if new and pool.admission is not None:
+            answers = pool.admission.admit(new, self.now)
+            declined = [key for key, answer in zip(new, answers, strict=True) if not answer]
+            new = [key for key, answer in zip(new, answers, strict=True) if answer]
         before = len(pool.history)
-        # Rows that a request in line waits for are not for stores.
-        room = 0 if self.line.starving else pool.make_room(len(new), shed_unsaved=False)
-        evicted = [key for key, left in pool.history[before:] if left]
+        may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
+        chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
-            may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
             put_off = may_fit and not (request is not None and request.put_off)
             if put_off or room == 0:
                 if request is None:
@@ -340,14 +403,18 @@ class Core:
                 self._totals.stores_put_off += 1
                 return None
             self._totals.chunks_refused += len(new) - room
-            new = new[:room]
         if request is not None:
             request.put_off = False
             self._drop_if_idle(request)
-        chunks = pool.reserve(new, -1)
+        if chunks is None:
+            chunks = pool.reserve(new[:room], -1)
         for chunk in chunks:
             chunk.stored_by = request_id
-        return StoreGrant(new, [chunk.row for chunk in chunks], evicted)
+        self.chains.storing(request_id, len(chunks))
+        self._totals.declined += len(declined)
+        evicted = [key for key, left in pool.history[before:] if left]
+        rows = [chunk.row for chunk in chunks]
+        return StoreGrant([chunk.key for chunk in chunks], rows, evicted, declined)
 
     def complete_store(self, keys: Collection[bytes], request_id: str, ok: bool = True) -> None:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped.
@@ -356,12 +423,14 @@ class Core:
         """
         pool = self.pool
         stored: list[Chunk] = []
+        ended = 0
         for key in keys:
             chunk = pool.chunks.get(key)
             if chunk is None or chunk.status != FILLING or chunk.stored_by != request_id:
                 self._totals.stray += 1
                 continue
             chunk.stored_by = None
+            ended += 1
             if ok:
                 pool.fill(chunk)
                 self.line.filled(chunk, self.now)
@@ -377,15 +446,13 @@ class Core:
             # What a neighbour keeps on the same disk need not be written twice.
             stored = [c for c in stored if not any(c.key in tier.entries for tier in followed)]
         for tier in self.tiers:
-            if isinstance(tier, FollowedDirectory):
+            if tier.flow is not Flow.WRITE_THROUGH or isinstance(tier, FollowedDirectory):
                 continue
             if not tier.accepts(self.now):
                 self._tier_totals[tier.index].refused += len(stored)
                 continue
-            for chunk in stored:
-                if chunk.key not in tier.entries and chunk.key not in tier.writing:
-                    pool.queued(chunk, tier.index)
-                    tier.queue.append(chunk.key)
+            self._queue(tier, [chunk for chunk in stored if tier.lacks(chunk.key)])
+        self.chains.storing(request_id, -ended)
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -397,9 +464,35 @@ class Core:
         """The request asks no more: its wait and its leases end. Loads under way go on."""
         request = self._requests.get(request_id)
         if request is not None:
+            if self._counts:
+                self._count(request)
             self.line.leave(request)
             request.put_off = request.deferring = False
             self._drop_if_idle(request)
+        self.chains.end(request_id)
+
+    def may_go_below(self, key: bytes) -> bool:
+        """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
+        chunk = self.pool.chunks.get(key)
+        if chunk is not None and chunk.unsaved:
+            return True
+        return any(not tier.lacks(key) for tier in self.tiers) or (
+            chunk is not None and any(tier.accepts(self.now) for tier in self._demoting)
+        )
+
+    def save(self) -> None:
+        """Copy to every tier what it lacks, also what would only be copied when given up."""
+        for tier in self._demoting:
+            if tier.accepts(self.now):
+                lacking = [
+                    chunk
+                    for chunk in self.pool.chunks.values()
+                    if chunk.status != FILLING
+                    and not chunk.unsaved >> tier.index & 1
+                    and tier.lacks(chunk.key)
+                    and not self._shared(chunk.key)
+                ]
+                self._queue(tier, lacking)
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call."""
@@ -421,6 +514,7 @@ class Core:
         for request in self._requests.values():
             self.line.leave(request)
         self._requests.clear()
+        self.chains.reset()
         self._asked.clear()
         self._asking = _NOBODY
         # Rows of moves that an earlier reset orphaned are held already.
@@ -437,6 +531,7 @@ class Core:
         totals.free_rows, totals.busy_rows, totals.chunks = pool.free, pool.busy, len(pool.chunks)
         totals.waiting, totals.timeouts = len(line.waiting), line.timeouts
         totals.truncations, totals.lapses, totals.shed = line.truncations, line.lapses, pool.shed
+        totals.evicted = pool.evicted
         for tier, tier_totals in zip(self.tiers, self._tier_totals, strict=True):
             tier_totals.chunks, tier_totals.free = len(tier.entries), tier.free
             tier_totals.segments, tier_totals.max_segments = tier.segments, tier.max_segments
@@ -450,6 +545,51 @@ class Core:
         )
 
     # -- inside ------------------------------------------------------------------------
+
+    def _enter(
+        self,
+        offered: list[bytes],
+        new: list[bytes],
+        declined: list[bytes],
+        may_fit: bool,
+    ) -> tuple[list[Chunk] | None, int]:
+        """Get rows for `new`, those of `offered` that are not here and not `declined`.
+
+        Where all fit, or what does not fit never will, the policy says chunk by
+        chunk who enters and who leaves; what it does not want is added to `declined`.
+
+        Returns:
+            The chunks that have entered, or None where nobody has yet; and for how
+            many of `new` there was room.
+        """
+        pool = self.pool
+        if self.line.starving:
+            # Rows that a request in line waits for are not for stores.
+            return None, 0
+        marked = self._marked + sum(len(asked.keys) for asked in self._asked)
+        marked += len(offered) - len(new) - len(declined)
+        fits = pool.has_room(len(new), marked)
+        if fits:
+            chunks = pool.enter(offered, frozenset(declined))
+            entered = {chunk.key for chunk in chunks}
+            declined += [key for key in new if key not in entered]
+            return chunks, len(new)
+        if not may_fit and pool.demote is None:
+            chunks = pool.enter(offered, frozenset(declined))
+            self._keep(offered)
+            return chunks, len(chunks)
+        # What is there already keeps its place, and the head goes first.
+        self._keep(offered)
+        return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+
+    def _keep(self, keys: Iterable[bytes]) -> None:
+        """Those of `keys` that are here stay until the step ends."""
+        pool = self.pool
+        for key in keys:
+            chunk = pool.chunks.get(key)
+            if chunk is not None:
+                chunk.step = pool.step
+                self._marked += 1
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
@@ -466,6 +606,39 @@ class Core:
             del self._requests[request.id]
             if self._asking is request:
                 self._asking = _NOBODY
+
+    def _queue(self, tier: TierDirectory, chunks: list[Chunk]) -> int:
+        """Put `chunks` in the queue for a tier, as far as it admits them; returns how many."""
+        if tier.admission is not None and chunks:
+            answers = tier.admission.admit([chunk.key for chunk in chunks], self.now)
+            wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
+            self._tier_totals[tier.index].declined += len(chunks) - len(wanted)
+            chunks = wanted
+        for chunk in chunks:
+            self.pool.queued(chunk, tier.index)
+            tier.enqueue(chunk.key)
+        return len(chunks)
+
+    def _shared(self, key: bytes) -> bool:
+        """Whether a neighbour keeps the chunk on the same disk."""
+        return any(
+            isinstance(tier, FollowedDirectory) and key in tier.entries for tier in self.tiers
+        )
+
+    def _demote(self, chunk: Chunk) -> bool:
+        """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""
+        if self._shared(chunk.key):
+            return False
+        queued = 0
+        for tier in self._demoting:
+            if not tier.lacks(chunk.key):
+                # To be given up once more counts as much as to be given up.
+                tier.touch((chunk.key,))
+            elif tier.accepts(self.now):
+                queued += self._queue(tier, [chunk])
+            else:
+                self._tier_totals[tier.index].refused += 1
+        return queued > 0
 
     def _move(
         self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]
@@ -503,7 +676,10 @@ class Core:
                 tier.queue.popleft()
             if not batch:
                 break
-            slots = tier.take_slots(len(batch))
+            # Chunks are given up tail first, but stored head first.
+            through = tier.flow is Flow.WRITE_THROUGH
+            tail_first = reversed(batch) if through else batch
+            slots = tier.take_slots(len(batch), [chunk.key for chunk in tail_first])
             if len(slots) < len(batch):
                 for chunk in reversed(batch[len(slots) :]):
                     self.pool.queued(chunk, tier.index)
@@ -511,6 +687,8 @@ class Core:
                 del batch[len(slots) :]
                 if not batch:
                     break
+            if not through:
+                batch.reverse()
             for chunk, slot in zip(batch, slots, strict=True):
                 self.pool.pin(chunk)
                 tier.writing[chunk.key] = slot
@@ -572,6 +750,8 @@ class Core:
                 self.pool.fill(chunk)
                 self.line.filled(chunk, self.now)
                 totals.promoted += 1
+                if tier.flow is Flow.EXCLUSIVE:
+                    tier.forget(key)
             else:
                 self.line.failed(chunk, self.now)
                 self.pool.discard(chunk)

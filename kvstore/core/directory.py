@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.extents import ExtentAllocator
+from kvstore.core.flow import Flow
 from kvstore.types import Move, TierOpening
+from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
 
 __all__ = ["TierDirectory"]
@@ -27,18 +29,29 @@ class TierDirectory:
     """
 
     def __init__(
-        self, index: int, opening: TierOpening, policy: EvictionPolicy, max_rows_in_flight: int
+        self,
+        index: int,
+        opening: TierOpening,
+        policy: EvictionPolicy,
+        max_rows_in_flight: int,
+        admission: AdmissionFilter | None = None,
+        flow: Flow = Flow.WRITE_THROUGH,
     ) -> None:
         self.index = index
         self.name = opening.name
         self.medium = opening.medium
         self.policy = policy
+        self.admission = admission
+        """Decides which chunks may be copied to it; all, without one."""
+        self.flow = flow
         self.entries: dict[bytes, int] = dict(opening.entries)
         policy.restore(self.entries)
         self.reading: dict[bytes, int] = {}
         self.writing: dict[bytes, int] = {}
         self.queue: deque[bytes] = deque()
         """Keys of host chunks that wait for their copy to this tier, in order."""
+        self.copies_queued = 0
+        """Chunks that were ever put into `queue`."""
         self.in_flight: dict[int, tuple[Move, float]] = {}
         """Moves that the engine has, with the time at which they were handed over."""
         self.rows_in_flight = 0
@@ -125,17 +138,37 @@ class TierDirectory:
             and self.free < max(self.segment_slots // 2, 1) * len(self._stripes)
         )
 
-    def take_slots(self, count: int) -> list[int]:
+    @property
+    def copies_ended(self) -> int:
+        """Chunks of `copies_queued` that have arrived, or will not come."""
+        return self.copies_queued - len(self.queue) - len(self.writing)
+
+    def enqueue(self, key: bytes) -> None:
+        """The host chunk waits for its copy to this tier."""
+        self.copies_queued += 1
+        self.queue.append(key)
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the chunk is neither here nor on its way here."""
+        return key not in self.entries and key not in self.writing
+
+    def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Slots for `count` new chunks, as far as possible, neighbours together.
 
         Evicts only when no further segment can be had; while one is on its
         way, fewer slots are given and the rest waits.
+
+        Args:
+            incoming: keys of those chunks, tail first.
         """
         short = count - sum(stripe.free for stripe in self._sound)
+        if self.flow is Flow.EXCLUSIVE:
+            # What is being read is about to give its slots up.
+            short -= len(self.reading)
         if short > 0 and (self.cannot_grow or self.segments >= self.max_segments):
             short = min(short, len(self.entries) - len(self.reading))
             if short > 0:
-                self._evict(short)
+                self._evict(short, incoming)
         return self._take(count)
 
     def _take(self, count: int) -> list[int]:
@@ -265,13 +298,13 @@ class TierDirectory:
             self.give_segment(segment)
         self.clearing = False
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int, incoming: Sequence[bytes]) -> None:
         reading = self.reading
 
         def protected(key: bytes) -> bool:
             return key in reading
 
-        victims = self.policy.evict(count, protected)
+        victims = self.policy.evict(count, protected, incoming)
         if victims is None:
             return
         entries = self.entries

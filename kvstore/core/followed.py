@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.directory import TierDirectory
 from kvstore.types import News, TierOpening
@@ -56,7 +56,9 @@ class _Unordered(EvictionPolicy):
     def remove(self, key: bytes) -> None:
         return
 
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         return None
 
     def clear(self) -> None:

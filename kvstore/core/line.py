@@ -221,7 +221,10 @@ class Line:
                     if len(missing) > obtainable:
                         # What lies behind cannot be had now; do not even look.
                         break
-        room = pool.make_room(len(missing), shed_unsaved=True) if missing else 0
+        room = 0
+        if missing:
+            incoming = [request.keys[position] for position, _ in reversed(missing)]
+            room = pool.make_room(len(missing), shed_unsaved=True, incoming=incoming)
         grants: dict[int, Grant] = {}
         for tier in self._tiers:
             keys = [request.keys[p] for p, holder in missing[:room] if holder is tier]
@@ -242,6 +245,8 @@ class Line:
         if chunk.key in request.leases:
             return
         request.leases[chunk.key] = chunk
+        if chunk.leaving:
+            self._pool.stay(chunk)
         if chunk.status == FILLING:
             if chunk.waiters is None:
                 chunk.waiters = []

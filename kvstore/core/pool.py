@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING, READY, Chunk, IllegalTransitionError
-from policies.base import EvictionPolicy
+from policies.admission import AdmissionFilter
+from policies.base import EvictionPolicy, Protected
 
 __all__ = ["HostPool"]
 
@@ -16,11 +17,33 @@ class HostPool:
 
     A row is in exactly one place: free, under a chunk, or held by a move whose
     chunk is gone (after `reset`). `rows` is never exceeded.
+
+    A chunk is known to the policy, or it is *leaving*: the policy gave it up and
+    `demote` asked for a copy of it first. A leaving chunk can still be read; a
+    use brings it back to the policy. Its row can be had once it is copied.
+
+    Args:
+        admission: decides which chunks of stores may enter; all, without one.
+        reserve: rows that are to be free or soon free ahead of need.
     """
 
-    def __init__(self, rows: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        rows: int,
+        policy: EvictionPolicy,
+        admission: AdmissionFilter | None = None,
+        reserve: int = 0,
+    ) -> None:
         self.rows = rows
         self.policy = policy
+        self.admission = admission
+        self.demote: Callable[[Chunk], bool] | None = None
+        """Asks for a copy of a chunk that the policy gave up; False if it needs none."""
+        self.ahead = reserve
+        self.leaving = 0
+        """Chunks that the policy has given up."""
+        self._waiting: dict[bytes, Chunk] = {}
+        self._copied: dict[bytes, Chunk] = {}
         self.chunks: dict[bytes, Chunk] = {}
         self.busy = 0
         """Chunks that are filling or pinned."""
@@ -28,6 +51,10 @@ class HostPool:
         """Chunks that are ready and wait for a copy to a slower tier."""
         self._held: Counter[int] = Counter()
         self.step = 0
+        self.uses = 0
+        """How often somebody used chunks or brought some in."""
+        self.evicted = 0
+        """Chunks that left for others."""
         self.shed = 0
         """Chunks evicted before they had reached a tier that was to keep them."""
         self.history: list[tuple[bytes, bool]] = []
@@ -59,24 +86,106 @@ class HostPool:
         self.step += 1
         self._changes += 1
 
-    def make_room(self, count: int, *, shed_unsaved: bool) -> int:
+    def make_room(self, count: int, *, shed_unsaved: bool, incoming: Sequence[bytes] = ()) -> int:
         """Evict until `count` rows are free, as far as possible.
 
         Filling and pinned chunks never leave, nor do those that answered "hit"
         in this step. Chunks still waiting to be copied to a slower tier leave
         only when `shed_unsaved`, and only after all others.
 
+        Args:
+            incoming: the keys that the rows are for, tail first.
+
         Returns:
             How many of the `count` rows are free now.
         """
+        if len(self._free) < count and self._copied:
+            self._reclaim(count)
         if len(self._free) < count:
-            self._evict(count - len(self._free), shed_unsaved=False)
+            # What is leaving is on its way to be free.
+            self._evict(
+                count - len(self._free) - self.leaving, shed_unsaved=False, incoming=incoming
+            )
             if shed_unsaved and len(self._free) < count:
-                self._evict(count - len(self._free), shed_unsaved=True)
+                self._shed_waiting(count)
+                self._evict(
+                    count - len(self._free) - self.leaving, shed_unsaved=True, incoming=incoming
+                )
         return min(count, len(self._free))
+
+    def make_ready(self) -> None:
+        """Let the policy give up chunks until `ahead` rows are free or soon free."""
+        short = self.ahead - len(self._free) - self.leaving
+        if short > 0:
+            self._evict(short, shed_unsaved=False, keep=True)
+
+    def has_room(self, count: int, marked: int) -> bool:
+        """Whether `count` chunks can surely leave for others, one by one.
+
+        Args:
+            marked: most chunks that can have answered "hit" in this step.
+        """
+        if self.demote is not None:
+            return len(self._free) >= count
+        may_leave = len(self.chunks) - self.busy - self.unsaved - marked
+        return len(self._free) + may_leave >= count
+
+    def enter(self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()) -> list[Chunk]:
+        """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
+
+        They go to the policy tail first, each right after the eviction that
+        makes room for it, and may be evicted for those that follow: so it is
+        the policy that says which of a store are worth a row, and with LRU it is
+        the head that fits. A chunk of `keys` that is given up and whose turn is still
+        to come takes its place in the policy anew, and has never been away.
+        """
+        self.uses += 1
+        policy, chunks = self.policy, self.chunks
+        insert, evict = policy.insert, policy.evict
+        protected = self._protection(shed_unsaved=False)
+        free = len(self._free)
+        entering: dict[bytes, None] = {}
+        given_up: dict[bytes, Chunk] = {}
+        own: Collection[bytes] = ()
+        for key in reversed(keys):
+            if key in chunks or key in unwanted:
+                continue
+            if free:
+                free -= 1
+            else:
+                victims = evict(1, protected, (key,))
+                if victims is None:
+                    break
+                (victim,) = victims
+                own = own or frozenset(keys)
+                if victim in entering:
+                    del entering[victim]
+                elif victim in own:
+                    given_up[victim] = chunks.pop(victim)
+                else:
+                    self._leave(chunks[victim])
+            insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                chunks[key] = back
+            else:
+                entering[key] = None
+        for chunk in given_up.values():
+            chunks[chunk.key] = chunk
+            self._leave(chunk)
+        first = self._reserved
+        self._reserved += len(entering)
+        entered = [
+            Chunk(key, self._free.pop(), -1, first + index)
+            for index, key in enumerate(reversed(entering))
+        ]
+        chunks.update((chunk.key, chunk) for chunk in reversed(entered))
+        self.busy += len(entered)
+        return entered
 
     def reserve(self, keys: Sequence[bytes], origin: int) -> list[Chunk]:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
+        self.uses += 1
         first = self._reserved
         self._reserved += len(keys)
         chunks = [
@@ -114,6 +223,9 @@ class HostPool:
         if chunk.status == READY:
             self.busy += 1
             self.unsaved -= chunk.unsaved != 0
+            if chunk.leaving:
+                self._copied.pop(chunk.key, None)
+                self._waiting.pop(chunk.key, None)
         chunk.status += 1
 
     def unpin(self, chunk: Chunk) -> None:
@@ -125,23 +237,44 @@ class HostPool:
             self.busy -= 1
             self.unsaved += chunk.unsaved != 0
             self._changes += 1
+            if chunk.leaving:
+                (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
 
     def queued(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands in the queue for `tier`."""
         self.unsaved += chunk.status == READY and not chunk.unsaved
         chunk.unsaved |= 1 << tier
+        if chunk.leaving and self._copied.pop(chunk.key, None) is not None:
+            self._waiting[chunk.key] = chunk
 
     def dequeued(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands no longer in the queue for `tier`."""
         chunk.unsaved &= ~(1 << tier)
         self.unsaved -= chunk.status == READY and not chunk.unsaved
         self._changes += 1
+        if chunk.leaving and not chunk.unsaved and self._waiting.pop(chunk.key, None) is not None:
+            self._copied[chunk.key] = chunk
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that resident `keys` (tail first) were used."""
+        chunks, touch = self.chunks, self.policy.touch
+        self.uses += 1
         for key in keys:
-            if key in self.chunks:
-                self.policy.touch(key)
+            chunk = chunks.get(key)
+            if chunk is None:
+                continue
+            if chunk.leaving:
+                self.stay(chunk)
+            else:
+                touch(key)
+
+    def stay(self, chunk: Chunk) -> None:
+        """A chunk that was leaving was used: it is the policy's again."""
+        chunk.leaving = False
+        self.leaving -= 1
+        self._waiting.pop(chunk.key, None)
+        self._copied.pop(chunk.key, None)
+        self.policy.insert(chunk.key)
 
     def release_held(self, rows: Sequence[int]) -> None:
         """A move whose chunks are gone has ended: its rows are free."""
@@ -162,39 +295,88 @@ class HostPool:
         )
         self.chunks.clear()
         self.policy.clear()
-        self.busy = self.unsaved = 0
+        self._waiting.clear()
+        self._copied.clear()
+        self.busy = self.unsaved = self.leaving = 0
         self._held.update(rows_in_flight)
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self._held]
         self._changes += 1
 
-    def _evict(self, count: int, *, shed_unsaved: bool) -> None:
-        may_leave = len(self.chunks) - self.busy - (0 if shed_unsaved else self.unsaved)
-        count = min(count, may_leave)
-        if count <= 0 or self._vain == (self._changes, shed_unsaved):
-            return
+    def _protection(self, *, shed_unsaved: bool) -> Protected:
         chunks, step = self.chunks, self.step
 
         def protected(key: bytes) -> bool:
-            chunk = chunks[key]
-            return (
+            chunk = chunks.get(key)
+            # A key without a chunk is about to enter; it may be refused.
+            return chunk is not None and (
                 chunk.status != READY
                 or chunk.step == step
                 or (chunk.unsaved != 0 and not shed_unsaved)
             )
 
-        victims = self.policy.evict(count, protected)
+        return protected
+
+    def _evict(
+        self,
+        count: int,
+        *,
+        shed_unsaved: bool,
+        incoming: Sequence[bytes] = (),
+        keep: bool = False,
+    ) -> None:
+        """Let the policy give up `count` chunks; those that need no copy go at once, or `keep`."""
+        may_leave = len(self.chunks) - self.busy - (0 if shed_unsaved else self.unsaved)
+        count = min(count, may_leave, len(self.chunks) - self.leaving)
+        if count <= 0 or self._vain == (self._changes, shed_unsaved):
+            return
+        protected = self._protection(shed_unsaved=shed_unsaved)
+        victims = self.policy.evict(count, protected, incoming)
         if victims is None:
             victims = []
             while len(victims) < count:
-                one = self.policy.evict(1, protected)
+                one = self.policy.evict(1, protected, incoming)
                 if one is None:
                     self._vain = (self._changes, shed_unsaved)
                     break
                 victims += one
+        demote = self.demote
         for key in victims:
-            chunk = chunks.pop(key)
-            if chunk.unsaved:
-                self.shed += 1
-                self.unsaved -= 1
-            self._free.append(chunk.row)
-            self.history.append((key, True))
+            chunk = self.chunks[key]
+            wanted = demote is not None and not chunk.unsaved and demote(chunk)
+            if not wanted and not keep:
+                self._leave(chunk)
+                continue
+            chunk.leaving = True
+            chunk.left_step = self.step
+            self.leaving += 1
+            (self._waiting if chunk.unsaved else self._copied)[key] = chunk
+
+    def _leave(self, chunk: Chunk) -> None:
+        """ready -> absent."""
+        del self.chunks[chunk.key]
+        self.evicted += 1
+        if chunk.unsaved:
+            self.shed += 1
+            self.unsaved -= 1
+        self._free.append(chunk.row)
+        self.history.append((chunk.key, True))
+
+    def _reclaim(self, count: int) -> None:
+        """Let go of chunks that were leaving and are copied, until `count` rows are free."""
+        for chunk in list(self._copied.values()):
+            if len(self._free) >= count:
+                return
+            if chunk.step != self.step:
+                del self._copied[chunk.key]
+                self.leaving -= 1
+                self._leave(chunk)
+
+    def _shed_waiting(self, count: int) -> None:
+        """Let go of chunks that have waited since an earlier step for their copy to begin."""
+        for chunk in list(self._waiting.values()):
+            if len(self._free) >= count:
+                return
+            if chunk.step != self.step and chunk.left_step != self.step:
+                del self._waiting[chunk.key]
+                self.leaving -= 1
+                self._leave(chunk)

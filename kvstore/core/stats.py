@@ -19,6 +19,7 @@ class TierStats:
             not be read or whose digest did not match.
         written: chunks written. failed_writes: chunks that could not be.
         refused: chunks not copied because the tier could not take copies then.
+        declined: chunks not copied because its admission filter did not want them.
         evicted: entries that made room or were forgotten.
         queued: host chunks waiting for their copy, now.
         stalled, congested: see the tier's directory, now.
@@ -36,6 +37,7 @@ class TierStats:
     written: int = 0
     failed_writes: int = 0
     refused: int = 0
+    declined: int = 0
     evicted: int = 0
     queued: int = 0
     stalled: bool = False
@@ -59,6 +61,8 @@ class CoreStats:
         stored: chunks taken from the server.
         stores_put_off: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.
+        declined: chunks of stores that the admission filter or the policy did not want.
+        evicted: chunks that left host memory for others, those shed included.
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
     """
@@ -78,6 +82,8 @@ class CoreStats:
     stored: int = 0
     stores_put_off: int = 0
     chunks_refused: int = 0
+    declined: int = 0
+    evicted: int = 0
     shed: int = 0
     stray: int = 0
     tiers: list[TierStats] = field(default_factory=list)

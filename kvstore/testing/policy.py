@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies import EvictionPolicy
@@ -183,6 +183,76 @@ class PolicyContract(ABC):
             policy.insert(b"new-%06d" % turn)
         assert asked <= 4 * (turns + size), f"{asked / turns:.0f} keys for each one evicted"
 
+    def test_keys_in_use_that_were_used_before_cost_no_more(self) -> None:
+        """Also where use has set them apart from the others."""
+        size, turns = 1000, 2000
+        keys = keys_of(size)
+        policy = self.holding(keys)
+        in_use = set(keys[: size // 2])
+        for key in keys[: size // 2]:
+            policy.touch(key)
+        asked = 0
+
+        def protected(key: bytes) -> bool:
+            nonlocal asked
+            asked += 1
+            return key in in_use
+
+        for turn in range(turns):
+            victims = policy.evict(1, protected)
+            assert victims is not None
+            assert not in_use & set(victims)
+            policy.insert(b"new-%06d" % turn)
+        assert asked <= 20 * (turns + size), f"{asked / turns:.0f} keys for each one evicted"
+
+    # -- advice -------------------------------------------------------------------------
+
+    def test_advice_changes_nobodys_residence(self) -> None:
+        keys = keys_of(8)
+        policy = self.holding(keys[:4])
+        policy.link(keys)
+        policy.link(keys[5:], after=keys[4])
+        policy.link([])
+        policy.settle(keys)
+        policy.settle(keys[6:])
+        policy.settle([])
+        assert self.residents(policy, keys) == set(keys[:4])
+
+    def test_wrong_advice_breaks_nothing(self) -> None:
+        keys = keys_of(8)
+        policy = self.holding(keys)
+        policy.link(keys[::-1])
+        policy.link(keys)
+        policy.link([keys[3], keys[3]], after=keys[3])
+        policy.settle([b"never heard of"])
+        assert len(policy.evict(3, _nobody, keys_of(2, 100)) or ()) == 3
+        assert len(policy.evict(5, _nobody, keys_of(9, 200)) or ()) == 5
+        assert self.residents(policy, keys) == set()
+
+    def test_what_was_said_to_come_need_not_come(self) -> None:
+        keys = keys_of(12)
+        policy = self.holding(keys[:6])
+        gone = policy.evict(2, _nobody, keys[6:8])
+        assert gone is not None
+        for _ in range(3):
+            again = policy.evict(1, _nobody, [gone[0], keys[9]])
+            assert again is not None
+        policy.insert(keys[10])
+        assert len(self.residents(policy, keys)) == 2
+
+    def test_nobody_in_the_middle_of_a_chain_is_needed_to_make_room(self) -> None:
+        """The end of a chain is in use; what lies before it may leave all the same."""
+        chain = keys_of(6)
+        policy = self.create(6)
+        policy.link(chain)
+        for key in reversed(chain):
+            policy.insert(key)
+        policy.settle(chain)
+        end = chain[-1]
+        assert set(policy.evict(5, end.__eq__) or ()) == set(chain[:-1])
+        assert policy.evict(1, end.__eq__) is None
+        assert policy.evict(1, _nobody) == [end]
+
     # -- the whole -----------------------------------------------------------------------
 
     def test_clear_leaves_it_as_new(self) -> None:
@@ -226,7 +296,13 @@ class PolicyContract(ABC):
         after.restore(order)
         assert list(after.order()) == order
 
-    @settings(max_examples=60, deadline=None)
+    # Several classes inherit this one function: no database of examples is shared by them.
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
     @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 12))
     def test_it_agrees_with_a_set(self, seed: int, capacity: int) -> None:
         """Any sequence of calls that the caller is allowed to make."""
@@ -234,7 +310,7 @@ class PolicyContract(ABC):
         policy = self.create(capacity)
         known = keys_of(2 * capacity)
         resident: set[bytes] = set()
-        for _ in range(80):
+        for _ in range(120):
             roll = rng.random()
             there = sorted(resident)
             if roll < 0.45 and len(resident) < capacity:
@@ -247,10 +323,17 @@ class PolicyContract(ABC):
                 key = rng.choice(there)
                 policy.remove(key)
                 resident.discard(key)
+            elif roll < 0.80:
+                advice = rng.sample(known, rng.randrange(len(known)))
+                if rng.random() < 0.5:
+                    policy.link(advice, rng.choice([None, *known]))
+                else:
+                    policy.settle(advice)
             elif roll < 0.98:
                 safe = {key for key in there if rng.random() < rng.choice((0.1, 0.9))}
                 count = rng.randrange(capacity + 2)
-                victims = policy.evict(count, safe.__contains__)
+                coming = [key for key in known if key not in resident and rng.random() < 0.3]
+                victims = policy.evict(count, safe.__contains__, coming)
                 if victims is not None:
                     assert len(victims) == len(set(victims)) == count
                     assert set(victims) <= resident - safe

@@ -210,12 +210,15 @@ class KVStoreOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
+        self._core.save()
         end = time.monotonic() + self._drain
         while self._core.unsaved and time.monotonic() < end:
             self._begin_step()
             self._hand_over()
             self._engine.wait(0.01)
         left = max(0.1, end - time.monotonic())
+        if self._assembly.recorder is not None:
+            self._assembly.recorder.close()
         if self._engine.close(self._assembly.recency(), left):
             release_region(self._engine_id, self._region)
         logger.info("kvstore: closed, %d chunks not copied", self._core.unsaved)

@@ -17,6 +17,7 @@ COUNTERS: dict[str, str] = {
     "timeouts": "Waits that were ended by their deadline.",
     "truncations": "Waits that ended with a shorter prefix for want of room.",
     "refused_chunks": "Chunks that found no room in host memory.",
+    "declined_chunks": "Chunks that admission filter or policy did not let into host memory.",
     "stores_put_off": "Stores that were put off to a later step.",
     "shed_chunks": "Chunks evicted from host memory before their copy to disk.",
     "disk_read_chunks": "Chunks read from disk and verified.",
@@ -24,6 +25,7 @@ COUNTERS: dict[str, str] = {
     "disk_written_chunks": "Chunks written to disk.",
     "disk_failed_writes": "Chunks that could not be written to disk.",
     "disk_refused_chunks": "Chunks not copied because the disk could not take copies then.",
+    "disk_declined_chunks": "Chunks that the disk's admission filter did not let in.",
     "disk_evicted_chunks": "Chunks evicted from disk.",
 }
 
@@ -55,6 +57,7 @@ class Reporter:
             "timeouts": stats.timeouts,
             "truncations": stats.truncations,
             "refused_chunks": stats.chunks_refused,
+            "declined_chunks": stats.declined,
             "stores_put_off": stats.stores_put_off,
             "shed_chunks": stats.shed,
             "disk_read_chunks": _sum(disk, "promoted"),
@@ -62,6 +65,7 @@ class Reporter:
             "disk_written_chunks": _sum(disk, "written"),
             "disk_failed_writes": _sum(disk, "failed_writes"),
             "disk_refused_chunks": _sum(disk, "refused"),
+            "disk_declined_chunks": _sum(disk, "declined"),
             "disk_evicted_chunks": _sum(disk, "evicted"),
         }
         increments = {

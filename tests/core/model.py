@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvstore.core import Core, FollowedDirectory, HostPool, TierDirectory
+from kvstore.core import Core, Flow, FollowedDirectory, HostPool, TierDirectory
 from kvstore.core.chunk import FILLING, READY
 from kvstore.core.line import FORGET_AFTER
 from kvstore.core.request import RequestState
@@ -82,6 +82,7 @@ class World:
     Args:
         rows, slots, segment_slots, tiers, in_flight: geometry.
         stripes: devices of each tier.
+        flow: between host memory and every tier; `reserve` rows are kept ahead of need.
         followed: whether there is one tier more, which a neighbour writes to.
         deadline, ceiling, lease: of the core, in seconds.
         faults: the fraction of moves that fail, or some of their blocks.
@@ -96,6 +97,8 @@ class World:
         followed: bool = False,
         in_flight: int = 12,
         policy: str = "lru",
+        flow: Flow = Flow.WRITE_THROUGH,
+        reserve: int = 0,
         deadline: float = 1.0,
         ceiling: float = 5.0,
         lease: float = 3.0,
@@ -112,6 +115,9 @@ class World:
         self.in_flight = in_flight
         self.faults = faults
         self.policy = policy
+        self.flow = flow
+        self.reserve = reserve
+        self.demotes = flow is not Flow.WRITE_THROUGH and tiers > 0
         self.timing = {"deadline": deadline, "ceiling": ceiling, "lease": lease}
         self.now = 0.0
         self.moved = 0.0
@@ -154,8 +160,10 @@ class World:
                 stripes=self.stripes,
             )
             policy = create_policy(self.policy, slots)
-            directories.append(TierDirectory(index, opening, policy, self.in_flight))
-        pool = HostPool(rows, create_policy(self.policy, rows))
+            directories.append(
+                TierDirectory(index, opening, policy, self.in_flight, flow=self.flow)
+            )
+        pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, **self.timing)
         self.moves: list[Move] = []
         self.done: list[Completion] = []
@@ -317,21 +325,28 @@ class World:
         core, pool = self.core, self.core.pool
         new = [key for key in client.keys if key not in pool.chunks]
         present = [key for key in client.keys if key in pool.chunks]
+        before = pool.free + sum(
+            chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
+            for chunk in pool.chunks.values()
+        )
         grant = core.prepare_store(client.keys, client.id)
         client.forget()
         room = pool.free + sum(
             chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
             for chunk in pool.chunks.values()
         )
-        assert all(key in pool.chunks for key in present), "a store evicted its own chain"
+        kept = all(key in pool.chunks for key in present)
+        assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
             in_line = any(r.granted < len(r.keys) for r in core.line.waiting.values())
-            assert not client.put_off or not room or in_line, "a store is put off once"
+            once = not client.put_off or not room or in_line or self.demotes
+            assert once, "a store is put off once"
             client.put_off = True
             return
         client.put_off = False
         assert grant.keys == new[: len(grant.keys)], "a store is granted in prefix order"
-        assert len(grant.keys) == len(new) or not room, "a store gets as much as fits"
+        whole = len(grant.keys) == len(new) or not room or self.demotes
+        assert whole, "a store gets as much as fits"
         assert grant.keys or not new, "a store is not refused as a whole"
         for row in grant.rows:
             assert self.row_owner[row] is None, f"row {row} is in use by {self.row_owner[row]}"
@@ -477,7 +492,14 @@ class World:
         used = [chunk.row for chunk in pool.chunks.values()]
         assert len(set(used)) == len(used), "two chunks in one row"
         assert len(used) + pool.free + pool.held == pool.rows, "rows leaked or over budget"
-        assert len(pool.policy) == len(pool.chunks)
+        leaving = {key for key, chunk in pool.chunks.items() if chunk.leaving}
+        assert len(leaving) == pool.leaving
+        assert len(pool.policy) == len(pool.chunks) - len(leaving)
+        assert not any(key in pool.policy for key in leaving), "given up, and kept"
+        at_rest = {key for key in leaving if pool.chunks[key].status == READY}
+        assert at_rest == pool._waiting.keys() | pool._copied.keys(), "a chunk that never leaves"
+        assert not any(pool.chunks[key].unsaved for key in pool._copied)
+        assert all(pool.chunks[key].unsaved for key in pool._waiting)
         busy = unsaved = 0
         for key, chunk in pool.chunks.items():
             assert chunk.key == key
@@ -599,6 +621,7 @@ class World:
         """In a world at rest, a prefix is found as far as it is known and fits."""
         core = self.core
         client = self.arrive("reach", prompt, length)
+        evicted = sum(tier.evicted for tier in core.tiers)
         known = 0
         for key in client.keys:
             held = [self.slots[t.index][t.entries[key]] for t in core.tiers if key in t.entries]
@@ -614,7 +637,9 @@ class World:
                 self.complete(0)
             answer = self.ask(client)
         assert answer is not None
-        assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
+        if not (self.demotes and evicted < sum(tier.evicted for tier in core.tiers)):
+            # What is promoted where chunks are demoted can cost a full tier others of the prefix.
+            assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
 
@@ -633,6 +658,8 @@ def random_world(rng: random.Random) -> World:
         ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
         stripes=rng.choice((1, 1, 2, 3)),
+        flow=rng.choice((Flow.WRITE_THROUGH, Flow.WRITE_THROUGH, Flow.DEMOTE, Flow.EXCLUSIVE)),
+        reserve=rng.choice((0, 1, rows // 4, rows // 2)),
     )
 
 
@@ -681,6 +708,8 @@ def rare_act(world: World, rng: random.Random) -> None:
         world.reset()
     elif roll < 0.14:
         world.restart()
+    elif roll < 0.16:
+        world.core.save()
     elif roll < 0.2:
         world.step(30.0)
     elif roll < 0.3:

@@ -21,12 +21,14 @@ class CountingLRU(LRU):
 
     asked = 0
 
-    def evict(self, count: int, protected: Protected) -> list[bytes] | None:
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         def counting(key: bytes) -> bool:
             self.asked += 1
             return protected(key)
 
-        return super().evict(count, counting)
+        return super().evict(count, counting, incoming)
 
 
 class Rig:
@@ -74,7 +76,7 @@ class Rig:
             for index, held in enumerate(on)
         ]
         timing = {"deadline": 1.0, "ceiling": 10.0, "lease": 3.0, **timing}
-        pool = HostPool(rows, policy or create_policy("lru", rows))
+        pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
         self.core = Core(pool, directories, **timing)
         self.log: list[str] = []
         self.core.log_to(self.log.append)

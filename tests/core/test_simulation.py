@@ -107,7 +107,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a pin protects")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def unprotected(self: HostPool, count: int, *, shed_unsaved: bool) -> None:
+    def unprotected(self: HostPool, count: int, **rest: Any) -> None:
         victims = self.policy.evict(min(count, len(self.policy)), lambda key: False) or []
         for key in victims:
             self._free.append(self.chunks.pop(key).row)
@@ -257,8 +257,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     init = TierDirectory.__init__
 
-    def boundless(self: TierDirectory, *args: Any) -> None:
-        init(self, *args)
+    def boundless(self: TierDirectory, *args: Any, **rest: Any) -> None:
+        init(self, *args, **rest)
         self.max_rows_in_flight *= 2
         self.max_rows_in_flight += 1
 
@@ -332,7 +332,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         self.max_segments += 1
 
     patch.setattr(TierDirectory, "grown", generous)
-    patch.setattr(TierDirectory, "_evict", lambda self, count: None)
+    patch.setattr(TierDirectory, "_evict", lambda self, count, incoming: None)
 
 
 @breaks("a tier that does not answer is not waited for")
@@ -376,5 +376,5 @@ def test_the_simulation_notices_when_a_rule_is_broken(
 ) -> None:
     BREAKS[rule](monkeypatch)
     with pytest.raises(AssertionError, match="KVSTORE_SEED="):
-        for seed in range(60):
+        for seed in range(200):
             simulate(seed, 1000)

@@ -7,6 +7,8 @@ never a miss.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -322,9 +324,9 @@ def test_the_machine_notices_a_chunk_that_left_for_no_reason(
 ) -> None:
     make_room = HostPool.make_room
 
-    def wasteful(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
+    def wasteful(self: HostPool, count: int, **rest: Any) -> int:
         self._evict(1, shed_unsaved=True)
-        return make_room(self, count, shed_unsaved=shed_unsaved)
+        return make_room(self, count, **rest)
 
     monkeypatch.setattr(HostPool, "make_room", wasteful)
     with pytest.raises(AssertionError, match="a chunk in host memory was not found"):

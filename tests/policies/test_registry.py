@@ -8,17 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from policies import EvictionPolicy, create_policy, find_policy, policy_names, register_policy
+from policies import (
+    EvictionPolicy,
+    create_filter,
+    create_policy,
+    filter_names,
+    find_filter,
+    find_policy,
+    parameters_of,
+    policy_names,
+    register_filter,
+    register_policy,
+)
 from policies import registry as registry_module
 from policies.lru import LRU
+from policies.reuse import ReuseThreshold
+from policies.s3fifo import S3FIFO
 
-Install = Callable[[str, str, str], None]
+Install = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry_module, "_registry", dict(registry_module._registry))
+    for registry in (registry_module._policies, registry_module._filters):
+        monkeypatch.setattr(registry, "classes", dict(registry.classes))
 
 
 @pytest.fixture
@@ -26,13 +40,15 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Install a package with one module and one entry point, as pip does."""
     modules: list[str] = []
 
-    def install(module: str, source: str, entry_point: str) -> None:
+    def install(
+        module: str, source: str, entry_point: str, group: str = "kvstore.policies"
+    ) -> None:
         site = tmp_path / f"site-{module}"
         info = site / f"{module}-1.0.dist-info"
         info.mkdir(parents=True)
         (site / f"{module}.py").write_text(source)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[kvstore.policies]\n{entry_point}\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entry_point}\n")
         monkeypatch.syspath_prepend(site)
         modules.append(module)
 
@@ -41,11 +57,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         sys.modules.pop(module, None)
 
 
-FIFO = """
+RING = """
 from policies.lru import LRU
 
-class Fifo(LRU):
-    name = "fifo"
+class Ring(LRU):
+    name = "ring"
 
     def touch(self, key):
         pass
@@ -102,16 +118,16 @@ def test_a_policy_without_a_name_is_refused(name: object) -> None:
 def test_the_policy_of_an_installed_package_is_found_without_importing_it_first(
     install: Install,
 ) -> None:
-    install("acme_fifo", FIFO, "fifo = acme_fifo:Fifo")
-    assert "fifo" in policy_names()
-    assert "acme_fifo" not in sys.modules
-    policy = create_policy("fifo", 3)
+    install("acme_ring", RING, "ring = acme_ring:Ring")
+    assert "ring" in policy_names()
+    assert "acme_ring" not in sys.modules
+    policy = create_policy("ring", 3)
     assert isinstance(policy, EvictionPolicy)
-    assert (type(policy).__module__, policy.name, policy.capacity) == ("acme_fifo", "fifo", 3)
+    assert (type(policy).__module__, policy.name, policy.capacity) == ("acme_ring", "ring", 3)
 
 
 def test_an_installed_package_cannot_replace_a_built_in_policy(install: Install) -> None:
-    install("acme_lru", FIFO, "lru = acme_lru:Fifo")
+    install("acme_lru", RING, "lru = acme_lru:Ring")
     assert type(create_policy("lru", 1)) is LRU
 
 
@@ -124,10 +140,10 @@ def test_an_installed_package_that_offers_no_policy_is_refused(install: Install)
 @pytest.mark.parametrize(
     ("source", "entry_point"),
     [
-        ("import a_package_that_is_not_there\n", "broken = acme_broken:Fifo"),
-        (FIFO, "broken = acme_broken:Other"),
-        (FIFO, "broken = acme_elsewhere:Fifo"),
-        ("raise RuntimeError('at import')\n", "broken = acme_broken:Fifo"),
+        ("import a_package_that_is_not_there\n", "broken = acme_broken:Ring"),
+        (RING, "broken = acme_broken:Other"),
+        (RING, "broken = acme_elsewhere:Ring"),
+        ("raise RuntimeError('at import')\n", "broken = acme_broken:Ring"),
     ],
 )
 def test_an_installed_package_that_cannot_be_loaded_is_refused_with_the_reason(
@@ -136,3 +152,81 @@ def test_an_installed_package_that_cannot_be_loaded_is_refused_with_the_reason(
     install("acme_broken", source, entry_point)
     with pytest.raises(ValueError, match=r"policy 'broken' \(acme_.*\) cannot be loaded: ."):
         create_policy("broken", 1)
+
+
+def test_parameters_reach_the_policy() -> None:
+    policy = create_policy("s3-fifo", 100, small=0.25)
+    assert isinstance(policy, S3FIFO)
+    assert policy._small_target == 25
+    assert create_filter("reuse", 10, 1, threshold=3, table=7).threshold == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: create_policy("lru", 1, small=0.1), "policy 'lru' has no parameter 'small'.*none"),
+        (
+            lambda: create_policy("s3-fifo", 1, smal=0.1),
+            r"'s3-fifo' has no parameter 'smal'; it takes: small \(a number, by default 0.1\)",
+        ),
+        (lambda: create_policy("s3-fifo", 1, small="0.1"), "small = '0.1' must be a number"),
+        (lambda: create_policy("s3-fifo", 1, small=True), "small = True must be a number"),
+        (lambda: create_policy("s3-fifo", 1, small=1), "small must lie between 0 and 1, not 1"),
+        (lambda: create_policy("w-tinylfu", 1, window=0.0), "window must lie between 0 and 1"),
+        (lambda: create_policy("w-tinylfu", 1, sample=0.5), "sample must lie between 1 and 1024"),
+        (lambda: create_policy("hit-density", 1, ghosts=-1.0), "ghosts must lie between 0 and 64"),
+        (lambda: create_filter("reuse", 1, 1, threshold=2.0), "threshold = 2.0 must be a whole"),
+        (lambda: create_filter("bouncer", 1, 1), "unknown filter 'bouncer'; known are: .*reuse"),
+    ],
+)
+def test_a_parameter_that_cannot_be_used_is_refused_with_what_is_allowed(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_policy_tells_its_parameters() -> None:
+    assert {name: (each.type, each.default) for name, each in parameters_of(S3FIFO).items()} == {
+        "small": (float, 0.1)
+    }
+    assert parameters_of(LRU) == {}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "def __init__(self, capacity, *, size: list = ()): pass",
+        "def __init__(self, capacity, *, size: int): pass",
+        "def __init__(self, capacity, *, size=3): pass",
+    ],
+)
+def test_a_parameter_without_a_type_or_default_is_refused(bad: str) -> None:
+    space: dict[str, object] = {}
+    exec(bad, space)
+    odd = type("Odd", (LRU,), {"name": "odd", "__init__": space["__init__"]})
+    register_policy(odd)
+    with pytest.raises(TypeError, match="parameter 'size' of Odd must have a default"):
+        create_policy("odd", 1, size=3)
+
+
+def test_a_filter_is_made_known_by_decorator_or_by_an_installed_package(install: Install) -> None:
+    @register_filter
+    class Everybody(ReuseThreshold):
+        name = "everybody"
+
+    assert type(create_filter("everybody", 1, 1)) is Everybody
+    with pytest.raises(ValueError, match="'everybody' is already taken by"):
+        register_filter(type("Other", (ReuseThreshold,), {"name": "everybody"}))
+    source = (
+        "from policies.reuse import ReuseThreshold\nclass Two(ReuseThreshold):\n    name = 'two'\n"
+    )
+    install("acme_two", source, "two = acme_two:Two", "kvstore.filters")
+    assert {"everybody", "two", "reuse", "doorkeeper", "endurance"} <= set(filter_names())
+    assert find_filter("two").__module__ == "acme_two"
+
+
+def test_every_built_in_policy_is_known() -> None:
+    assert {"lru", "fifo", "arc", "lfu", "sieve", "s3-fifo", "w-tinylfu", "hit-density"} <= set(
+        policy_names()
+    )

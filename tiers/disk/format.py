@@ -42,6 +42,7 @@ from kvstore.types import MAX_KEY_BYTES
 
 __all__ = [
     "ALIGN",
+    "MAX_SLOTS",
     "RECORD",
     "RECORD_BYTES",
     "Geometry",

@@ -1,0 +1,147 @@
+"""A policy or filter as it is chosen in a configuration or on a command line."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.sizes import parse_size
+from policies import (
+    AdmissionFilter,
+    Chain,
+    EvictionPolicy,
+    create_filter,
+    create_policy,
+    filter_names,
+    policy_names,
+)
+
+__all__ = ["Choice", "build_filters", "build_policy", "check_filters", "check_policy"]
+
+TRIAL_CAPACITY = 1000
+"""Chunks of the tier for which a choice is tried out before there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A name, and the parameters that differ from their defaults.
+
+    Example:
+        Choice.parse("reuse(threshold=3)") == Choice("reuse", (("threshold", 3),))
+    """
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, value: object, known: Sequence[str], kind: str) -> Choice:
+        """From a configuration: a name, or a table with `name` and parameters.
+
+        Raises:
+            ValueError: if it is neither; the message lists the names in `known`.
+        """
+        if isinstance(value, Choice):
+            return value
+        listed = f"known are: {', '.join(known)}"
+        if isinstance(value, str):
+            name, parameters = value, {}
+        elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            parameters = dict(value)
+            name = parameters.pop("name", None)
+            if not isinstance(name, str):
+                raise ValueError(f"the table needs a name; {listed}")
+        else:
+            raise ValueError(f"unknown {kind}; {listed}")
+        if name not in known:
+            raise ValueError(f"unknown {kind}; {listed}")
+        return cls(name, tuple((key, _size(key, told)) for key, told in parameters.items()))
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """From a command line: ``name`` or ``name(parameter=value, ...)``.
+
+        Raises:
+            ValueError: if it is written otherwise.
+        """
+        match = re.fullmatch(r"\s*([\w.+-]+)\s*(?:\((.*)\))?\s*", text)
+        if match is None:
+            raise ValueError(f"{text!r}: write a name, or name(parameter=value, ...)")
+        parameters = []
+        for part in filter(None, (match[2] or "").split(",")):
+            key, equals, value = part.partition("=")
+            if not equals:
+                raise ValueError(f"{text!r}: {part.strip()!r} is not parameter=value")
+            parameters.append((key.strip(), _size(key, _literal(value.strip()))))
+        return cls(match[1], tuple(parameters))
+
+    def __str__(self) -> str:
+        if not self.parameters:
+            return self.name
+        told = ", ".join(f"{key}={value}" for key, value in self.parameters)
+        return f"{self.name}({told})"
+
+
+def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
+    """The policy for a tier of `capacity` chunks.
+
+    Raises:
+        ValueError: as `policies.create_policy`.
+    """
+    if isinstance(choice, str):
+        return create_policy(choice, capacity)
+    return create_policy(choice.name, capacity, **dict(choice.parameters))
+
+
+def build_filters(
+    choices: Sequence[Choice], capacity: int, chunk_bytes: int
+) -> AdmissionFilter | None:
+    """One filter that admits what all of `choices` admit, or None where there are none.
+
+    Raises:
+        ValueError: as `policies.create_filter`.
+    """
+    filters = [
+        create_filter(each.name, capacity, chunk_bytes, **dict(each.parameters)) for each in choices
+    ]
+    if len(filters) > 1:
+        return Chain(filters)
+    return filters[0] if filters else None
+
+
+def check_policy(value: object) -> Choice:
+    """The choice that `value` of a configuration makes.
+
+    Raises:
+        ValueError: if there is no such policy, or it does not take those parameters.
+    """
+    choice = Choice.of(value, policy_names(), "policy")
+    build_policy(choice, TRIAL_CAPACITY)
+    return choice
+
+
+def check_filters(value: object) -> tuple[Choice, ...]:
+    """The choices that `value` of a configuration makes: a name, a table, or a list of them.
+
+    Raises:
+        ValueError: if one is unknown or does not take those parameters.
+    """
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    values = list(value) if several else [value]  # type: ignore[call-overload]
+    choices = tuple(Choice.of(each, filter_names(), "filter") for each in values)
+    build_filters(choices, TRIAL_CAPACITY, 2**20)
+    return choices
+
+
+def _size(parameter: str, value: Any) -> Any:
+    """Bytes may be written as sizes are elsewhere."""
+    return parse_size(value) if "bytes" in parameter and isinstance(value, str) else value
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text

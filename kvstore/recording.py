@@ -1,0 +1,328 @@
+"""Recording what requests asked for, so that it can be replayed against other sizes and policies.
+
+A recording holds times and 64-bit hashes of keys: no prompt can be read from
+it. `Recorder.add` only puts a reference into a queue; hashing and writing are
+done by a thread. The queue and the files are bounded: what does not fit the
+queue is dropped and counted, and of two files, ``PATH`` and ``PATH.old``, the
+older is replaced when the newer has half of the bytes allowed.
+
+The file: `MAGIC`; a line of JSON (``chunk_bytes``, ``created`` in seconds since
+1970); then records, little-endian: u32 length of the body, u32 CRC32 of the
+body, and the body: f64 seconds since 1970, u32 number of chains (one for each KV
+cache group), for each chain its length as u32, then all hashes as u64. A
+record that the end of the file cuts off is what a killed process leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import json
+import logging
+import lzma
+import os
+import struct
+import sys
+import threading
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from kvstore.errors import ConfigError, TraceError
+
+__all__ = [
+    "MAGIC",
+    "RecordedRequest",
+    "Recorder",
+    "Recording",
+    "open_compressed",
+    "read_recording",
+]
+
+MAGIC = b"kvstore-trace 1\n"
+
+MOST_WAITING = 2**20
+"""Keys that may wait to be written; requests beyond are dropped and counted."""
+
+MOST_AT_ONCE = 2**23
+"""Bytes written by one call, about; a record that is longer than this is dropped and counted."""
+
+MOST_FILES = 64
+"""Processes on one machine that may record under one name."""
+
+WRITE_SECONDS = 0.5
+"""How long a request may wait to be written."""
+
+_HEAD = struct.Struct("<II")
+_BODY = struct.Struct("<dI")
+
+Keys = Sequence[Sequence[bytes]]
+
+logger = logging.getLogger("kvstore")
+
+
+class Recorder:
+    """Writes what requests used to a file, in a thread of its own.
+
+    The first process writes to `path`, others on the same machine to the first
+    of ``NAME-1.EXT``, ``NAME-2.EXT`` and so on that nobody writes to. A
+    recording that an earlier process left becomes ``PATH.old``.
+
+    Args:
+        limit: most bytes of both files together.
+        chunk_bytes: told to whoever reads the recording.
+
+    Raises:
+        ConfigError: if the file cannot be written, or is there and is no recording.
+    """
+
+    def __init__(self, path: Path, limit: int, chunk_bytes: int) -> None:
+        self._limit = limit
+        self._header = MAGIC + (
+            json.dumps({"chunk_bytes": chunk_bytes, "created": time.time()}) + "\n"
+        ).encode("ascii")
+        self.dropped = 0
+        """Requests that were not recorded because too much waited to be written."""
+        self._queue: deque[tuple[float, Keys]] = deque()
+        self._waiting = 0
+        self._closing = threading.Event()
+        try:
+            self.path, self._fd = self._take(path)
+        except OSError as error:
+            raise ConfigError(f"record_trace = {str(path)!r}: {error.strerror}") from error
+        self._size = 0
+        self._begin()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-recorder", daemon=True)
+        self._thread.start()
+
+    def add(self, chains: Keys) -> None:
+        """A request that used `chains`, one for each group, has ended. Never waits, never raises.
+
+        The caller does not change `chains` afterwards.
+        """
+        count = sum(map(len, chains))
+        if self._waiting + count > MOST_WAITING:
+            self.dropped += 1
+            return
+        self._waiting += count
+        self._queue.append((time.time(), chains))
+
+    def close(self) -> None:
+        """Write what waits and end."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(5.0)
+            if self.dropped:
+                logger.warning("record_trace: %d requests were not recorded", self.dropped)
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing.wait(WRITE_SECONDS):
+                self._write()
+            self._write()
+        except OSError as error:
+            logger.warning("record_trace ends: %s: %s", self.path, error.strerror)
+            self._waiting = MOST_WAITING
+            self._queue.clear()
+        finally:
+            os.close(self._fd)
+
+    def _write(self) -> None:
+        most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
+        records = bytearray()
+        while self._queue:
+            seconds, chains = self._queue.popleft()
+            self._waiting -= sum(map(len, chains))
+            record = _encode(seconds, chains)
+            if len(record) > most:
+                self.dropped += 1
+                continue
+            if len(records) + len(record) > most:
+                self._put(records)
+                records = bytearray()
+            records += record
+        if records:
+            self._put(records)
+
+    def _put(self, data: bytes | bytearray) -> None:
+        if self._size + len(data) > self._limit // 2:
+            self._rotate()
+        view = memoryview(data)
+        while view:
+            written = os.write(self._fd, view)
+            self._size += written
+            view = view[written:]
+
+    def _begin(self) -> None:
+        os.ftruncate(self._fd, 0)
+        self._size = 0
+        view = memoryview(self._header)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._size = len(self._header)
+
+    def _rotate(self) -> None:
+        fresh = self.path.with_name(f".{self.path.name}.new")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.replace(self.path, _old(self.path))
+        os.replace(fresh, self.path)
+        os.close(self._fd)
+        self._fd = fd
+        self._begin()
+
+    @staticmethod
+    def _take(path: Path) -> tuple[Path, int]:
+        """The first file that nobody writes to; what was in it is kept as the old one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(MOST_FILES):
+            mine = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(mine, flags, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            found = os.pread(fd, len(MAGIC), 0)
+            if not found:
+                return mine, fd
+            if found != MAGIC:
+                os.close(fd)
+                raise ConfigError(
+                    f"record_trace = {str(mine)!r}: is there and is no recording of kvstore"
+                )
+            os.replace(mine, _old(mine))
+            os.close(fd)
+            fd = os.open(mine, flags, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return mine, fd
+            os.close(fd)
+        raise ConfigError(f"record_trace = {str(path)!r}: {MOST_FILES} processes write there")
+
+
+@dataclass(slots=True)
+class RecordedRequest:
+    """When a request ended, in seconds since 1970, and its keys as hashes, by group."""
+
+    time: float
+    chains: list[array[int]]
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a recording holds, oldest first.
+
+    `torn` says whether the end of a file cut a record off.
+    """
+
+    chunk_bytes: int
+    requests: list[RecordedRequest] = field(default_factory=list)
+    torn: bool = False
+
+
+def read_recording(path: str | os.PathLike[str]) -> Recording:
+    """Read a recording, with the older file beside it if there is one.
+
+    Raises:
+        TraceError: if a file is no recording or is damaged; the message names the
+            file and where in it.
+        OSError: if it cannot be read.
+    """
+    path = Path(path)
+    older = _old(path)
+    parts = [_read(older)] if older.exists() else []
+    parts.append(_read(path))
+    whole = Recording(parts[-1].chunk_bytes)
+    for part in parts:
+        if part.chunk_bytes != whole.chunk_bytes:
+            # Another model's, from before the server was configured anew.
+            continue
+        whole.requests += part.requests
+        whole.torn |= part.torn
+    return whole
+
+
+def open_compressed(path: Path) -> IO[bytes]:
+    """Open a file for reading that may end in ``.xz`` or ``.gz``."""
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return path.open("rb")
+
+
+def _read(path: Path) -> Recording:
+    with open_compressed(path) as file:
+        data = file.read()
+    if not data.startswith(MAGIC):
+        raise TraceError(f"{path}: is no recording of kvstore")
+    end = data.find(b"\n", len(MAGIC))
+    try:
+        header = json.loads(data[len(MAGIC) : end])
+        recording = Recording(int(header["chunk_bytes"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path}: its header is damaged") from error
+    position = end + 1
+    while position < len(data):
+        if position + _HEAD.size > len(data):
+            recording.torn = True
+            break
+        length, crc = _HEAD.unpack_from(data, position)
+        body = data[position + _HEAD.size : position + _HEAD.size + length]
+        if len(body) < length:
+            recording.torn = True
+            break
+        request = _decode(body) if zlib.crc32(body) == crc else None
+        if request is None:
+            raise TraceError(f"{path}: damaged at byte {position}")
+        recording.requests.append(request)
+        position += _HEAD.size + length
+    return recording
+
+
+def _encode(seconds: float, chains: Keys) -> bytes:
+    lengths = array("I", map(len, chains))
+    hashes = array("Q", [xxhash.xxh3_64_intdigest(key) for chain in chains for key in chain])
+    _little_endian(lengths, hashes)
+    body = _BODY.pack(seconds, len(chains)) + lengths.tobytes() + hashes.tobytes()
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def _decode(body: bytes) -> RecordedRequest | None:
+    """None if the body is not what its length says."""
+    try:
+        seconds, count = _BODY.unpack_from(body)
+        lengths, hashes = array("I"), array("Q")
+        start = _BODY.size + 4 * count
+        lengths.frombytes(body[_BODY.size : start])
+        hashes.frombytes(body[start:])
+    except (struct.error, ValueError):
+        return None
+    _little_endian(lengths, hashes)
+    if len(lengths) != count or sum(lengths) != len(hashes):
+        return None
+    chains, first = [], 0
+    for length in lengths:
+        chains.append(hashes[first : first + length])
+        first += length
+    return RecordedRequest(seconds, chains)
+
+
+def _little_endian(*arrays: array[int]) -> None:
+    if sys.byteorder == "big":
+        for one in arrays:
+            one.byteswap()
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")

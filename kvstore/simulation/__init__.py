@@ -1,0 +1,23 @@
+"""What other sizes, policies and flows would have brought: traces replayed through the core."""
+
+from kvstore.simulation.curve import LRUCurve, sizes_between
+from kvstore.simulation.optimum import Optimum, optimum
+from kvstore.simulation.picture import check_picture, draw
+from kvstore.simulation.replay import Outcome, Setup, replay
+from kvstore.simulation.sample import sample
+from kvstore.simulation.trace import Trace, read_trace
+
+__all__ = [
+    "LRUCurve",
+    "Optimum",
+    "Outcome",
+    "Setup",
+    "Trace",
+    "check_picture",
+    "draw",
+    "optimum",
+    "read_trace",
+    "replay",
+    "sample",
+    "sizes_between",
+]

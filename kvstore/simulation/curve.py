@@ -1,0 +1,118 @@
+"""Hits of leaf-first LRU for every size at once.
+
+LRU fed tail first is a stack algorithm (Mattson et al. 1970): after a request
+its prompt lies on top, head first, above what was there in its old order, and a
+cache of C chunks holds the C topmost. So a chunk is a hit for every size above
+the greatest depth among the chunks of its prefix.
+
+Where every chunk has one parent, as hashes of prefixes have, what is left of an
+earlier request in the stack is always the end of its prompt. It is then enough
+to know how many chunks are left of each request: the cost is a Fenwick tree over
+requests (Fenwick 1994), with a query per earlier request that a prompt touches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvstore.errors import TraceError
+from kvstore.simulation.trace import Trace
+
+__all__ = ["LRUCurve"]
+
+
+class LRUCurve:
+    """The hits of leaf-first LRU over `trace` for every number of chunks.
+
+    Raises:
+        TraceError: if a chunk has two parents: then it is no trace of prefixes.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.accesses = trace.accesses
+        _check_chained(trace)
+        depths = array("q", [0]) * (trace.unique + 1)
+        owner = array("q", [-1]) * trace.unique
+        left = _Counts(len(trace.requests))
+        first_left = array("q", [0]) * len(trace.requests)
+        for number, chunks in enumerate(trace.requests):
+            deepest = 0
+            position, end = 0, len(chunks)
+            while position < end and owner[chunks[position]] >= 0:
+                # A run of chunks that belonged to one earlier request.
+                earlier = owner[chunks[position]]
+                above = left.after(earlier)
+                start = position
+                while position < end and owner[chunks[position]] == earlier:
+                    deepest = max(deepest, above + position - start)
+                    depths[deepest] += 1
+                    position += 1
+                first_left[earlier] = position
+                left.add(earlier, start - position)
+                # What lay above the next run is above it still, until all is on top.
+                left.add(number, position - start)
+            if position < end:
+                left.add(number, end - position)
+            for chunk in chunks:
+                owner[chunk] = number
+        self._hits = array("q", [0]) * (trace.unique + 1)
+        total = 0
+        for depth in range(trace.unique):
+            total += depths[depth]
+            self._hits[depth + 1] = total
+
+    def hits(self, capacity: int) -> int:
+        """Hits with room for `capacity` chunks."""
+        return self._hits[min(max(capacity, 0), len(self._hits) - 1)]
+
+    def hit_ratio(self, capacity: int) -> float:
+        """Hits per access with room for `capacity` chunks."""
+        return self.hits(capacity) / self.accesses if self.accesses else 0.0
+
+
+class _Counts:
+    """Numbers that change, and their sum from any place on (a Fenwick tree)."""
+
+    def __init__(self, size: int) -> None:
+        self._tree = array("q", [0]) * (size + 1)
+        self._total = 0
+
+    def add(self, place: int, amount: int) -> None:
+        self._total += amount
+        place += 1
+        while place < len(self._tree):
+            self._tree[place] += amount
+            place += place & -place
+
+    def after(self, place: int) -> int:
+        """The sum of all numbers behind `place`."""
+        total = self._total
+        place += 1
+        while place:
+            total -= self._tree[place]
+            place &= place - 1
+        return total
+
+
+def _check_chained(trace: Trace) -> None:
+    parents = array("q", [-2]) * trace.unique
+    for number, chunks in enumerate(trace.requests):
+        parent = -1
+        for chunk in chunks:
+            if parents[chunk] == -2:
+                parents[chunk] = parent
+            elif parents[chunk] != parent:
+                raise TraceError(
+                    f"{trace.name}: request {number + 1} has a chunk behind another one than "
+                    "before: its ids are not hashes of prefixes"
+                )
+            parent = chunk
+
+
+def sizes_between(least: int, most: int, count: int) -> Sequence[int]:
+    """`count` sizes from `least` to `most`, each larger than the last by the same factor."""
+    if count < 2 or least >= most:
+        return [most]
+    factor = (most / least) ** (1 / (count - 1))
+    return sorted({min(most, round(least * factor**step)) for step in range(count)})

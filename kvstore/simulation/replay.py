@@ -1,0 +1,217 @@
+"""A trace replayed through the real core.
+
+The core is the one that serves: `kvstore.core.Core` with its pool, directories,
+policies and filters. What is imagined is the server, which handles one request
+after the other, and the disk, which does at once what it is asked.
+
+For each request the server looks its prompt up, loads what is there, stores the
+rest and ends the request. The hits of a request are its longest prefix that host
+memory and disk have together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.choice import Choice, build_filters, build_policy
+from kvstore.core import Core, Flow, HostPool, TierDirectory
+from kvstore.simulation.trace import Trace
+from kvstore.types import Completion, TierOpening
+
+__all__ = ["Outcome", "Setup", "replay"]
+
+LRU = Choice("lru")
+
+OFFERS = 8
+"""How often a store is offered again before what found no room is given up."""
+
+DEFAULT_CHUNK_BYTES = 2**20
+"""Stands for the size of a chunk where neither the trace nor the user tells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to replay a trace with.
+
+    Attributes:
+        host, disk: chunks that fit; no disk tier when `disk` is 0. Host memory has
+            `reserve` rows more.
+        host_policy, disk_policy: eviction policies.
+        host_admission, disk_admission: filters, all of which must agree.
+        flow: between host memory and disk.
+        reserve: rows of host memory that demotion keeps free or soon free.
+    """
+
+    host: int
+    disk: int = 0
+    host_policy: Choice = LRU
+    disk_policy: Choice = LRU
+    host_admission: tuple[Choice, ...] = ()
+    disk_admission: tuple[Choice, ...] = ()
+    flow: Flow = Flow.WRITE_THROUGH
+    reserve: int = 0
+
+    def core(self, chunk_bytes: int) -> Core:
+        """A core of this shape that holds nothing.
+
+        Raises:
+            ValueError: for a policy or filter that does not exist, or its parameters.
+        """
+        pool = HostPool(
+            self.host + self.reserve,
+            build_policy(self.host_policy, self.host),
+            build_filters(self.host_admission, self.host, chunk_bytes),
+            self.reserve,
+        )
+        tiers = []
+        if self.disk:
+            opening = TierOpening("disk", "disk", [], self.disk, [0], 1)
+            tiers.append(
+                TierDirectory(
+                    0,
+                    opening,
+                    build_policy(self.disk_policy, self.disk),
+                    self.host,
+                    build_filters(self.disk_admission, self.disk, chunk_bytes),
+                    self.flow,
+                )
+            )
+        return Core(pool, tiers, events=False)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay brought.
+
+    Attributes:
+        requests, accesses: replayed.
+        host_hits, disk_hits: chunks loaded, by where they were.
+        host_writes: chunks copied into host memory, by stores and promotions.
+        disk_writes: chunks written to disk.
+        host_evictions, disk_evictions: chunks that left for others.
+        declined: chunks that filters and policies did not let in, anywhere.
+        chunk_bytes: size of a chunk.
+        seconds: how long the replay took.
+    """
+
+    setup: Setup
+    requests: int = 0
+    accesses: int = 0
+    host_hits: int = 0
+    disk_hits: int = 0
+    host_writes: int = 0
+    disk_writes: int = 0
+    host_evictions: int = 0
+    disk_evictions: int = 0
+    declined: int = 0
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    seconds: float = 0.0
+
+    @property
+    def hits(self) -> int:
+        """Chunks loaded."""
+        return self.host_hits + self.disk_hits
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits per access."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+    @property
+    def written_per_hit(self) -> float:
+        """Bytes written to disk, or without a disk to host memory, for each hit."""
+        writes = self.disk_writes if self.setup.disk else self.host_writes
+        return writes * self.chunk_bytes / self.hits if self.hits else 0.0
+
+
+@dataclass(slots=True)
+class _Server:
+    """The imagined server and engine around a core."""
+
+    core: Core
+    reserve: int
+    now: float = 0.0
+
+    def step(self) -> None:
+        """End the step; the disk does what it is asked; begin the next."""
+        core, now = self.core, self.now
+        while True:
+            moves = core.flush(now)
+            core.poll(now, [Completion(move.id, [True] * len(move.keys)) for move in moves])
+            if not moves:
+                break
+        if self.reserve:
+            # What was given up and copied is not counted on any more.
+            core.pool.make_room(self.reserve, shed_unsaved=False)
+
+    def serve(self, keys: list[bytes], name: str) -> int:
+        """One request from its first lookup to its end; returns its hits."""
+        core = self.core
+        count = core.lookup_prefix(keys, name)
+        while count is None:
+            self.step()
+            count = core.lookup_prefix(keys, name)
+        if count:
+            loaded = keys[:count]
+            core.prepare_load(loaded, name)
+            core.complete_load(loaded, name)
+            # What was hit may leave again, if the policy says so.
+            self.step()
+        if count < len(keys):
+            for _ in range(OFFERS):
+                grant = core.prepare_store(keys, name)
+                if grant is not None:
+                    core.complete_store(grant.keys, name)
+                    break
+                if not core.unsaved:
+                    break
+                self.step()
+        core.on_request_finished(name)
+        self.step()
+        return count
+
+
+def replay(
+    trace: Trace,
+    setup: Setup,
+    *,
+    chunk_bytes: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Replay the whole trace from a cold start.
+
+    Args:
+        chunk_bytes: size of a chunk; by default what the trace tells, else 1 MiB.
+        progress: told now and then how many requests are done.
+
+    Raises:
+        ValueError: as `Setup.core`.
+    """
+    size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
+    core = setup.core(size)
+    server = _Server(core, setup.reserve)
+    keys = trace.keys()
+    outcome = Outcome(setup, chunk_bytes=size)
+    began = time.perf_counter()
+    for number, (seconds, request) in enumerate(zip(trace.times, trace.requests, strict=True)):
+        server.now = seconds
+        server.serve([keys[chunk] for chunk in request], str(number))
+        outcome.accesses += len(request)
+        if progress is not None and not number % 256:
+            progress(number)
+    outcome.seconds = time.perf_counter() - began
+    stats = core.stats()
+    outcome.requests = len(trace.requests)
+    outcome.host_hits = stats.loaded_from.get("host", 0)
+    outcome.disk_hits = stats.loaded_from.get("disk", 0)
+    outcome.host_writes = stats.stored
+    outcome.host_evictions = stats.evicted
+    outcome.declined = stats.declined
+    for tier in stats.tiers:
+        outcome.host_writes += tier.promoted
+        outcome.disk_writes += tier.written
+        outcome.disk_evictions += tier.evicted
+        outcome.declined += tier.declined
+    return outcome

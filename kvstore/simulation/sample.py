@@ -1,0 +1,51 @@
+"""A part of a trace that behaves like the whole, for caches that are smaller in proportion.
+
+SHARDS (Waldspurger et al., FAST'15) keeps what hashes below a threshold. To keep
+chains whole, the hash is not of a chunk but of the conversation that a request
+belongs to: its first chunk that is not shared by a large part of all requests, as
+a system prompt is.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvstore.simulation.trace import Trace
+
+__all__ = ["sample"]
+
+SHARED = 0.01
+"""A chunk that this part of all requests has belongs to no conversation."""
+
+MIX = 0xBF58476D1CE4E5B9
+
+
+def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
+    """About `rate` of the conversations of `trace`, at least one.
+
+    Sizes are to be scaled by the chunks that are left, `unique` of one by `unique`
+    of the other, not by `rate`.
+    """
+    uses = array("L", [0]) * trace.unique
+    for chunks in trace.requests:
+        for chunk in chunks:
+            uses[chunk] += 1
+    most = max(1, int(len(trace.requests) * SHARED))
+    limit = int(rate * 2**32)
+    kept: list[tuple[float, array[int]]] = []
+    first: tuple[float, array[int]] | None = None
+    for seconds, chunks in zip(trace.times, trace.requests, strict=True):
+        if not chunks:
+            continue
+        first = first or (seconds, chunks)
+        anchor = next((chunk for chunk in chunks if uses[chunk] <= most), chunks[-1])
+        if _mixed(anchor, seed) < limit:
+            kept.append((seconds, chunks))
+    part = Trace.of(trace.name, kept or ([first] if first else []))
+    part.chunk_bytes = trace.chunk_bytes
+    return part
+
+
+def _mixed(number: int, seed: int) -> int:
+    value = (number + 1 + seed * 0x9E3779B97F4A7C15) * MIX % 2**64
+    return ((value ^ (value >> 31)) * MIX % 2**64) >> 32

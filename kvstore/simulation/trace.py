@@ -1,0 +1,178 @@
+"""Traces of requests: which chunks each asked for, by hash.
+
+Three forms are read, each plain or compressed by gzip or xz, told apart by what
+they hold:
+
+* the Mooncake form (Qin et al., FAST'25): one JSON object per line with
+  ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``;
+* the packed form: a JSON object with ``block_tokens``, ``requests``, ``blocks``
+  and ``unique``, then per request the array ``[ms, input_tokens, output_tokens,
+  ref, keep, new]``: the first `keep` ids of request `ref`, then `new` fresh ones;
+* kvstore's own recording (`kvstore.recording`).
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import TraceError
+from kvstore.recording import MAGIC, open_compressed, read_recording
+
+__all__ = ["Trace", "read_trace"]
+
+Ids = Sequence[Any]
+
+MIX = 0x9E3779B97F4A7C15
+"""An odd number: multiplying by it gives every 64-bit number once."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Requests in order.
+
+    Attributes:
+        name: where it came from.
+        requests: for each request its chunks, numbered from 0 in order of first appearance.
+        times: when each request came, in seconds; never goes back.
+        unique: how many chunks there are.
+        chunk_bytes: size of a chunk, where the trace tells.
+    """
+
+    name: str
+    requests: list[array[int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    unique: int = 0
+    chunk_bytes: int | None = None
+
+    @property
+    def accesses(self) -> int:
+        """Chunks asked for, over all requests."""
+        return sum(map(len, self.requests))
+
+    def keys(self) -> list[bytes]:
+        """A key for each chunk: well mixed, as hashes are."""
+        return [
+            (number * MIX % 2**64).to_bytes(8, "big") + b"\0\0\0\0"
+            for number in range(1, self.unique + 1)
+        ]
+
+    @classmethod
+    def of(cls, name: str, requests: Iterable[tuple[float, Ids]]) -> Trace:
+        """The trace of (seconds, ids), whatever the ids are."""
+        trace = cls(name)
+        numbers: dict[Any, int] = {}
+        latest = 0.0
+        for seconds, ids in requests:
+            latest = max(latest, seconds)
+            trace.times.append(latest)
+            trace.requests.append(
+                array("I", dict.fromkeys([numbers.setdefault(one, len(numbers)) for one in ids]))
+            )
+        trace.unique = len(numbers)
+        return trace
+
+
+def read_trace(path: str | os.PathLike[str], *, limit: int | None = None) -> Trace:
+    """Read a trace of any form; the first `limit` requests only, where given.
+
+    Raises:
+        TraceError: if the file cannot be read, is damaged, or is no trace; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    try:
+        with open_compressed(path) as file:
+            if file.peek(len(MAGIC))[: len(MAGIC)] == MAGIC:  # type: ignore[attr-defined]
+                trace = _of_recording(path, limit)
+            else:
+                trace = Trace.of(path.name, _first(_parse(path, file), limit))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TraceError(f"{path}: cannot be read ({reason})") from error
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise TraceError(f"{path}: its compression is damaged ({error})") from error
+    if not trace.requests:
+        raise TraceError(f"{path}: no requests in it")
+    return trace
+
+
+def _of_recording(path: Path, limit: int | None) -> Trace:
+    recording = read_recording(path)
+    # The groups of a hybrid model are loaded and stored each on its own.
+    chains = ((each.time, chain) for each in recording.requests for chain in each.chains)
+    trace = Trace.of(path.name, _first(chains, limit))
+    trace.chunk_bytes = recording.chunk_bytes
+    return trace
+
+
+def _first(requests: Iterable[tuple[float, Ids]], limit: int | None) -> Iterator[tuple[float, Ids]]:
+    for number, request in enumerate(requests):
+        if number == limit:
+            return
+        yield request
+
+
+def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:
+    """(seconds, ids) of each request of a text form."""
+    packed: list[Sequence[int]] | None = None
+    fresh = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            told = line[:40].decode("ascii", "backslashreplace").strip()
+            raise TraceError(
+                f"{where}: not a trace; a line of JSON is expected, not {told!r}"
+            ) from error
+        if number == 1 and isinstance(values, dict) and "block_tokens" in values:
+            packed = []
+            continue
+        if packed is None:
+            yield _mooncake(where, values)
+            continue
+        seconds, ref, keep, new = _packed(where, values, packed)
+        ids = (
+            [*packed[ref][:keep], *range(fresh, fresh + new)] if keep else range(fresh, fresh + new)
+        )
+        fresh += new
+        packed.append(array("I", ids))
+        yield seconds, packed[-1]
+
+
+def _mooncake(where: str, values: object) -> tuple[float, Ids]:
+    if not isinstance(values, dict) or "hash_ids" not in values:
+        raise TraceError(
+            f"{where}: not a request; an object with timestamp and hash_ids is expected"
+        )
+    ids, stamp = values["hash_ids"], values.get("timestamp", 0)
+    if not isinstance(ids, list) or not all(isinstance(one, (int, str)) for one in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of numbers or texts")
+    if isinstance(stamp, bool) or not isinstance(stamp, (int, float)):
+        raise TraceError(f"{where}: timestamp must be a number of milliseconds, not {stamp!r}")
+    return stamp / 1000, ids
+
+
+def _packed(
+    where: str, values: object, before: Sequence[Sequence[int]]
+) -> tuple[float, int, int, int]:
+    if (
+        not isinstance(values, list)
+        or len(values) != 6
+        or not all(isinstance(value, (int, float)) for value in values)
+    ):
+        raise TraceError(f"{where}: not a packed request; six numbers are expected")
+    ms, _, _, ref, keep, new = values
+    if keep < 0 or new < 0 or (keep and not (0 <= ref < len(before) and keep <= len(before[ref]))):
+        raise TraceError(f"{where}: keeps {keep} ids of request {ref}, which has not so many")
+    return ms / 1000, int(ref), int(keep), int(new)

@@ -1,0 +1,106 @@
+"""The contract of an admission filter: may a chunk enter a tier at all?
+
+A filter stands before a tier and works with any eviction policy. It is asked
+before room is made, so that a chunk which it refuses costs nothing. It holds no
+bytes, does no I/O and is owned by one thread; time is passed in.
+
+The caller guarantees:
+
+* `asked` is called once for a request, with every key of its prompt: also with
+  those behind the first miss, or one chunk of a new chain would enter at each
+  visit;
+* `admit` is called for keys that are about to enter and are not resident, and
+  what was admitted is then tried to be stored;
+* `now` never goes back.
+
+The filter guarantees:
+
+* `admit` answers for each key, in the order given;
+* what it remembers is bounded;
+* `clear` leaves it as new, except for what was spent of a budget: bytes that
+  were written stay written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+__all__ = ["AdmissionFilter", "Chain"]
+
+
+class AdmissionFilter(ABC):
+    """Decides who may enter.
+
+    Parameters of a filter are keyword-only arguments of its constructor, each
+    with a default and annotated as `int`, `float`, `bool` or `str`.
+
+    Args:
+        capacity: the number of chunks that the tier can hold, at least 1.
+        chunk_bytes: the size of a chunk in bytes, at least 1.
+    """
+
+    name: str
+    """The name under which the filter is registered."""
+
+    spends = False
+    """Whether a yes uses up something; a chain asks such a filter last."""
+
+    def __init__(self, capacity: int, chunk_bytes: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1 byte, not {chunk_bytes}")
+        self.capacity = capacity
+        self.chunk_bytes = chunk_bytes
+
+    @abstractmethod
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """A request asked for `keys`, head first: all of its prompt, each once."""
+
+    @abstractmethod
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        """Whether each of `keys`, head first, may enter.
+
+        Args:
+            now: seconds of any monotonic clock.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget what was asked."""
+
+
+class Chain(AdmissionFilter):
+    """Admits what every one of its filters admits.
+
+    A filter is asked only about keys that those before it admitted; filters
+    that spend are asked last.
+    """
+
+    name = "chain"
+
+    def __init__(self, filters: Sequence[AdmissionFilter]) -> None:
+        if not filters:
+            raise ValueError("a chain needs at least one filter")
+        super().__init__(filters[0].capacity, filters[0].chunk_bytes)
+        self.filters = sorted(filters, key=lambda each: each.spends)
+        self.spends = self.filters[-1].spends
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        for each in self.filters:
+            each.asked(keys)
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        admitted = [True] * len(keys)
+        left = list(range(len(keys)))
+        for each in self.filters:
+            answers = each.admit([keys[index] for index in left], now)
+            for index, answer in zip(left, answers, strict=True):
+                admitted[index] = answer
+            left = [index for index in left if admitted[index]]
+        return admitted
+
+    def clear(self) -> None:
+        for each in self.filters:
+            each.clear()

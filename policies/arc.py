@@ -1,0 +1,145 @@
+"""Adaptive replacement cache.
+
+Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead
+Replacement Cache", FAST 2003, figure 4. Names as there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from policies.base import EvictionPolicy, Protected
+from policies.queues import put_back, take
+
+__all__ = ["ARC"]
+
+_List = OrderedDict[bytes, None]
+
+
+class ARC(EvictionPolicy):
+    """Balances keys seen once (T1) against keys seen again (T2).
+
+    The target size p of T1 learns from ghosts: a key that comes back after it
+    was evicted from T1 says that T1 was too small, one from T2 that T2 was; it
+    enters T2 in both cases. There are at most `capacity` ghosts besides as many
+    residents.
+
+    The paper learns from a ghost hit before it evicts. So does this policy, for
+    the keys that `evict` is told are coming. Of a run of evictions each is
+    decided as if the keys before it had entered already.
+    """
+
+    name = "arc"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._t1: _List = OrderedDict()
+        self._t2: _List = OrderedDict()
+        # True once p has learnt from this ghost: its key was to come, and perhaps never did.
+        self._b1: OrderedDict[bytes, bool] = OrderedDict()
+        self._b2: OrderedDict[bytes, bool] = OrderedDict()
+        self._p = 0.0
+
+    def insert(self, key: bytes) -> None:
+        b1, b2 = self._b1, self._b2
+        if key in b1 or key in b2:
+            self._learn(key)
+            del (b1 if key in b1 else b2)[key]
+            self._t2[key] = None
+            return
+        if len(self._t1) + len(b1) >= self.capacity:
+            if b1:
+                b1.popitem(last=False)
+        elif len(self) + len(b1) + len(b2) >= 2 * self.capacity and b2:
+            b2.popitem(last=False)
+        self._t1[key] = None
+
+    def touch(self, key: bytes) -> None:
+        if key in self._t1:
+            del self._t1[key]
+            self._t2[key] = None
+        else:
+            self._t2.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        del (self._t1 if key in self._t1 else self._t2)[key]
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self):
+            return None
+        # Where fewer must leave than come, the first to come have room already.
+        early = max(0, len(incoming) - count)
+        entered1 = entered2 = 0
+        for first in incoming[:early]:
+            if self._learn(first):
+                entered2 += 1
+            else:
+                entered1 += 1
+        t1, t2 = self._t1, self._t2
+        victims: list[tuple[_List, bytes]] = []
+        in_use1: list[tuple[bytes, None]] = []
+        in_use2: list[tuple[bytes, None]] = []
+        for index in range(early, early + count):
+            key = incoming[index] if index < len(incoming) else None
+            ghost = key is not None and self._learn(key)
+            size = len(t1) + len(in_use1) + entered1
+            from_t1 = size > self._p or (size == self._p and key in self._b2)
+            lists = ((t1, in_use1), (t2, in_use2))
+            entry = None
+            while entry is None and (t1 or t2):
+                for queue, in_use in lists if from_t1 else lists[::-1]:
+                    entry = take(queue, protected, in_use)
+                    if entry is not None:
+                        victims.append((queue, entry[0]))
+                        break
+            if entry is None:
+                break
+            if ghost:
+                entered2 += 1
+            elif key is not None:
+                entered1 += 1
+        complete = len(victims) == count
+        if complete:
+            for queue, victim in victims:
+                (self._b1 if queue is t1 else self._b2)[victim] = False
+        else:
+            put_back(t1, [(victim, None) for queue, victim in victims if queue is t1])
+            put_back(t2, [(victim, None) for queue, victim in victims if queue is t2])
+        t1.update(in_use1)
+        t2.update(in_use2)
+        return [victim for _, victim in victims] if complete else None
+
+    def clear(self) -> None:
+        for each in (self._t1, self._t2):
+            each.clear()
+        for ghosts in (self._b1, self._b2):
+            ghosts.clear()
+        self._p = 0.0
+
+    def __len__(self) -> int:
+        return len(self._t1) + len(self._t2)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._t1 or key in self._t2
+
+    def order(self) -> Iterable[bytes]:
+        return itertools.chain(self._t1, self._t2)
+
+    def _learn(self, key: bytes) -> bool:
+        """Move p if `key` is a ghost that has not been learnt from; whether it is a ghost."""
+        b1, b2 = self._b1, self._b2
+        if key in b1:
+            if not b1[key]:
+                b1[key] = True
+                self._p = min(self.capacity, self._p + max(1.0, len(b2) / len(b1)))
+            return True
+        if key in b2:
+            if not b2[key]:
+                b2[key] = True
+                self._p = max(0.0, self._p - max(1.0, len(b1) / len(b2)))
+            return True
+        return False

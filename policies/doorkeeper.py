@@ -1,0 +1,66 @@
+"""Admission of what was seen before, at a byte or two per key.
+
+Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
+Admission Policy", ACM Transactions on Storage 13 (4), 2017, sections 3.3 (reset)
+and 3.4.2 (doorkeeper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.admission import AdmissionFilter
+from policies.sketch import Doorkeeper, FrequencySketch
+
+__all__ = ["DoorkeeperFilter"]
+
+
+class DoorkeeperFilter(AdmissionFilter):
+    """Admits a chunk that was asked for at least `threshold` times of late, as far as it can tell.
+
+    The request that stores a chunk counts as one that asked for it. Where
+    `reuse` keeps exact counts of a fixed number of keys, this keeps approximate
+    ones of everything that was asked in a window, in a few bytes per key: once in a
+    while a chunk is admitted too early, never too late within a window. At the end
+    of a window the doorkeeper is emptied and all counts are halved.
+
+    Args:
+        threshold: how often, from 1 to 16.
+        window: how many keys are asked for until counts are halved, as a multiple
+            of the capacity; above 0.
+    """
+
+    name = "doorkeeper"
+
+    def __init__(
+        self, capacity: int, chunk_bytes: int, *, threshold: int = 2, window: float = 8.0
+    ) -> None:
+        super().__init__(capacity, chunk_bytes)
+        if not 1 <= threshold <= 16:
+            raise ValueError(f"threshold must lie between 1 and 16, not {threshold}")
+        if not 0 < window <= 1024:
+            raise ValueError(f"window must lie above 0 and not above 1024, not {window}")
+        self.threshold = threshold
+        self._window = max(1, int(capacity * window))
+        self._door = Doorkeeper(self._window)
+        self._again = FrequencySketch(max(1, self._window // 4))
+        self._seen = 0
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if self._door.add(key):
+                self._again.add(key)
+        self._seen += len(keys)
+        if self._seen >= self._window:
+            self._seen = 0
+            self._door.clear()
+            self._again.halve()
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        door, again, threshold = self._door, self._again, self.threshold
+        return [(key in door) + again.count(key) >= threshold for key in keys]
+
+    def clear(self) -> None:
+        self._door.clear()
+        self._again.clear()
+        self._seen = 0

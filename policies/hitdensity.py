@@ -1,0 +1,436 @@
+"""Prefix hit density: our own policy, made for chains of blocks.
+
+It estimates how many hits per unit of time a chunk will still bring, from what
+chunks like it did before, and evicts the least, from the ends of chains only. The
+measure is explained in `policies.density`.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from policies.base import EvictionPolicy, Protected
+from policies.density import Densities
+from policies.queues import BURST
+
+__all__ = ["HitDensity"]
+
+_COUNTED = 4
+"""Uses beyond this many make no difference."""
+
+_CLASSES = 2 * _COUNTED
+"""The class of a key: its uses, and whether it was the last of its request."""
+
+_SAMPLES = 128
+"""Residents, and as many ghosts, whose ages are looked at for each estimate."""
+
+_SIBLINGS = 64
+"""Keys that wait for one and the same parent to come; more are not linked."""
+
+_NONE = -1
+
+
+class HitDensity(EvictionPolicy):
+    """Evicts the end of a chain that is expected to bring the fewest hits for its time.
+
+    Only keys without a resident child may leave, as far as chains are known by
+    `link`; a parent whose child is in use leaves when nobody else can. So most
+    accesses, those inside a chain, cost no queue operation. Ends of chains stand in
+    queues by class and bin of age, coldest first; they change bins as they age.
+
+    Evicted keys are remembered for a while, by a hash of 8 bytes, so that the
+    policy learns what it cost to evict them and counts their uses on.
+
+    Cost: O(1) amortised; figures are in docs/policies.md. Choices are the same in
+    every run.
+
+    Args:
+        ghosts: how many evicted keys are remembered, as a multiple of the
+            capacity. Fewer save memory and cost hits where the tier is small
+            beside what is in use.
+    """
+
+    name = "hit-density"
+
+    def __init__(self, capacity: int, *, ghosts: float = 2.0) -> None:
+        super().__init__(capacity)
+        if not 0 <= ghosts <= 64:
+            raise ValueError(f"ghosts must lie between 0 and 64 times the capacity, not {ghosts}")
+        self._ghost_room = int(capacity * ghosts)
+        self._start()
+
+    def _start(self) -> None:
+        self._now = 0
+        self._densities = Densities(_CLASSES, self.capacity)
+        self._rng = random.Random(self.capacity)
+        self._slots: dict[bytes, int] = {}
+        # What is known of a resident, by its slot.
+        self._keys: list[bytes | None] = []
+        self._used = array("q")  # when it was used last
+        self._uses = array("B")
+        self._class = array("B")
+        self._parent = array("q")  # the slot of what it follows
+        self._children = array("l")  # how many residents follow it
+        self._cell = array("h")  # the queue in which it stands, if it is an end
+        # Free slots. One that was removed from under its children is free when they are gone.
+        self._free: list[int] = []
+        # Linked, not yet resident: what they follow.
+        self._expected: OrderedDict[bytes, bytes | None] = OrderedDict()
+        # Residents by the key that they follow, which is not resident.
+        self._waiting: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        self._links_kept = max(4096, self.capacity // 8)
+        self._ends: list[OrderedDict[int, None]] = [
+            OrderedDict() for _ in range(self._densities.cells)
+        ]
+        # A ring of those evicted last: place by hash, and by place what is known.
+        self._ghosts: dict[int, int] = {}
+        self._ghost_hash = array("q")
+        self._ghost_used = array("q")
+        self._ghost_uses = array("B")
+        self._ghost_class = array("B")
+        self._ghost_next = 0
+        self._estimate_due = self._age_due = 0
+        self._halving_due = 32 * self.capacity
+        self._order: list[int] = []
+        self._rank: list[int] = []
+        # No queue before this place in the order holds anybody.
+        self._lowest = 0
+        self._estimate()
+
+    # -- what the caller tells -------------------------------------------------------
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
+        slots, parents = self._slots, self._parent
+        above = _NONE if after is None else slots.get(after, _NONE)
+        for key in keys:
+            slot = slots.get(key, _NONE)
+            if slot < 0:
+                self._expect(key, after)
+            elif above >= 0 and parents[slot] < 0 and above != slot:
+                self._attach(slot, above)
+            after, above = key, slot
+
+    def insert(self, key: bytes) -> None:
+        now = self._now = self._now + 1
+        uses = 1
+        place = self._ghosts.pop(hash(key), _NONE) if self._ghosts else _NONE
+        if place >= 0:
+            self._ghost_hash[place] = 0
+            age = now - self._ghost_used[place]
+            densities = self._densities
+            cell = self._ghost_class[place] * densities.bins + bisect_right(densities.edges, age)
+            densities.reused[cell] += 1
+            uses = min(_COUNTED, self._ghost_uses[place] + 1)
+        if self._free:
+            slot = self._free.pop()
+            self._keys[slot] = key
+            self._used[slot] = now
+            self._uses[slot] = uses
+            self._class[slot] = 2 * (uses - 1)
+        else:
+            slot = len(self._keys)
+            self._keys.append(key)
+            self._used.append(now)
+            self._uses.append(uses)
+            self._class.append(2 * (uses - 1))
+            self._parent.append(_NONE)
+            self._children.append(0)
+            self._cell.append(_NONE)
+        self._slots[key] = slot
+        if self._waiting:
+            for child in self._waiting.pop(key, ()):
+                below = self._slots.get(child, _NONE)
+                if below >= 0 and self._parent[below] < 0:
+                    self._attach(below, slot)
+        if not self._children[slot]:
+            self._queue(slot)
+        follows = self._expected.pop(key, None)
+        if follows is not None and follows != key:
+            above = self._slots.get(follows, _NONE)
+            if above >= 0:
+                self._attach(slot, above)
+            else:
+                siblings = self._waiting.setdefault(follows, [])
+                if len(siblings) < _SIBLINGS:
+                    siblings.append(key)
+                if len(self._waiting) > self._links_kept:
+                    self._waiting.popitem(last=False)
+
+    def touch(self, key: bytes) -> None:
+        slot = self._slots[key]
+        now = self._now = self._now + 1
+        densities = self._densities
+        age = now - self._used[slot]
+        densities.reused[
+            self._class[slot] * densities.bins + bisect_right(densities.edges, age)
+        ] += 1
+        self._used[slot] = now
+        uses = self._uses[slot]
+        if uses < _COUNTED:
+            uses += 1
+            self._uses[slot] = uses
+        self._class[slot] = 2 * (uses - 1)
+        if self._cell[slot] >= 0:
+            self._unqueue(slot)
+            self._queue(slot)
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        slot = self._slots.get(keys[-1], _NONE) if keys else _NONE
+        if slot >= 0:
+            self._class[slot] |= 1
+            if self._cell[slot] >= 0:
+                self._unqueue(slot)
+                self._queue(slot)
+
+    def remove(self, key: bytes) -> None:
+        slot = self._slots.pop(key)
+        if self._cell[slot] >= 0:
+            self._unqueue(slot)
+        self._keys[slot] = None
+        self._detach(slot)
+        self._parent[slot] = _NONE
+        if not self._children[slot]:
+            self._free.append(slot)
+
+    # -- eviction --------------------------------------------------------------------
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self._slots):
+            return None
+        if self._now >= self._age_due:
+            if self._now >= self._estimate_due:
+                self._estimate()
+            self._grow_older()
+        keys = self._keys
+        victims: list[int] = []
+        in_use: list[int] = []
+        detached = 0
+        in_a_row, patient = 0, False
+        while len(victims) < count:
+            slot = self._coldest()
+            if slot < 0:
+                if not patient:
+                    # What was passed over may have to leave after all.
+                    self._lowest, patient = 0, True
+                elif detached < len(in_use):
+                    # Every end is in use: what lies above those may leave.
+                    above = in_use[detached:]
+                    detached = len(in_use)
+                    for slot in above:
+                        self._detach(slot)
+                elif len(victims) + len(in_use) < len(self._slots):
+                    self._unlink_all({*victims, *in_use})
+                else:
+                    break
+                continue
+            cell = self._cell[slot]
+            self._unqueue(slot)
+            key = keys[slot]
+            assert key is not None
+            if protected(key):
+                in_use.append(slot)
+                in_a_row += 1
+                if in_a_row >= BURST and not patient:
+                    in_a_row = 0
+                    self._lowest = self._rank[cell] + 1
+            else:
+                in_a_row = 0
+                victims.append(slot)
+                self._detach(slot)
+        complete = len(victims) == count
+        chosen = [key for slot in victims if (key := keys[slot]) is not None]
+        if complete:
+            for slot, key in zip(victims, chosen, strict=True):
+                self._let_go(slot, key)
+        else:
+            for slot in reversed(victims):
+                self._restore(slot)
+        for index, slot in enumerate(in_use):
+            # Counts as used just now, so that it is not met again soon.
+            self._used[slot] = self._now
+            if index < detached:
+                self._restore(slot)
+            else:
+                self._queue(slot)
+        return chosen if complete else None
+
+    def _coldest(self) -> int:
+        """The end of a chain that is least worth keeping, or none."""
+        order, ends = self._order, self._ends
+        lowest = self._lowest
+        while lowest < len(order):
+            queue = ends[order[lowest]]
+            if queue:
+                self._lowest = lowest
+                return next(iter(queue))
+            lowest += 1
+        self._lowest = lowest
+        return _NONE
+
+    def _let_go(self, slot: int, key: bytes) -> None:
+        """A victim becomes a ghost, in the place of the ghost that is longest gone."""
+        above = self._parent[slot]
+        if above >= 0:
+            # It may come back before it is linked again.
+            self._expect(key, self._keys[above])
+        del self._slots[key]
+        self._keys[slot] = None
+        self._parent[slot] = _NONE
+        self._free.append(slot)
+        if not self._ghost_room:
+            self._lost_sight(self._class[slot], self._used[slot])
+            return
+        place = self._ghost_next
+        if place == len(self._ghost_hash):
+            self._ghost_hash.append(0)
+            self._ghost_used.append(0)
+            self._ghost_uses.append(0)
+            self._ghost_class.append(0)
+        elif self._ghosts.get(self._ghost_hash[place]) == place:
+            del self._ghosts[self._ghost_hash[place]]
+            self._lost_sight(self._ghost_class[place], self._ghost_used[place])
+        self._ghost_next = (place + 1) % self._ghost_room
+        hashed = hash(key)
+        self._ghost_hash[place] = hashed
+        self._ghost_used[place] = self._used[slot]
+        self._ghost_uses[place] = self._uses[slot]
+        self._ghost_class[place] = self._class[slot]
+        self._ghosts[hashed] = place
+
+    def _lost_sight(self, kind: int, used: int) -> None:
+        densities = self._densities
+        age = self._now - used
+        densities.ended[kind * densities.bins + bisect_right(densities.edges, age)] += 1
+
+    # -- chains ----------------------------------------------------------------------
+
+    def _expect(self, key: bytes, follows: bytes | None) -> None:
+        expected = self._expected
+        expected[key] = follows
+        if len(expected) > self._links_kept:
+            expected.popitem(last=False)
+
+    def _attach(self, slot: int, above: int) -> None:
+        self._parent[slot] = above
+        self._children[above] += 1
+        if self._cell[above] >= 0:
+            self._unqueue(above)
+
+    def _detach(self, slot: int) -> None:
+        """One child less for its parent, which may become an end, or free where it is gone."""
+        above = self._parent[slot]
+        if above >= 0:
+            self._children[above] -= 1
+            if not self._children[above]:
+                if self._keys[above] is None:
+                    self._free.append(above)
+                else:
+                    self._queue(above)
+
+    def _restore(self, slot: int) -> None:
+        """Undo `_detach` and put the end of a chain back into its queue."""
+        above = self._parent[slot]
+        if above >= 0:
+            if self._keys[above] is None:
+                self._parent[slot] = _NONE
+            else:
+                self._attach(slot, above)
+        if not self._children[slot]:
+            self._queue(slot)
+
+    def _unlink_all(self, but: set[int]) -> None:
+        """Forget all chains: they form a ring, so what was told of them was wrong."""
+        for slot, key in enumerate(self._keys):
+            self._parent[slot] = _NONE
+            if key is None and self._children[slot]:
+                self._free.append(slot)
+            self._children[slot] = 0
+            if key is not None and self._cell[slot] < 0 and slot not in but:
+                self._queue(slot)
+
+    def _queue(self, slot: int) -> None:
+        """An end of a chain takes its place among those of its class and age."""
+        used = self._used
+        mine = used[slot]
+        densities = self._densities
+        cell = self._class[slot] * densities.bins
+        cell += bisect_right(densities.edges, self._now - mine)
+        queue = self._ends[cell]
+        older = bool(queue) and mine < used[next(iter(queue))]
+        queue[slot] = None
+        if older:
+            queue.move_to_end(slot, last=False)
+        self._cell[slot] = cell
+        if self._rank[cell] < self._lowest:
+            self._lowest = self._rank[cell]
+
+    def _unqueue(self, slot: int) -> None:
+        del self._ends[self._cell[slot]][slot]
+        self._cell[slot] = _NONE
+
+    # -- estimates -------------------------------------------------------------------
+
+    def _grow_older(self) -> None:
+        """Move ends of chains that have left their bin to where their age belongs."""
+        now, used, densities, ends = self._now, self._used, self._densities, self._ends
+        self._age_due = now + max(64, self.capacity // 128)
+        bins = densities.bins
+        # The oldest first, so that nobody moves twice.
+        for index in range(bins - 2, -1, -1):
+            before = now - densities.edges[index]
+            for cell in range(index, densities.cells, bins):
+                queue = ends[cell]
+                while queue:
+                    slot = next(iter(queue))
+                    if used[slot] > before:
+                        break
+                    del queue[slot]
+                    self._queue(slot)
+
+    def _estimate(self) -> None:
+        """Learn anew what is least worth keeping."""
+        self._estimate_due = self._now + max(500, self.capacity // 8)
+        if self._now >= self._halving_due:
+            self._halving_due = self._now + 32 * self.capacity
+            self._densities.halve()
+        self._order = self._densities.ascending(self._sampled())
+        self._rank = [0] * len(self._order)
+        for place, cell in enumerate(self._order):
+            self._rank[cell] = place
+        self._lowest = 0
+
+    def _sampled(self) -> Iterator[tuple[int, float]]:
+        """Cells of residents and ghosts drawn at random, each with how many it stands for."""
+        now, densities = self._now, self._densities
+        edges, bins = densities.edges, densities.bins
+        for kinds, used, there, total in (
+            (self._class, self._used, self._keys, len(self._slots)),
+            (self._ghost_class, self._ghost_used, self._ghost_hash, len(self._ghosts)),
+        ):
+            size = len(kinds)
+            drawn = [int(self._rng.random() * size) for _ in range(_SAMPLES)] if total else ()
+            drawn = [place for place in drawn if there[place]]
+            for place in drawn:
+                cell = kinds[place] * bins + bisect_right(edges, now - used[place])
+                yield cell, total / len(drawn)
+
+    # -- the rest --------------------------------------------------------------------
+
+    def clear(self) -> None:
+        self._start()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
+
+    def order(self) -> Iterable[bytes]:
+        used = self._used
+        return iter(sorted(self._slots, key=lambda key: used[self._slots[key]]))

@@ -1,0 +1,110 @@
+"""Least frequently used.
+
+Ketan Shah, Anirban Mitra and Dhruv Matani, "An O(1) algorithm for implementing the
+LFU cache eviction scheme", 2010.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from policies.base import EvictionPolicy, Protected
+
+__all__ = ["LFU"]
+
+
+class _Uses:
+    """The keys that were used equally often, and their neighbours in the list of such groups."""
+
+    __slots__ = ("count", "fewer", "keys", "more")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.keys: OrderedDict[bytes, None] = OrderedDict()
+        self.fewer = self.more = self
+
+
+class LFU(EvictionPolicy):
+    """Evicts the key with the fewest uses; of equals, the one whose last use lies furthest back.
+
+    Uses are never forgotten while a key is resident, so what was popular once
+    stays: see docs/policies.md before choosing it.
+    """
+
+    name = "lfu"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        # A ring of groups with rising counts; its head, with count 0, stays empty.
+        self._head = _Uses(0)
+        self._groups: dict[bytes, _Uses] = {}
+
+    def insert(self, key: bytes) -> None:
+        self._add(key, self._head)
+
+    def touch(self, key: bytes) -> None:
+        group = self._groups[key]
+        if len(group.keys) == 1 and group.more.count != group.count + 1:
+            group.count += 1
+            return
+        self._add(key, group)
+        del group.keys[key]
+        self._drop_if_empty(group)
+
+    def remove(self, key: bytes) -> None:
+        group = self._groups.pop(key)
+        del group.keys[key]
+        self._drop_if_empty(group)
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self._groups):
+            return None
+        victims: list[bytes] = []
+        in_use: list[bytes] = []
+        for key in self._rising():
+            if len(victims) == count:
+                break
+            (in_use if protected(key) else victims).append(key)
+        for key in in_use:
+            self.touch(key)
+        if len(victims) < count:
+            return None
+        for key in victims:
+            self.remove(key)
+        return victims
+
+    def clear(self) -> None:
+        self._head = _Uses(0)
+        self._groups.clear()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._groups
+
+    def order(self) -> Iterable[bytes]:
+        return self._rising()
+
+    def _rising(self) -> Iterator[bytes]:
+        group = self._head.more
+        while group is not self._head:
+            yield from group.keys
+            group = group.more
+
+    def _add(self, key: bytes, before: _Uses) -> None:
+        """Put `key` into the group with one use more than `before`."""
+        group = before.more
+        if group.count != before.count + 1:
+            group = _Uses(before.count + 1)
+            group.fewer, group.more = before, before.more
+            group.fewer.more = group.more.fewer = group
+        group.keys[key] = None
+        self._groups[key] = group
+
+    def _drop_if_empty(self, group: _Uses) -> None:
+        if not group.keys:
+            group.fewer.more, group.more.fewer = group.more, group.fewer

@@ -1,0 +1,75 @@
+"""The parameters that a policy or filter takes: the keyword-only arguments of its constructor."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+__all__ = ["Parameter", "check_parameters", "parameters_of"]
+
+_SHOWN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter: its name, its type (int, float, bool or str) and its default."""
+
+    name: str
+    type: type
+    default: Any
+
+    def accepts(self, value: object) -> bool:
+        """Whether `value` has the right type. Whole numbers are numbers; truth values are not."""
+        if self.type is float:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        if self.type is int:
+            return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, self.type)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({_SHOWN[self.type]}, by default {self.default!r})"
+
+
+def parameters_of(cls: type) -> dict[str, Parameter]:
+    """The parameters of a class, by name.
+
+    Raises:
+        TypeError: if one of them has no default, or an annotation other than
+            int, float, bool and str.
+    """
+    arguments = inspect.signature(cls).parameters.values()
+    told = {each.name: each for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    hints = typing.get_type_hints(cast(Any, cls).__init__) if told else {}
+    found: dict[str, Parameter] = {}
+    for name, argument in told.items():
+        kind = hints.get(name)
+        if kind not in _SHOWN or argument.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"parameter {name!r} of {cls.__qualname__} must have a default and be annotated "
+                f"as one of: {', '.join(kind.__name__ for kind in _SHOWN)}"
+            )
+        found[name] = Parameter(name, kind, argument.default)
+    return found
+
+
+def check_parameters(what: str, cls: type, values: Mapping[str, object]) -> None:
+    """Refuse names that `cls` does not take and values of another type.
+
+    Args:
+        what: how messages call it, such as ``policy 'lru'``.
+
+    Raises:
+        ValueError: naming the parameter, the value and what is allowed. Ranges
+            are the constructor's own matter.
+    """
+    allowed = parameters_of(cls) if values else {}
+    for name, value in values.items():
+        parameter = allowed.get(name)
+        if parameter is None:
+            those = ", ".join(str(each) for each in allowed.values()) or "none"
+            raise ValueError(f"{what} has no parameter {name!r}; it takes: {those}")
+        if not parameter.accepts(value):
+            raise ValueError(f"{what}: {name} = {value!r} must be {_SHOWN[parameter.type]}")

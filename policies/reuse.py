@@ -1,0 +1,57 @@
+"""Admission of what was asked for before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from policies.admission import AdmissionFilter
+
+__all__ = ["ReuseThreshold"]
+
+
+class ReuseThreshold(AdmissionFilter):
+    """Admits a chunk that was asked for at least `threshold` times.
+
+    The request that stores a chunk counts as one that asked for it. Exact
+    counts of the keys asked for last are kept, `table` of them. This is the idea
+    of the reuse-frequency gate in vLLM's offloading manager; unlike there, every
+    key of a request counts.
+
+    Args:
+        threshold: how often, at least 1.
+        table: how many keys are remembered, at least 1.
+    """
+
+    name = "reuse"
+
+    def __init__(
+        self, capacity: int, chunk_bytes: int, *, threshold: int = 2, table: int = 64_000
+    ) -> None:
+        super().__init__(capacity, chunk_bytes)
+        if threshold < 1:
+            raise ValueError(f"threshold must be at least 1, not {threshold}")
+        if table < 1:
+            raise ValueError(f"table must be at least 1 key, not {table}")
+        self.threshold = threshold
+        self.table = table
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        counts = self._counts
+        # Tail first: of a prompt longer than the table, the head is remembered.
+        for key in reversed(keys):
+            counts[key] = counts.pop(key, 0) + 1
+        while len(counts) > self.table:
+            counts.popitem(last=False)
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        counts, threshold = self._counts, self.threshold
+        return [counts.get(key, 0) >= threshold for key in keys]
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+    def __len__(self) -> int:
+        """The number of keys that are remembered."""
+        return len(self._counts)

@@ -1,0 +1,129 @@
+"""S3-FIFO.
+
+Juncheng Yang, Yazhuo Zhang, Ziyue Qiu, Yao Yue and K. V. Rashmi, "FIFO Queues are
+All You Need for Cache Eviction", SOSP 2023, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from policies.base import EvictionPolicy, Protected
+from policies.queues import put_back, take
+
+__all__ = ["S3FIFO"]
+
+_Entry = tuple[bytes, int]
+
+_MOST = 3
+"""Uses beyond this many are not counted."""
+
+
+class S3FIFO(EvictionPolicy):
+    """A small queue that sifts newcomers, a main queue, and ghosts of those sifted out.
+
+    A key used at least twice in the small queue moves to the main one, where
+    each counted use gives one more turn. A newcomer that is a ghost goes to the
+    main queue at once. There are as many ghosts as places in the main queue.
+
+    Args:
+        small: the share of the capacity that the small queue has, between 0 and 1.
+    """
+
+    name = "s3-fifo"
+
+    def __init__(self, capacity: int, *, small: float = 0.1) -> None:
+        super().__init__(capacity)
+        if not 0 < small < 1:
+            raise ValueError(f"small must lie between 0 and 1, not {small}")
+        self._small_target = max(1, int(capacity * small))
+        self._main_most = capacity - self._small_target
+        self._small: OrderedDict[bytes, int] = OrderedDict()
+        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+
+    def insert(self, key: bytes) -> None:
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def touch(self, key: bytes) -> None:
+        queue = self._small if key in self._small else self._main
+        if queue[key] < _MOST:
+            queue[key] += 1
+
+    def remove(self, key: bytes) -> None:
+        del (self._small if key in self._small else self._main)[key]
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self):
+            return None
+        small, main = self._small, self._main
+        sifted: list[_Entry] = []
+        dropped: list[_Entry] = []
+        victims: list[bytes] = []
+        small_in_use: list[_Entry] = []
+        main_in_use: list[_Entry] = []
+        while len(victims) < count and (small or main):
+            # For each that leaves here another will have entered the small queue.
+            size = len(small) + len(small_in_use) + len(victims)
+            if small and (size >= self._small_target or not main):
+                entry = take(small, protected, small_in_use)
+                if entry is not None and entry[1] < 2:
+                    sifted.append(entry)
+                    victims.append(entry[0])
+                    continue
+                if entry is not None:
+                    main[entry[0]] = 0
+                    if len(main) + len(main_in_use) <= self._main_most:
+                        continue
+            entry = self._turn(protected, main_in_use)
+            if entry is not None:
+                dropped.append(entry)
+                victims.append(entry[0])
+        complete = len(victims) == count
+        if complete:
+            self._haunt(key for key, _ in sifted)
+        else:
+            put_back(small, sifted)
+            put_back(main, dropped)
+        small.update(small_in_use)
+        main.update(main_in_use)
+        return victims if complete else None
+
+    def clear(self) -> None:
+        self._small.clear()
+        self._main.clear()
+        self._ghosts.clear()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._small or key in self._main
+
+    def order(self) -> Iterable[bytes]:
+        return itertools.chain(self._small, self._main)
+
+    def _turn(self, protected: Protected, in_use: list[_Entry]) -> _Entry | None:
+        """Take the first of the main queue that has no turn left."""
+        main = self._main
+        while (entry := take(main, protected, in_use)) is not None:
+            key, turns = entry
+            if not turns:
+                return entry
+            main[key] = turns - 1
+        return None
+
+    def _haunt(self, keys: Iterable[bytes]) -> None:
+        ghosts = self._ghosts
+        for key in keys:
+            ghosts[key] = None
+        while len(ghosts) > self._main_most:
+            ghosts.popitem(last=False)

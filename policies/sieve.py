@@ -1,0 +1,86 @@
+"""SIEVE.
+
+Yazhuo Zhang, Juncheng Yang, Yao Yue, Ymir Vigfusson and K. V. Rashmi, "SIEVE is
+Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches", NSDI
+2024, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from policies.base import EvictionPolicy, Protected
+
+__all__ = ["SIEVE"]
+
+
+class SIEVE(EvictionPolicy):
+    """A queue in order of arrival and a hand that spares each used key once per pass.
+
+    The queue is kept in two parts, what the hand has passed and what lies ahead
+    of it; when nothing lies ahead, the hand begins anew at the oldest.
+
+    Long sessions that have ended stay for a whole pass, so this policy is no
+    good default for prompts: see docs/policies.md.
+    """
+
+    name = "sieve"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._passed: OrderedDict[bytes, bool] = OrderedDict()
+        self._ahead: OrderedDict[bytes, bool] = OrderedDict()
+
+    def insert(self, key: bytes) -> None:
+        self._ahead[key] = False
+
+    def touch(self, key: bytes) -> None:
+        (self._ahead if key in self._ahead else self._passed)[key] = True
+
+    def remove(self, key: bytes) -> None:
+        del (self._ahead if key in self._ahead else self._passed)[key]
+        self._wrap()
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self):
+            return None
+        victims: list[bytes] = []
+        in_use: set[bytes] = set()
+        while len(victims) < count and len(in_use) < len(self):
+            key, used = self._ahead.popitem(last=False)
+            if key in in_use or protected(key):
+                in_use.add(key)
+                self._passed[key] = used
+            elif used:
+                self._passed[key] = False
+            else:
+                victims.append(key)
+            self._wrap()
+        if len(victims) == count:
+            return victims
+        for key in victims:
+            self._passed[key] = False
+        self._wrap()
+        return None
+
+    def clear(self) -> None:
+        self._passed.clear()
+        self._ahead.clear()
+
+    def __len__(self) -> int:
+        return len(self._passed) + len(self._ahead)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ahead or key in self._passed
+
+    def order(self) -> Iterable[bytes]:
+        return itertools.chain(self._passed, self._ahead)
+
+    def _wrap(self) -> None:
+        """At the newest key the hand begins anew at the oldest, before anything else comes in."""
+        if not self._ahead:
+            self._ahead, self._passed = self._passed, self._ahead

@@ -1,0 +1,115 @@
+"""Approximate counts of how often keys were seen of late.
+
+Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
+Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 3: a count-min
+sketch of small counters whose counts are halved at regular intervals, behind a
+doorkeeper, a Bloom filter that takes the first sight of each key.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+__all__ = ["Doorkeeper", "FrequencySketch"]
+
+_MOST = 15
+"""Counts do not go beyond."""
+
+_HALF = bytes(count // 2 for count in range(256))
+
+
+def _mixed(key: bytes) -> int:
+    """A hash that is the same in every process, unlike `hash`."""
+    return crc32(key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+class FrequencySketch:
+    """Counts up to 15, never less than the true count since the last halving.
+
+    Args:
+        keys: how many different keys are to be told apart; takes between four
+            and eight bytes for each.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self._counts = bytearray(_power_of_two(max(64, 4 * keys)))
+        self._mask = len(self._counts) - 1
+
+    def add(self, key: bytes) -> None:
+        """Count one sight; of the key's four counters only the lowest rise."""
+        counts, mask = self._counts, self._mask
+        mixed = _mixed(key)
+        step = mixed >> 40 | 1
+        places = (
+            mixed & mask,
+            mixed + step & mask,
+            mixed + 2 * step & mask,
+            mixed + 3 * step & mask,
+        )
+        least = min([counts[place] for place in places])
+        if least < _MOST:
+            for place in places:
+                if counts[place] == least:
+                    counts[place] = least + 1
+
+    def count(self, key: bytes) -> int:
+        """How often `key` was seen; too high where others share all its counters."""
+        counts, mask = self._counts, self._mask
+        mixed = _mixed(key)
+        step = mixed >> 40 | 1
+        return min(
+            counts[mixed & mask],
+            counts[mixed + step & mask],
+            counts[mixed + 2 * step & mask],
+            counts[mixed + 3 * step & mask],
+        )
+
+    def halve(self) -> None:
+        """Let what was seen so far weigh half as much as what comes."""
+        self._counts = self._counts.translate(_HALF)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._counts = bytearray(len(self._counts))
+
+
+class Doorkeeper:
+    """A Bloom filter: what was added is always found; of the rest about one in forty.
+
+    Args:
+        keys: how many keys it is to hold; takes one to two bytes for each.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self._bits = bytearray(_power_of_two(max(64, keys)))
+        self._mask = 8 * len(self._bits) - 1
+
+    def add(self, key: bytes) -> bool:
+        """Let `key` in; whether it was in already."""
+        bits, mask = self._bits, self._mask
+        mixed = _mixed(key)
+        step = mixed >> 40 | 1
+        known = True
+        for place in (mixed & mask, mixed + step & mask, mixed + 2 * step & mask):
+            bit = 1 << (place & 7)
+            if not bits[place >> 3] & bit:
+                bits[place >> 3] |= bit
+                known = False
+        return known
+
+    def __contains__(self, key: bytes) -> bool:
+        bits, mask = self._bits, self._mask
+        mixed = _mixed(key)
+        step = mixed >> 40 | 1
+        return all(
+            bits[place >> 3] >> (place & 7) & 1
+            for place in (mixed & mask, mixed + step & mask, mixed + 2 * step & mask)
+        )
+
+    def clear(self) -> None:
+        """Let nobody have been in."""
+        self._bits = bytearray(len(self._bits))

@@ -1,0 +1,144 @@
+"""W-TinyLFU.
+
+Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
+Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 4: an LRU window,
+and behind it a segmented LRU into which the sketch of frequencies admits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from policies.base import EvictionPolicy, Protected
+from policies.queues import put_back, take
+from policies.sketch import FrequencySketch
+
+__all__ = ["WTinyLFU"]
+
+_Queue = OrderedDict[bytes, None]
+_Entry = tuple[bytes, None]
+
+
+class WTinyLFU(EvictionPolicy):
+    """What falls out of a small window must have been seen more often than whom it displaces.
+
+    The main part is segmented: a key enters on probation, and its next use
+    moves it to the protected segment. When room is needed and the window is full,
+    the coldest of the window and the coldest on probation are compared by how
+    often they were seen of late; the rarer one leaves. The paper's doorkeeper is
+    left out: it saves memory, not hits.
+
+    Args:
+        window: the share of the capacity that the window has, between 0 and 1.
+        sample: how many uses are counted until all counts are halved, as a
+            multiple of the capacity.
+    """
+
+    name = "w-tinylfu"
+
+    def __init__(self, capacity: int, *, window: float = 0.01, sample: float = 10.0) -> None:
+        super().__init__(capacity)
+        if not 0 < window < 1:
+            raise ValueError(f"window must lie between 0 and 1, not {window}")
+        if not 1 <= sample <= 1024:
+            raise ValueError(f"sample must lie between 1 and 1024, not {sample}")
+        self._window_most = max(1, int(capacity * window))
+        self._settled_most = int((capacity - self._window_most) * 0.8)
+        self._window: _Queue = OrderedDict()
+        self._probation: _Queue = OrderedDict()
+        self._settled: _Queue = OrderedDict()
+        self._sketch = FrequencySketch(capacity)
+        self._sample = max(1, int(capacity * sample))
+        self._counted = 0
+
+    def insert(self, key: bytes) -> None:
+        self._count(key)
+        self._window[key] = None
+        if len(self._window) > self._window_most:
+            # There was room: nobody had to be compared.
+            oldest, _ = self._window.popitem(last=False)
+            self._probation[oldest] = None
+
+    def touch(self, key: bytes) -> None:
+        self._count(key)
+        if key in self._window:
+            self._window.move_to_end(key)
+        elif key in self._settled:
+            self._settled.move_to_end(key)
+        else:
+            del self._probation[key]
+            self._settled[key] = None
+            if len(self._settled) > self._settled_most:
+                oldest, _ = self._settled.popitem(last=False)
+                self._probation[oldest] = None
+
+    def remove(self, key: bytes) -> None:
+        for queue in (self._window, self._probation, self._settled):
+            if key in queue:
+                del queue[key]
+                return
+        raise KeyError(key)
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self):
+            return None
+        window, probation, settled = queues = (self._window, self._probation, self._settled)
+        in_use: tuple[list[_Entry], ...] = ([], [], [])
+        taken: tuple[list[_Entry], ...] = ([], [], [])
+        victims: list[bytes] = []
+        while len(victims) < count and any(queues):
+            # For each that leaves here another will have entered the window.
+            full = len(window) + len(in_use[0]) + len(victims) >= self._window_most
+            candidate = take(window, protected, in_use[0]) if full else None
+            main = 1
+            victim = take(probation, protected, in_use[1])
+            if victim is None and not (candidate or probation):
+                main = 2
+                victim = take(settled, protected, in_use[2])
+            if victim is None and candidate is None and not (probation or settled):
+                candidate = take(window, protected, in_use[0])
+            if candidate is not None and victim is not None:
+                if self._sketch.count(candidate[0]) > self._sketch.count(victim[0]):
+                    probation[candidate[0]] = None
+                    candidate = None
+                else:
+                    put_back(queues[main], [victim])
+                    victim = None
+            if candidate is not None:
+                taken[0].append(candidate)
+                victims.append(candidate[0])
+            elif victim is not None:
+                taken[main].append(victim)
+                victims.append(victim[0])
+        complete = len(victims) == count
+        for queue, those, used in zip(queues, taken, in_use, strict=True):
+            if not complete:
+                put_back(queue, those)
+            queue.update(used)
+        return victims if complete else None
+
+    def clear(self) -> None:
+        for queue in (self._window, self._probation, self._settled):
+            queue.clear()
+        self._sketch.clear()
+        self._counted = 0
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._probation) + len(self._settled)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._settled or key in self._probation or key in self._window
+
+    def order(self) -> Iterable[bytes]:
+        return itertools.chain(self._probation, self._settled, self._window)
+
+    def _count(self, key: bytes) -> None:
+        self._sketch.add(key)
+        self._counted += 1
+        if self._counted >= self._sample:
+            self._counted //= 2
+            self._sketch.halve()

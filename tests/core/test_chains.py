@@ -1,0 +1,253 @@
+"""What policies and filters are told: chains before uses, prompts at their end, keys once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.core import chains
+from policies import AdmissionFilter
+from policies.lru import LRU
+from tests.core.rig import Rig, chain
+
+
+class Listener(LRU):
+    """Remembers what it was told, in order."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.told: list[Any] = []
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
+        self.told.append(("link", list(keys), after))
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        self.told.append(("settle", list(keys)))
+        super().settle(keys)
+
+    def insert(self, key: bytes) -> None:
+        self.told.append(("insert", key))
+        super().insert(key)
+
+    def touch(self, key: bytes) -> None:
+        self.told.append(("touch", key))
+        super().touch(key)
+
+
+class Gate(AdmissionFilter):
+    """Admits what it was asked for `least` times; remembers what it was asked."""
+
+    name = "gate"
+
+    def __init__(self, least: int = 1) -> None:
+        super().__init__(8, 1)
+        self.least = least
+        self.heard: list[bytes] = []
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        self.heard += keys
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        return [self.heard.count(key) >= self.least for key in keys]
+
+    def clear(self) -> None:
+        self.heard.clear()
+
+
+def told(rig: Rig, *kinds: str) -> list[Any]:
+    policy = rig.core.pool.policy
+    assert isinstance(policy, Listener)
+    found, policy.told = policy.told, []
+    return [each for each in found if not kinds or each[0] in kinds]
+
+
+def test_a_chain_is_told_before_its_keys_enter_tail_first() -> None:
+    rig, keys = Rig(policy=Listener(8), on=()), chain("a", 2)
+    rig.put(keys)
+    assert told(rig) == [("link", keys, None), ("insert", keys[1]), ("insert", keys[0])]
+
+
+def test_portions_follow_one_another() -> None:
+    rig, keys = Rig(policy=Listener(8), on=()), chain("a", 6)
+    rig.put(keys[:2])
+    rig.put(keys[2:5])
+    rig.put(keys[4:])
+    rig.core.on_request_finished("writer")
+    assert told(rig, "link", "settle") == [
+        ("link", keys[:2], None),
+        ("link", keys[2:5], keys[1]),
+        ("link", keys[5:], keys[4]),
+        ("settle", keys),
+    ]
+
+
+def test_a_head_that_is_stored_after_a_load_of_the_middle_is_put_in_front() -> None:
+    rig, keys = Rig(policy=Listener(8), on=()), chain("a", 6)
+    rig.put(keys[2:4], "earlier")
+    rig.core.on_request_finished("earlier")
+    told(rig)
+    assert rig.ask(keys[2:4]) == 2
+    rig.load(keys[2:4])
+    rig.step()
+    rig.put(keys, "r")
+    rig.core.on_request_finished("r")
+    assert told(rig, "link", "settle") == [
+        ("link", keys[2:4], None),
+        ("link", keys[:3], None),
+        ("link", keys[4:], keys[3]),
+        ("settle", keys),
+    ]
+
+
+def test_every_group_has_a_chain_of_its_own() -> None:
+    rig = Rig(policy=Listener(8), on=())
+    full = [b"f%d\0\0\0\0" % depth for depth in range(3)]
+    sliding = [b"s%d\0\0\0\1" % depth for depth in range(2)]
+    rig.put([full[0], sliding[0], full[1], full[2], sliding[1]])
+    rig.core.on_request_finished("writer")
+    assert told(rig, "link", "settle") == [
+        ("link", full, None),
+        ("link", sliding, None),
+        ("settle", full),
+        ("settle", sliding),
+    ]
+
+
+def test_a_slower_tier_hears_of_the_end_once_the_chunks_are_there() -> None:
+    rig, keys = Rig(on=((),)), chain("a", 3)
+    below = Listener(64)
+    rig.core.tiers[0].policy = below
+    rig.core.chains = chains.Chains(rig.core.pool, rig.core.tiers)
+    grant = rig.core.prepare_store(keys, "writer")
+    assert grant is not None
+    rig.core.on_request_finished("writer")
+    rig.step()
+    rig.core.complete_store(keys, "writer")
+    rig.step()
+    assert [each for each in below.told if each[0] != "link"] == []
+    rig.settle()
+    assert [each for each in below.told if each[0] != "link"] == [
+        ("insert", keys[2]),
+        ("insert", keys[1]),
+        ("insert", keys[0]),
+        ("settle", keys),
+    ]
+
+
+def test_a_promotion_for_a_load_is_one_use() -> None:
+    keys = chain("a", 2)
+    rig = Rig(policy=Listener(8), on=(keys,))
+    assert rig.resolve(keys) == 2
+    rig.load(keys)
+    assert told(rig, "insert", "touch") == [("insert", keys[1]), ("insert", keys[0])]
+    rig.core.complete_load(keys, "r")
+    assert rig.resolve(keys, "later") == 2
+    rig.load(keys, "later")
+    assert told(rig, "insert", "touch") == [("touch", keys[1]), ("touch", keys[0])]
+
+
+def test_requests_that_never_end_are_taken_for_ended_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chains, "MAX_KEYS", 10)
+    rig = Rig(rows=64, policy=Listener(64), on=())
+    prompts = [chain(name, 4) for name in "abcde"]
+    for number, keys in enumerate(prompts):
+        rig.put(keys, f"request {number}")
+    assert told(rig, "settle") == [("settle", keys) for keys in prompts[:3]]
+    assert rig.core.chains._keys <= 10
+
+
+def test_a_reset_forgets_the_chains() -> None:
+    rig = Rig(policy=Listener(8), on=())
+    rig.put(chain("a", 3))
+    rig.core.reset()
+    told(rig)
+    rig.core.on_request_finished("writer")
+    assert told(rig) == []
+
+
+def test_whoever_records_is_told_every_group() -> None:
+    rig, keys = Rig(on=()), chain("a", 3)
+    ended: list[Any] = []
+    rig.core.chains.on_end = ended.append
+    rig.put(keys)
+    rig.core.on_request_finished("writer")
+    rig.core.on_request_finished("nobody")
+    assert ended == [[keys]]
+
+
+# -- filters ------------------------------------------------------------------------------------
+
+
+def gated(gate: Gate, rows: int = 8) -> Rig:
+    rig = Rig(rows=rows, on=())
+    rig.core.pool.admission = gate
+    rig.core.chains = chains.Chains(rig.core.pool, ())
+    rig.core._counts = True
+    return rig
+
+
+def test_a_key_counts_once_for_a_request_also_behind_the_first_miss() -> None:
+    gate, keys = Gate(), chain("a", 4)
+    rig = gated(gate)
+    for _ in range(3):
+        assert rig.ask(keys) == 0
+        rig.step()
+    assert gate.heard == keys[:1]
+    rig.put(keys[:2], "r")
+    rig.put(keys, "r")
+    assert rig.ask(keys) == 4
+    rig.load(keys)
+    rig.core.on_request_finished("r")
+    assert gate.heard == keys
+
+
+def test_lookups_alone_count() -> None:
+    gate, keys = Gate(least=2), chain("a", 1)
+    rig = gated(gate)
+    for name in ("one", "two"):
+        assert rig.ask(keys, name) == 0
+        rig.core.on_request_finished(name)
+    grant = rig.core.prepare_store(keys, "two")
+    assert grant is not None
+    assert grant.keys == keys
+
+
+def test_a_hit_counts_too() -> None:
+    gate, keys = Gate(), chain("a", 2)
+    rig = gated(gate)
+    rig.put(keys)
+    rig.core.on_request_finished("writer")
+    assert rig.ask(keys, "reader") == 2
+    rig.core.on_request_finished("reader")
+    assert gate.heard == [*keys, *keys]
+
+
+def test_what_is_not_admitted_takes_no_row() -> None:
+    gate = Gate(least=2)
+    rig = gated(gate, rows=2)
+    known, new = chain("known", 2), chain("new", 9)
+    gate.asked(known)
+    rig.put(known)
+    rig.step()
+    grant = rig.core.prepare_store(new, "r")
+    assert grant is not None
+    assert (grant.keys, grant.rows, grant.evicted) == ([], [], [])
+    assert grant.declined == new
+    assert all(rig.in_host(key) for key in known)
+    assert rig.stats.declined == len(new)
+
+
+def test_the_rest_of_a_store_is_taken() -> None:
+    gate, keys = Gate(least=2), chain("a", 5)
+    rig = gated(gate)
+    gate.asked([keys[0], keys[3]])
+    grant = rig.core.prepare_store(keys, "r")
+    assert grant is not None
+    assert grant.keys == [keys[0], keys[3]]
+    assert len(set(grant.rows)) == 2
+    rig.core.complete_store(grant.keys, "r")
+    assert rig.ask(keys, "later") == 1

@@ -1,0 +1,160 @@
+"""Write-through, demotion and exclusive tiers: when a chunk is copied, and what stays."""
+
+from __future__ import annotations
+
+from kvstore.core import Core, Flow, HostPool, TierDirectory
+from kvstore.types import Op, TierOpening
+from policies import create_policy
+from tests.core.rig import Rig, chain
+from tests.core.test_chains import Gate
+
+
+def demoting(
+    flow: Flow = Flow.DEMOTE,
+    rows: int = 4,
+    slots: int = 16,
+    reserve: int = 0,
+    gate: Gate | None = None,
+) -> Rig:
+    rig = Rig(rows=rows, on=())
+    opening = TierOpening("disk", "disk", [], slots, [0], 1)
+    tier = TierDirectory(0, opening, create_policy("lru", slots), 64, gate, flow)
+    pool = HostPool(rows, create_policy("lru", rows), reserve=reserve)
+    rig.core = Core(pool, [tier], deadline=1.0, ceiling=10.0, lease=3.0)
+    rig.core.poll(rig.now)
+    return rig
+
+
+def store(rig: Rig, keys: list[bytes], request: str = "writer") -> list[bytes]:
+    """Offer until what can be stored is."""
+    for _ in range(20):
+        grant = rig.core.prepare_store(keys, request)
+        if grant is not None:
+            rig.core.complete_store(grant.keys, request)
+            rig.core.on_request_finished(request)
+            return grant.keys
+        rig.settle()
+    raise AssertionError("never granted")
+
+
+def on_disk(rig: Rig) -> set[bytes]:
+    return set(rig.core.tiers[0].entries)
+
+
+def test_nothing_is_copied_while_there_is_room() -> None:
+    rig = demoting()
+    store(rig, chain("a", 4))
+    rig.settle()
+    assert on_disk(rig) == set()
+    assert rig.core.unsaved == 0
+
+
+def test_what_host_memory_gives_up_is_copied_before_it_goes() -> None:
+    rig, old, young = demoting(), chain("a", 4), chain("b", 3)
+    store(rig, old)
+    rig.step()
+    assert store(rig, young) == young
+    rig.settle()
+    assert on_disk(rig) == set(old[1:])
+    assert rig.in_host(old[0])
+    assert rig.stats.shed == 0
+
+
+def test_a_chunk_on_its_way_out_is_still_a_hit_and_may_stay() -> None:
+    rig, old = demoting(), chain("a", 4)
+    store(rig, old)
+    rig.step()
+    assert rig.core.prepare_store(chain("b", 2), "b") is None
+    rig.step()
+    assert rig.ask(old) == 4
+    rig.load(old)
+    rig.core.complete_load(old, "r")
+    rig.settle()
+    assert rig.core.pool.leaving == 0
+    assert all(rig.in_host(key) for key in old)
+
+
+def test_rows_are_kept_ready_ahead_of_need() -> None:
+    rig, old, young = demoting(reserve=2), chain("a", 4), chain("b", 2)
+    store(rig, old)
+    rig.settle()
+    assert on_disk(rig) == set(old[2:])
+    assert all(rig.in_host(key) for key in old)
+    grant = rig.core.prepare_store(young, "b")
+    assert grant is not None
+    assert grant.keys == young
+    assert set(grant.evicted) == set(old[2:])
+
+
+def test_the_copy_stays_so_that_giving_up_once_more_writes_nothing() -> None:
+    rig, a, b = demoting(), chain("a", 4), chain("b", 4)
+    for keys in (a, b):
+        store(rig, keys)
+        rig.settle()
+    for round_ in range(3):
+        for keys in (a, b):
+            assert rig.resolve(keys, f"{keys[0]!r} {round_}") == 4
+            rig.load(keys, f"{keys[0]!r} {round_}")
+            rig.core.complete_load(keys, f"{keys[0]!r} {round_}")
+            rig.core.on_request_finished(f"{keys[0]!r} {round_}")
+            rig.settle()
+    assert on_disk(rig) == {*a, *b}
+    assert rig.stats.tiers[0].written == 8
+
+
+def test_an_exclusive_tier_gives_its_copy_up_at_promotion() -> None:
+    rig, a, b = demoting(Flow.EXCLUSIVE), chain("a", 4), chain("b", 4)
+    for keys in (a, b):
+        store(rig, keys)
+        rig.settle()
+    assert on_disk(rig) == set(a)
+    assert rig.resolve(a) == 4
+    rig.settle()
+    assert on_disk(rig) == set(b)
+    assert all(rig.in_host(key) for key in a)
+
+
+def test_a_filter_decides_what_is_demoted() -> None:
+    gate = Gate(least=2)
+    rig, once, twice = demoting(gate=gate), chain("a", 2), chain("b", 2)
+    store(rig, once)
+    store(rig, twice)
+    gate.asked(twice)
+    rig.step()
+    store(rig, chain("c", 4))
+    rig.settle()
+    assert on_disk(rig) == set(twice)
+    assert rig.stats.tiers[0].declined == 2
+
+
+def test_a_filter_decides_what_is_written_through() -> None:
+    gate = Gate(least=2)
+    rig, keys = demoting(Flow.WRITE_THROUGH, gate=gate), chain("a", 3)
+    gate.asked(keys[:2])
+    store(rig, keys)
+    rig.settle()
+    assert on_disk(rig) == set(keys[:2])
+
+
+def test_all_can_be_saved_before_a_stop() -> None:
+    rig, keys = demoting(), chain("a", 4)
+    store(rig, keys)
+    rig.core.save()
+    assert rig.core.unsaved == 4
+    rig.settle()
+    assert on_disk(rig) == set(keys)
+    rig.core.save()
+    assert rig.core.unsaved == 0
+
+
+def test_a_tier_that_cannot_store_does_not_hold_up_host_memory() -> None:
+    rig = demoting()
+    store(rig, chain("a", 4))
+    rig.step()
+    assert rig.core.prepare_store(chain("b", 2), "b") is None
+    rig.step()
+    (move,) = rig.under_way(Op.CASCADE)
+    rig.end(move, failed=move.keys)
+    rig.step()
+    assert store(rig, chain("c", 4)) == chain("c", 4)
+    assert on_disk(rig) == set()

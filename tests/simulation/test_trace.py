@@ -1,0 +1,99 @@
+"""Traces are read in every form; what is none is refused by name and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import TraceError
+from kvstore.simulation import Trace, read_trace, sample
+from tests.simulation.traces import conversations
+
+REQUESTS = [[7, 8, 9], [7, 8, 10], [11]]
+
+
+def mooncake() -> bytes:
+    lines = [
+        {"timestamp": 1000 * number, "input_length": 3, "output_length": 1, "hash_ids": ids}
+        for number, ids in enumerate(REQUESTS)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def packed() -> bytes:
+    return b"""{"block_tokens": 64, "requests": 3, "blocks": 7, "unique": 5}
+[0, 192, 1, -1, 0, 3]
+[1000, 192, 1, 0, 2, 1]
+[2000, 64, 1, -1, 0, 1]
+"""
+
+
+@pytest.mark.parametrize("content", [mooncake(), packed()], ids=["mooncake", "packed"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
+def test_every_form_and_compression_is_read(tmp_path: Path, content: bytes, suffix: str) -> None:
+    path = tmp_path / f"trace{suffix}"
+    pack = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.xz": lzma.compress}[suffix]
+    path.write_bytes(pack(content))
+    trace = read_trace(path)
+    assert [list(chunks) for chunks in trace.requests] == [[0, 1, 2], [0, 1, 3], [4]]
+    assert trace.times == [0.0, 1.0, 2.0]
+    assert (trace.unique, trace.accesses) == (5, 7)
+    assert len(set(trace.keys())) == 5
+    assert len(read_trace(path, limit=2).requests) == 2
+
+
+def test_time_does_not_go_back() -> None:
+    assert Trace.of("t", [(5.0, [1]), (3.0, [2])]).times == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no requests in it"),
+        (b"\x00\x01\x02\n", "line 1: not a trace"),
+        (b"hello\n", "line 1: not a trace"),
+        (b"{}\n", "line 1: not a request; an object with timestamp and hash_ids"),
+        (mooncake() + b"[1, 2]\n", "line 4: not a request"),
+        (b'{"hash_ids": 3}\n', "line 1: hash_ids must be a list"),
+        (b'{"hash_ids": [[1]]}\n', "line 1: hash_ids must be a list"),
+        (b'{"hash_ids": [1], "timestamp": "now"}\n', "line 1: timestamp must be a number"),
+        (b'{"block_tokens": 64}\n[0, 1]\n', "line 2: not a packed request; six numbers"),
+        (b'{"block_tokens": 64}\n[0, 1, 1, 5, 2, 1]\n', "line 2: keeps 2 ids of request 5"),
+        (b"[" * 100_000, "line 1: not a trace"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message) as refusal:
+        read_trace(path)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_damaged_compression_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"trace{suffix}"
+    whole = (gzip.compress if suffix == ".gz" else lzma.compress)(mooncake() * 100)
+    for content in (whole[: len(whole) // 2], b"plain text"):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match="compression is damaged|cannot be read"):
+            read_trace(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"none\.jsonl: cannot be read \(No such file"):
+        read_trace(tmp_path / "none.jsonl")
+
+
+def test_a_sample_keeps_conversations_whole() -> None:
+    trace = conversations(1, sessions=200, turns=2000)
+    part = sample(trace, 0.3)
+    assert 0.1 * len(trace.requests) < len(part.requests) < 0.6 * len(trace.requests)
+    assert part.times == sorted(part.times)
+    assert len(sample(trace, 1.0).requests) == len(trace.requests)
+    assert sample(trace, 0.3, seed=1).times != part.times
+    assert len(sample(trace, 1e-9).requests) >= 1

@@ -1,0 +1,151 @@
+"""Recording requests: what comes back, what bounds it, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import kvstore
+from kvstore.errors import ConfigError, TraceError
+from kvstore.recording import MAGIC, MOST_WAITING, Recorder, read_recording
+from kvstore.simulation import read_trace
+
+MIB = 2**20
+
+FULL = [b"full %d\0\0\0\0" % depth for depth in range(3)]
+SLIDING = [b"sliding\0\0\0\1"]
+
+
+def record(path: Path, *requests: Any, limit: int = MIB, chunk_bytes: int = 4096) -> Recorder:
+    recorder = Recorder(path, limit, chunk_bytes)
+    for chains in requests:
+        recorder.add(chains)
+    recorder.close()
+    return recorder
+
+
+def test_what_was_recorded_comes_back_as_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    record(path, [FULL, SLIDING], [FULL[:2]])
+    recording = read_recording(path)
+    assert recording.chunk_bytes == 4096
+    first, second = recording.requests
+    assert [list(chain) for chain in first.chains] == [
+        [xxhash.xxh3_64_intdigest(key) for key in chain] for chain in (FULL, SLIDING)
+    ]
+    assert [list(chain) for chain in second.chains] == [list(first.chains[0][:2])]
+    assert first.time <= second.time
+    assert FULL[0] not in path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_simulator_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    record(path, [FULL, SLIDING], [FULL[:2]])
+    trace = read_trace(path)
+    assert [list(chunks) for chunks in trace.requests] == [[0, 1, 2], [3], [0, 1]]
+    assert trace.chunk_bytes == 4096
+    packed = tmp_path / "trace.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_trace(packed).requests == trace.requests
+
+
+def test_it_never_grows_beyond_its_limit(tmp_path: Path) -> None:
+    path, most = tmp_path / "trace", 64 * 1024
+    requests = [[[b"%d" % (number * 10 + depth) for depth in range(10)]] for number in range(3000)]
+    record(path, *requests, limit=most)
+    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert most / 3 < sum(sizes) <= most
+    kept = read_recording(path).requests
+    assert list(kept[-1].chains[0]) == [xxhash.xxh3_64_intdigest(key) for key in requests[-1][0]]
+    assert 200 < len(kept) < 3000
+
+
+def test_an_earlier_recording_is_kept_beside(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    record(path, [FULL])
+    record(path, [SLIDING])
+    assert [len(request.chains[0]) for request in read_recording(path).requests] == [3, 1]
+
+
+def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
+    first = Recorder(tmp_path / "trace.kvt", MIB, 1)
+    second = Recorder(tmp_path / "trace.kvt", MIB, 1)
+    assert second.path == tmp_path / "trace-1.kvt"
+    for recorder in (first, second):
+        recorder.add([FULL])
+        recorder.close()
+        assert len(read_recording(recorder.path).requests) == 1
+
+
+def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "trace", MIB, 1)
+    recorder.add([[b"key"] * (MOST_WAITING + 1)])
+    assert recorder.dropped == 1
+    recorder.close()
+
+
+def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    record(path, [FULL], [FULL])
+    whole = path.read_bytes()
+    for cut in (1, 20, 45):
+        path.write_bytes(whole[:-cut])
+        recording = read_recording(path)
+        assert recording.torn
+        assert len(recording.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"x" + data[1:], "is no recording"),
+        (lambda data: data[:-30] + b"?" + data[-29:], "damaged at byte"),
+        (lambda data: MAGIC + b"{}\n", "header is damaged"),
+        (lambda data: MAGIC + b'{"chunk_bytes": "a"}\n', "header is damaged"),
+        (lambda data: MAGIC, "header is damaged"),
+    ],
+)
+def test_damage_is_refused_by_place(tmp_path: Path, damage: Any, message: str) -> None:
+    path = tmp_path / "trace"
+    record(path, [FULL], [FULL])
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TraceError, match=message) as refusal:
+        read_recording(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"record_trace = .*notes\.txt.*no recording"):
+        Recorder(path, MIB, 1)
+    assert path.read_text() == "mine"
+    with pytest.raises(ConfigError, match="record_trace = "):
+        Recorder(path / "below", MIB, 1)
+
+
+def test_a_store_records_what_it_was_asked(tmp_path: Path) -> None:
+    keys = [b"block %d" % depth + b"\0\0\0\0" for depth in range(4)]
+
+    async def use() -> None:
+        config = {
+            "cpu_bytes_to_use": 8 * 4096,
+            "chunk_bytes": 4096,
+            "record_trace": str(tmp_path / "trace"),
+        }
+        async with kvstore.open(config) as store:
+            await store.put(keys, [bytes(4096)] * 4)
+            async with store.get(keys[:3]) as chunks:
+                assert len(chunks) == 3
+
+    asyncio.run(use())
+    trace = read_trace(tmp_path / "trace")
+    assert [list(chunks) for chunks in trace.requests] == [[0, 1, 2, 3], [0, 1, 2]]

@@ -1,0 +1,132 @@
+"""``kvstore simulate``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.cli import main
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    requests = [[1, 2, 3], [4, 5], [1, 2, 6], [4, 5, 7], [1, 2, 3]]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": 1000 * n, "hash_ids": ids}) + "\n"
+            for n, ids in enumerate(requests)
+        )
+    )
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert main(["simulate", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_table_has_a_row_for_each_combination(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(trace), "--host", "3,100%", "--policy", "lru,s3-fifo(small=0.5)",
+                 "--optimum"]) == 0  # fmt: skip
+    head, names, *rows = capsys.readouterr().out.splitlines()
+    assert head == "trace.jsonl: 5 requests, 14 accesses to 7 chunks"
+    assert names.split()[:2] == ["host", "policy"]
+    assert [row.split()[:2] for row in rows[:4]] == [
+        ["3", "lru"], ["3", "s3-fifo(small=0.5)"], ["7", "lru"], ["7", "s3-fifo(small=0.5)"]
+    ]  # fmt: skip
+    assert [row.split(":")[0] for row in rows[4:]] == [
+        "optimum with 3 chunks", "optimum with 7 chunks"
+    ]  # fmt: skip
+
+
+def test_json_tells_the_same_and_more(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, trace, "--host", 7, "--optimum", "--chunk-bytes", "2MiB")
+    assert found["trace"] == {
+        "name": "trace.jsonl", "requests": 5, "accesses": 14, "unique": 7
+    }  # fmt: skip
+    (row,) = found["replays"]
+    assert (row["hits"], row["hit_ratio"], row["host_writes"]) == (7, 0.5, 7)
+    assert row["bytes_written_per_hit"] == 2 * 2**20
+    assert found["optimum"][0]["hits"] == 7
+
+
+def test_two_tiers_filters_and_flows(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = told(
+        capsys, trace, "--host", 3, "--disk", 7, "--flow", "write-through,demote,exclusive",
+        "--disk-admission", "none,reuse(threshold=2)",
+    )["replays"]  # fmt: skip
+    assert [(row["flow"], row["disk_admission"]) for row in rows] == [
+        (flow, gate)
+        for gate in ([], ["reuse(threshold=2)"])
+        for flow in ("write-through", "demote", "exclusive")
+    ]
+    assert all(row["hits"] == row["host_hits"] + row["disk_hits"] for row in rows)
+    assert rows[0]["hits"] == 7
+    assert rows[3]["disk_writes"] < rows[0]["disk_writes"]
+
+
+def test_a_curve_ends_where_everything_fits(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = told(capsys, trace, "--curve", "--policy", "lru,arc", "--optimum")["curves"]
+    assert {name: points[-1] for name, points in curves.items()} == {
+        name: {"chunks": 7, "hit_ratio": 0.5} for name in ("lru", "arc", "optimum")
+    }
+    assert main(["simulate", str(trace), "--curve"]) == 0
+    assert "chunks" in capsys.readouterr().out
+
+
+def test_sizes_may_be_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = told(capsys, trace, "--host", "8MiB", "--chunk-bytes", "2MiB")["replays"]
+    assert row["host_chunks"] == 4
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"picture.{suffix}"
+    told(capsys, trace, "--curve", "--picture", path)
+    begin = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
+    assert path.read_bytes().startswith(begin)
+    told(capsys, trace, "--host", "2,5", "--optimum", "--picture", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "lots"], '--host lots: must be a number of chunks, a share such as "5%"'),
+        (["--host", "0"], "--host 0: must be at least one chunk"),
+        (["--policy", "mru"], "--policy mru: unknown policy 'mru'; known are: arc"),
+        (["--policy", "lru(x=1)"], "--policy lru(x=1): "),
+        (["--policy", "lru("], "--policy lru(: "),
+        (["--disk", "5", "--disk-policy", "mru"], "--disk-policy mru: unknown policy"),
+        (["--admission", "magic"], "--admission magic: unknown filter"),
+        (["--disk", "5", "--flow", "up"], "--flow up: must be one of: write-through, demote"),
+        (["--limit", "0"], "--limit 0: must be at least 1"),
+        (["--sample", "2"], "--sample 2.0: must be above 0 and at most 1"),
+        (["--chunk-bytes", "big"], "--chunk-bytes big: "),
+        (["--picture", "x.jpg"], "x.jpg: a picture must end in one of: .png, .svg"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["simulate", str(trace), "--host", "5", *arguments]) == 2
+    assert f"kvstore: {message}" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello\n")
+    assert main(["simulate", str(path)]) == 2
+    assert f"{path}, line 1: not a trace" in capsys.readouterr().err

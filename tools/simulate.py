@@ -1,0 +1,375 @@
+"""``kvstore simulate``: what other sizes, policies and flows would have brought."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.choice import Choice, build_filters, build_policy
+from kvstore.core import Flow
+from kvstore.errors import ConfigError
+from kvstore.simulation import (
+    LRUCurve,
+    Outcome,
+    Setup,
+    Trace,
+    check_picture,
+    draw,
+    optimum,
+    read_trace,
+    replay,
+    sample,
+    sizes_between,
+)
+from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
+from kvstore.sizes import format_size, parse_size
+
+__all__ = ["add_arguments", "run_simulate"]
+
+CURVE_POINTS = 12
+CURVE_ACCESSES = 2_000_000
+"""A curve is made from about so many accesses, unless told otherwise."""
+
+HEADER = (
+    "host", "policy", "admission", "disk", "policy", "admission", "flow",
+    "hits %", "host %", "disk %", "disk writes", "written/hit", "evicted host", "disk", "s",
+)  # fmt: skip
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    several = "several, separated by commas, are all tried"
+    command.add_argument("trace", type=Path, help="Mooncake, packed, or kvstore's own recording")
+    command.add_argument(
+        "--host", default="10%", help=f"chunks, percent of the trace's, or bytes; {several}"
+    )
+    command.add_argument("--disk", default="0", help="the same for disk; 0 means none")
+    command.add_argument("--policy", default="lru", help=f"for host memory; {several}")
+    command.add_argument("--disk-policy", default="lru", help=f"for disk; {several}")
+    command.add_argument(
+        "--admission", default="", help="filters for host memory, joined by +; none by default"
+    )
+    command.add_argument("--disk-admission", default="", help="the same for disk")
+    flows = ", ".join(flow.value for flow in Flow)
+    command.add_argument("--flow", default="write-through", help=f"{flows}; {several}")
+    command.add_argument("--chunk-bytes", help="size of a chunk, such as 2MiB")
+    command.add_argument("--limit", type=int, help="replay the first N requests only")
+    command.add_argument("--sample", type=float, help="replay this part of the conversations")
+    command.add_argument("--seed", type=int, default=0, help="of the sample")
+    command.add_argument("--optimum", action="store_true", help="add what nobody can surpass")
+    command.add_argument(
+        "--curve", action="store_true", help="hit ratio of each policy over sizes, host memory only"
+    )
+    command.add_argument("--picture", type=Path, help="draw hit ratios over sizes: PNG or SVG")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    """Replay a trace with every combination that was asked for."""
+    if options.picture is not None:
+        check_picture(options.picture)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: must be at least 1")
+    if options.sample is not None and not 0 < options.sample <= 1:
+        raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
+    policies = _choices("--policy", options.policy)
+    trace = read_trace(options.trace, limit=options.limit)
+    size = _chunk_bytes(options, trace)
+    if options.curve:
+        return _curve(options, trace, policies)
+    setups = _setups(options, trace, policies, size)
+    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
+    scale = part.unique / trace.unique
+    outcomes = []
+    for number, setup in enumerate(setups):
+        _note(f"{number} of {len(setups)} replayed")
+        outcomes.append(replay(part, _scaled(setup, scale), chunk_bytes=size))
+    bounds = []
+    if options.optimum:
+        for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
+            bounds.append((capacity, optimum(part, max(1, round(capacity * scale)))))
+    _note("")
+    rows = [_row(setup, outcome) for setup, outcome in zip(setups, outcomes, strict=True)]
+    best = [
+        {"chunks": capacity, "hits": bound.hits, "hit_ratio": bound.hit_ratio,
+         "inserts": bound.inserts}
+        for capacity, bound in bounds
+    ]  # fmt: skip
+    if options.picture is not None:
+        _draw_rows(options.picture, trace, rows, best)
+    if options.json:
+        told = {"trace": _about(trace, part), "chunk_bytes": size, "replays": rows}
+        if options.optimum:
+            told["optimum"] = best
+        print(json.dumps(told, indent=2))
+        return 0
+    _print_trace(trace, part)
+    _print_table([HEADER, *map(_shown, rows)])
+    for bound in best:
+        print(
+            f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
+            f"{bound['inserts']} inserts"
+        )
+    return 0
+
+
+# -- a curve -------------------------------------------------------------------------------
+
+
+def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) -> int:
+    """Hit ratios over sizes: exact for plain LRU, from a sample for the rest."""
+    rate = options.sample
+    if rate is None:
+        rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
+    part = trace if rate >= 1 else sample(trace, rate, options.seed)
+    sizes = sizes_between(max(1, trace.unique // 200), trace.unique, CURVE_POINTS)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for policy in policies:
+        if policy == Choice("lru"):
+            curve = LRUCurve(trace)
+            lines[str(policy)] = [(size, curve.hit_ratio(size)) for size in sizes]
+            continue
+        points = lines[str(policy)] = []
+        for size in sizes:
+            _note(f"{policy}, {size} chunks")
+            rows = max(1, round(size * part.unique / trace.unique))
+            points.append((size, replay(part, Setup(rows, host_policy=policy)).hit_ratio))
+    if options.optimum:
+        lines["optimum"] = []
+        for size in sizes:
+            _note(f"optimum, {size} chunks")
+            bound = optimum(part, max(1, round(size * part.unique / trace.unique)))
+            lines["optimum"].append((size, bound.hit_ratio))
+    _note("")
+    if options.picture is not None:
+        draw(options.picture, trace.name, lines)
+    if options.json:
+        told = {
+            name: [{"chunks": size, "hit_ratio": ratio} for size, ratio in points]
+            for name, points in lines.items()
+        }
+        print(json.dumps({"trace": _about(trace, part), "curves": told}, indent=2))
+        return 0
+    _print_trace(trace, part)
+    if part is not trace and Choice("lru") in policies:
+        print("lru is of the whole trace")
+    table = [("chunks", "% of all", *lines)]
+    for index, size in enumerate(sizes):
+        ratios = [f"{100 * points[index][1]:.2f}" for points in lines.values()]
+        table.append((str(size), f"{100 * size / trace.unique:.1f}", *ratios))
+    _print_table(table)
+    return 0
+
+
+# -- what was asked for ----------------------------------------------------------------------
+
+
+def _setups(
+    options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int
+) -> list[Setup]:
+    hosts = [_chunks("--host", text, trace, size) for text in _split(options.host)]
+    disks = [_chunks("--disk", text, trace, size) for text in _split(options.disk)]
+    if not hosts or min(hosts) < 1:
+        raise ConfigError(f"--host {options.host}: must be at least one chunk")
+    disk_policies = _choices("--disk-policy", options.disk_policy)
+    admissions = [_filters("--admission", text) for text in _split(options.admission) or [""]]
+    disk_admissions = [
+        _filters("--disk-admission", text) for text in _split(options.disk_admission) or [""]
+    ]
+    flows = []
+    for text in _split(options.flow):
+        try:
+            flows.append(Flow(text))
+        except ValueError as error:
+            allowed = ", ".join(flow.value for flow in Flow)
+            raise ConfigError(f"--flow {text}: must be one of: {allowed}") from error
+    longest = max(map(len, trace.requests))
+    setups = []
+    for host, policy, admission, disk in itertools.product(hosts, policies, admissions, disks):
+        if not disk:
+            setups.append(Setup(host, 0, policy, host_admission=admission))
+            continue
+        for below, gate, flow in itertools.product(disk_policies, disk_admissions, flows):
+            ahead = longest if flow is not Flow.WRITE_THROUGH else 0
+            setups.append(Setup(host, disk, policy, below, admission, gate, flow, ahead))
+    return list(dict.fromkeys(setups))
+
+
+def _scaled(setup: Setup, scale: float) -> Setup:
+    if scale == 1:
+        return setup
+    return Setup(
+        max(1, round(setup.host * scale)),
+        max(1, round(setup.disk * scale)) if setup.disk else 0,
+        setup.host_policy,
+        setup.disk_policy,
+        setup.host_admission,
+        setup.disk_admission,
+        setup.flow,
+        setup.reserve,
+    )
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that stand in no parentheses."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+
+
+def _choices(option: str, text: str) -> list[Choice]:
+    choices = []
+    for part in _split(text):
+        try:
+            choice = Choice.parse(part)
+            build_policy(choice, 1000)
+        except ValueError as error:
+            raise ConfigError(f"{option} {part}: {error}") from error
+        choices.append(choice)
+    if not choices:
+        raise ConfigError(f"{option}: name at least one")
+    return choices
+
+
+def _filters(option: str, text: str) -> tuple[Choice, ...]:
+    try:
+        parts = [part for part in re.split(r"\+(?![^()]*\))", text) if part.strip()]
+        filters = tuple(Choice.parse(part) for part in parts if part.strip() != "none")
+        build_filters(filters, 1000, DEFAULT_CHUNK_BYTES)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from error
+    return filters
+
+
+def _chunks(option: str, text: str, trace: Trace, size: int) -> int:
+    """Chunks from a number, a share of the trace's chunks, or bytes."""
+    if re.fullmatch(r"\d+(\.\d+)?%", text):
+        return int(trace.unique * float(text[:-1]) / 100)
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    try:
+        return parse_size(text) // size
+    except ValueError as error:
+        raise ConfigError(
+            f'{option} {text}: must be a number of chunks, a share such as "5%", '
+            'or a size such as "64GiB"'
+        ) from error
+
+
+def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int:
+    if options.chunk_bytes is None:
+        return trace.chunk_bytes or DEFAULT_CHUNK_BYTES
+    try:
+        size = parse_size(options.chunk_bytes)
+    except ValueError as error:
+        raise ConfigError(f"--chunk-bytes {options.chunk_bytes}: {error}") from error
+    if size < 1:
+        raise ConfigError(f"--chunk-bytes {options.chunk_bytes}: must be at least 1 byte")
+    return size
+
+
+# -- what is told ------------------------------------------------------------------------------
+
+
+def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:
+    accesses = outcome.accesses or 1
+    return {
+        "host_chunks": setup.host,
+        "host_policy": str(setup.host_policy),
+        "host_admission": [str(choice) for choice in setup.host_admission],
+        "disk_chunks": setup.disk,
+        "disk_policy": str(setup.disk_policy) if setup.disk else None,
+        "disk_admission": [str(choice) for choice in setup.disk_admission],
+        "flow": setup.flow.value if setup.disk else None,
+        "accesses": outcome.accesses,
+        "hits": outcome.hits,
+        "hit_ratio": outcome.hit_ratio,
+        "host_hits": outcome.host_hits,
+        "host_hit_ratio": outcome.host_hits / accesses,
+        "disk_hits": outcome.disk_hits,
+        "disk_hit_ratio": outcome.disk_hits / accesses,
+        "host_writes": outcome.host_writes,
+        "disk_writes": outcome.disk_writes,
+        "bytes_written_per_hit": outcome.written_per_hit,
+        "host_evictions": outcome.host_evictions,
+        "disk_evictions": outcome.disk_evictions,
+        "declined": outcome.declined,
+        "seconds": outcome.seconds,
+        "accesses_per_second": outcome.accesses / outcome.seconds if outcome.seconds else 0.0,
+    }
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(row["host_chunks"]),
+        row["host_policy"],
+        "+".join(row["host_admission"]) or "-",
+        str(row["disk_chunks"] or "-"),
+        row["disk_policy"] or "-",
+        "+".join(row["disk_admission"]) or "-",
+        row["flow"] or "-",
+        f"{100 * row['hit_ratio']:.2f}",
+        f"{100 * row['host_hit_ratio']:.2f}",
+        f"{100 * row['disk_hit_ratio']:.2f}",
+        str(row["disk_writes"]),
+        format_size(row["bytes_written_per_hit"]),
+        str(row["host_evictions"]),
+        str(row["disk_evictions"]),
+        f"{row['seconds']:.1f}",
+    )
+
+
+def _about(trace: Trace, part: Trace) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "accesses": trace.accesses,
+        "unique": trace.unique,
+    }
+    if part is not trace:
+        told["sample"] = {
+            "requests": len(part.requests), "accesses": part.accesses, "unique": part.unique
+        }  # fmt: skip
+    return told
+
+
+def _print_trace(trace: Trace, part: Trace) -> None:
+    print(
+        f"{trace.name}: {len(trace.requests)} requests, {trace.accesses} accesses to "
+        f"{trace.unique} chunks"
+    )
+    if part is not trace:
+        print(
+            f"a sample of it: {len(part.requests)} requests, {part.accesses} accesses to "
+            f"{part.unique} chunks; sizes are scaled"
+        )
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _draw_rows(
+    path: Path, trace: Trace, rows: list[dict[str, Any]], best: list[dict[str, Any]]
+) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        parts = [row["host_policy"], *row["host_admission"]]
+        if row["disk_chunks"]:
+            parts += [row["flow"], row["disk_policy"], *row["disk_admission"]]
+        size = row["host_chunks"] + row["disk_chunks"]
+        lines.setdefault(", ".join(parts), []).append((size, row["hit_ratio"]))
+    if best:
+        lines["optimum"] = [(bound["chunks"], bound["hit_ratio"]) for bound in best]
+    draw(path, trace.name, lines)
+
+
+def _note(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
