@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -331,6 +332,7 @@ async def test_a_program_ends_although_its_disk_does_not_answer(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert program.stdin is not None
     assert program.stdout is not None
