@@ -157,6 +157,7 @@ class FaultyDisk:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            cwd=Path(__file__).parents[2],
         )
         end = time.monotonic() + START_SECONDS
         while not place.is_mount():

@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,8 @@ async def test_payloads_that_cannot_be_read_are_misses_and_their_neighbours_are_
         assert await caller.save(ALL) == set(ALL)
         caller.forget_host()
         faulty.obey({"op": "read", **at(5, 7), **EIO})
+        # All in one call first, so that those which fail have neighbours.
+        await caller.get(ALL)
         served = await caller.each(ALL)
         assert len(served) == SLOTS - 2
         assert caller.disk.failed_reads == 2
@@ -326,6 +329,7 @@ async def test_a_program_ends_although_its_disk_does_not_answer(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert program.stdin is not None
     assert program.stdout is not None
@@ -342,6 +346,44 @@ async def test_a_program_ends_although_its_disk_does_not_answer(
         program.wait(10)
         program.stdin.close()
         program.stdout.close()
+
+
+# -- the lanes of others ---------------------------------------------------------------------
+
+
+async def test_a_neighbours_lane_that_cannot_be_read_is_a_miss_and_ones_own_is_served(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind) as owner:
+        assert await owner.save(ALL) == set(ALL)
+    async with calling(faulty.path, seen_at=faulty.behind, lane=1) as caller:
+        assert await caller.save(range(100, 104)) == set(range(100, 104))
+        caller.forget_host()
+        faulty.obey({"op": "read", **BLOCKS, "path": "lane-0/segment-", **EIO})
+        assert await caller.get(ALL) == 0
+        assert await caller.get(range(100, 104)) == 4
+        assert warned(caplog.records, "lane-0", "Input/output error")
+        assert caller.stats.tiers[1].errors > 0
+        assert caller.disk.errors == 0
+
+
+async def test_a_neighbours_lane_that_does_not_answer_does_not_keep_ones_own_from_being_served(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind) as owner:
+        assert await owner.save(ALL) == set(ALL)
+    async with calling(faulty.path, seen_at=faulty.behind, lane=1) as caller:
+        assert await caller.save(range(100, 104)) == set(range(100, 104))
+        caller.forget_host()
+        with faulty.hanging("read", path="lane-0/segment-"):
+            async with running_loop():
+                assert await caller.get(ALL) == 0
+                assert await caller.get(range(100, 104)) == 4
+                await until(lambda: caller.asked() and caller.stats.tiers[1].stalled)
+                assert await caller.save(range(200, 204)) == set(range(200, 204))
+            assert warned(caplog.records, "others has not answered for")
+        await until(lambda: caller.asked() and not caller.stats.tiers[1].stalled)
+        assert await caller.get(ALL) == SLOTS
 
 
 # -- gone ----------------------------------------------------------------------------------

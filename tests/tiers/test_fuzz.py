@@ -11,23 +11,20 @@ import asyncio
 import itertools
 import json
 import os
-import select
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.testing.tier import key_of
 from kvstore.types import MAX_KEY_BYTES
+from tests.tiers.fuzzing import PATIENCE, Bed, Worker, fuzz
 from tests.tiers.support import (
     CHUNK,
     GEOMETRY,
@@ -50,79 +47,6 @@ from tiers.disk.format import (
     reseal_records,
     segment_seed,
 )
-
-EXAMPLES = os.environ.get("KVSTORE_FUZZ")
-PATIENCE = 20.0
-"""Seconds after which the worker is taken to hang: it needs a few tenths."""
-
-fuzz = settings(
-    max_examples=int(EXAMPLES or 20),
-    derandomize=EXAMPLES is None,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-class Worker:
-    """The other process; a new one after each that did not survive."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def judge(self, path: Path, patience: float = PATIENCE) -> None:
-        """Fail if something goes wrong with the cache at `path`."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.tiers.fuzz_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(str(path)), file=self._process.stdin, flush=True)
-        ready, _, _ = select.select([self._process.stdout], [], [], patience)
-        if not ready:
-            self.end()
-            raise AssertionError("it hangs")
-        told = self._process.stdout.readline()
-        if not told:
-            status = self.end()
-            raise AssertionError(f"it crashes with status {status}")
-        wrong = json.loads(told)
-        assert wrong is None, wrong
-
-    def end(self) -> int:
-        """Kill it."""
-        if self._process is None:
-            return 0
-        self._process.kill()
-        status = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-        self._process = None
-        return status
-
-
-@dataclass
-class Bed:
-    """A sound cache of two full segments, and places for copies of it."""
-
-    sound: Path
-    copies: Iterator[Path]
-    worker: Worker
-
-    def try_with(self, change: Callable[[Path], None], patience: float = PATIENCE) -> None:
-        """Change a copy and let the worker do everything with it."""
-        path = next(self.copies)
-        shutil.copytree(self.sound, path, symlinks=True)
-        try:
-            change(path)
-            self.worker.judge(path, patience)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -524,3 +448,14 @@ def test_something_else_in_place_of_each_file(
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_in_place_of_a_file_holds_nobody_up(bed: Bed, name: str) -> None:
     put_in_place_of(bed, name, make_pipe, 5.0)
+
+
+@pytest.mark.xfail(strict=True, reason="there is no sequence after the highest one")
+@pytest.mark.parametrize("sequence", [2**64 - 20, 2**64 - 2, 2**64 - 1])
+def test_a_record_with_one_of_the_highest_sequences(bed: Bed, sequence: int) -> None:
+    def change(path: Path) -> None:
+        records = read_records(segment_of(path))
+        records["sequence"][4] = sequence
+        write_records(segment_of(path), records)
+
+    bed.try_with(change)
