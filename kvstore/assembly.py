@@ -112,9 +112,9 @@ def _assemble(
         policy = build_policy(tier_config.eviction_policy, slots)
         filters = build_filters(tier_config.admission, slots, chunk_bytes)
         flow = tier_config.flow
-        directories.append(
-            TierDirectory(len(directories), opening, policy, in_flight, filters, flow)
-        )
+        directory = TierDirectory(len(directories), opening, policy, in_flight, filters, flow)
+        directory.relocations_per_second = tier_config.compaction_rate / region.row_bytes
+        directories.append(directory)
         rules = [str(tier_config.eviction_policy), flow.value, *map(str, tier_config.admission)]
         parts.append(f"{disk.description}, {', '.join(rules)}, {len(opening.entries)} chunks found")
         if tier_config.share:

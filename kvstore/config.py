@@ -57,6 +57,8 @@ class DiskConfig:
         share: whether the lanes of other processes on the same path are read, too.
         admission: filters that decide what is written; written as one name, as a
             table of `name` and parameters, or as a list of these.
+        compaction_rate: bytes per second that may be copied to empty sparse segments while
+            serving, so that their files can be removed; 0 for never.
         flow: when chunks are written: write-through, demote or exclusive; see `Flow`.
     """
 
@@ -68,6 +70,7 @@ class DiskConfig:
     io_threads: int = 4
     lane: int | None = None
     share: bool = True
+    compaction_rate: int = 0
     admission: tuple[Choice, ...] = ()
     flow: Flow = Flow.WRITE_THROUGH
 
@@ -355,6 +358,7 @@ _DISK: Mapping[str, _Check] = {
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,
+    "compaction_rate": _size(0),
     "admission": check_filters,
     "flow": _flow,
 }

@@ -148,6 +148,13 @@ class Engine:
         if move.op is Op.GROW:
             segment, error = await tier.grow()
             return Completion(move.id, [], [] if segment is None else [segment], error)
+        if move.op is Op.RELOCATE:
+            done = await tier.relocate(move.keys, move.slots, move.targets)
+            return Completion(move.id, done.ok, error=done.error)
+        if move.op is Op.LIST:
+            return Completion(move.id, [], found=await tier.list_segment(move.segment))
+        if move.op is Op.SHRINK:
+            return Completion(move.id, [], error=await tier.give_back(move.segment))
         emptied = await tier.clear()
         if emptied is None:
             return Completion(move.id, [], error="could not be cleared")

@@ -64,13 +64,20 @@ class Op(enum.Enum):
     """Make one more segment of a slower tier ready for use."""
     CLEAR = "clear"
     """Forget everything that a slower tier holds, durably."""
+    LIST = "list"
+    """Name the chunks that a segment of a slower tier holds."""
+    RELOCATE = "relocate"
+    """Copy slots of a slower tier to other slots of it."""
+    SHRINK = "shrink"
+    """Give an empty segment of a slower tier back."""
 
 
 @dataclass(slots=True)
 class Move:
     """One unit of work that the core asks of the engine.
 
-    `keys`, `rows` and `slots` run in parallel; GROW and CLEAR carry none.
+    `keys`, `rows` and `slots` run in parallel, for RELOCATE `keys`, `slots` and
+    `targets`; the others carry none. LIST and SHRINK name a `segment`.
     The rows and slots of a move stay reserved until its `Completion` comes
     back, whatever happens meanwhile.
     """
@@ -81,6 +88,8 @@ class Move:
     keys: list[bytes] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    segment: int = -1
 
 
 @dataclass(slots=True)
@@ -89,7 +98,8 @@ class Completion:
 
     `ok` runs in parallel to the move's keys: a block that failed fails alone.
     `segments` names the segment that GROW made ready (empty when the tier
-    cannot grow now), or those that CLEAR emptied. `error` says in words what
+    cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
+    (key, slot), which may name chunks that were displaced. `error` says in words what
     went wrong, for one log line. News of a followed tier (number `tier`) come as
     the completion of no move: `move_id` is NO_MOVE.
     """
@@ -100,6 +110,7 @@ class Completion:
     error: str | None = None
     news: News | None = None
     tier: int = -1
+    found: list[tuple[bytes, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -131,6 +142,7 @@ class TierOpening:
         segments: segments that are ready for use.
         followed: whether others write to it: it is only read, and news come unasked.
         max_segments: segments that fit the tier's capacity.
+        relocation_chunks: most chunks that one RELOCATE may name; 0 where it is not offered.
         stripes: devices among which segments are dealt out: segment s lies on device s % stripes.
     """
 
@@ -142,3 +154,4 @@ class TierOpening:
     max_segments: int
     followed: bool = False
     stripes: int = 1
+    relocation_chunks: int = 0

@@ -88,6 +88,26 @@ class Tier(ABC):
     async def clear(self) -> list[int] | None:
         """Forget all chunks, durably; returns the segments that are empty now, None on failure."""
 
+    async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
+        """(key, slot) of the valid chunks in a segment; may name chunks that were displaced.
+
+        Where the tier says `relocation_chunks` at opening.
+
+        Raises:
+            OSError: if the segment cannot be read.
+        """
+        raise NotImplementedError
+
+    async def relocate(
+        self, keys: Sequence[bytes], slots: Sequence[int], targets: Sequence[int]
+    ) -> Transfer:
+        """Copy chunks from `slots` to the empty slots `targets`; the old copies stay valid."""
+        raise NotImplementedError
+
+    async def give_back(self, segment: int) -> str | None:
+        """Remove a segment to which no running or later call refers; why not, or None."""
+        raise NotImplementedError
+
     async def refresh(self) -> News:
         """For a followed tier: what others have done since the last call."""
         return News()

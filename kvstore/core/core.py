@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, READY, Chunk
+from kvstore.core.compactor import Compactor
 from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
@@ -84,6 +85,7 @@ class Core:
     ) -> None:
         self.pool = pool
         self.tiers = list(tiers)
+        self.compactors = [Compactor(tier) for tier in self.tiers]
         self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
         self.chains = Chains(pool, self.tiers)
         self._counts = bool(self.chains.filters)
@@ -169,7 +171,10 @@ class Core:
         if self._demoting:
             self.pool.make_ready()
         for tier in self.tiers:
+            spare = self.compactors[tier.index].due(now)
             moves += self._tend(tier)
+            if spare is not None:
+                moves.append(self._hand_out(spare, tier))
         self.chains.settle()
         return moves
 
@@ -524,6 +529,7 @@ class Core:
         self._orphans = set(self._moves)
         for tier in self.tiers:
             tier.reset()
+            self.compactors[tier.index].reset()
 
     def stats(self) -> CoreStats:
         """A snapshot of counters and gauges."""
@@ -538,6 +544,11 @@ class Core:
             tier_totals.queued = len(tier.queue)
             tier_totals.stalled, tier_totals.congested = tier.stalled, tier.congested
             tier_totals.evicted = tier.evicted
+            compactor = self.compactors[tier.index]
+            tier_totals.relocated, tier_totals.given_back = (
+                compactor.relocated,
+                compactor.given_back,
+            )
         return replace(
             totals,
             loaded_from=dict(totals.loaded_from),
@@ -643,11 +654,14 @@ class Core:
     def _move(
         self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]
     ) -> Move:
-        move = Move(self._next_move, op, tier.index, keys, rows, slots)
+        return self._hand_out(Move(-1, op, tier.index, keys, rows, slots), tier)
+
+    def _hand_out(self, move: Move, tier: TierDirectory) -> Move:
+        move.id = self._next_move
         self._next_move += 1
         self._moves[move.id] = move
         tier.in_flight[move.id] = (move, self.now)
-        tier.rows_in_flight += len(rows)
+        tier.rows_in_flight += len(move.rows)
         return move
 
     def _tend(self, tier: TierDirectory) -> list[Move]:
@@ -720,7 +734,11 @@ class Core:
             self.pool.release_held(move.rows)
             if move.op is Op.GROW:
                 tier.growing = False
-                tier.segments += len(completion.segments)
+                tier.noted(completion.segments)
+            elif move.op is Op.SHRINK and completion.error is None:
+                tier.removed(move.segment)
+        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            self.compactors[tier.index].ended(move, completion, self.now)
         elif move.op is Op.PROMOTE:
             self._promoted(tier, move, completion, started)
         elif move.op is Op.CASCADE:

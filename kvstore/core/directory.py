@@ -57,8 +57,14 @@ class TierDirectory:
         self.rows_in_flight = 0
         self.max_rows_in_flight = max_rows_in_flight
         self.segment_slots = opening.segment_slots
-        self.segments = len(opening.segments)
+        self._segments = set(opening.segments)
+        self._retired = -1
+        """The segment that is being emptied: its free slots are given to nobody."""
+        self._retired_free: set[int] = set()
         self.max_segments = opening.max_segments
+        self.relocation_chunks = opening.relocation_chunks
+        self.relocations_per_second = 0.0
+        """Chunks that compaction may copy; 0 for none."""
         self.growing = False
         self.growing_since = 0.0
         self.cannot_grow = False
@@ -103,6 +109,16 @@ class TierDirectory:
         return sum(stripe.free for stripe in self._stripes)
 
     @property
+    def segments(self) -> int:
+        """Segments that it has."""
+        return len(self._segments)
+
+    @property
+    def retired_free(self) -> int:
+        """Slots that hold nothing in the segment that is being emptied."""
+        return len(self._retired_free)
+
+    @property
     def ailing(self) -> bool:
         """Whether every device failed to store a short while ago."""
         return len(self._faulty) == len(self._stripes)
@@ -135,8 +151,17 @@ class TierDirectory:
             not self.growing
             and not self.clearing
             and self.segments < self.max_segments
-            and self.free < max(self.segment_slots // 2, 1) * len(self._stripes)
+            and self.short
         )
+
+    @property
+    def short(self) -> bool:
+        """Whether little is free."""
+        return self.free < self._headroom
+
+    @property
+    def _headroom(self) -> int:
+        return max(self.segment_slots // 2, 1) * len(self._stripes)
 
     @property
     def copies_ended(self) -> int:
@@ -182,8 +207,12 @@ class TierDirectory:
             slots += stripe.take(count - len(slots))
         return slots
 
-    def _give(self, slots: Iterable[int]) -> None:
+    def _give(self, slots: Sequence[int]) -> None:
         """These slots hold nothing any more."""
+        if self._retired >= 0:
+            gone = {slot for slot in slots if slot // self.segment_slots == self._retired}
+            self._retired_free |= gone
+            slots = [slot for slot in slots if slot not in gone]
         if len(self._stripes) == 1:
             self._stripes[0].give(slots)
             return
@@ -199,10 +228,65 @@ class TierDirectory:
     def _stripe_of(self, slot: int) -> ExtentAllocator:
         return self._stripes[self._device_of(slot)]
 
+    def take_free(self, count: int) -> list[int]:
+        """Up to `count` slots that are free; nobody is evicted for them."""
+        return self._take(count)
+
+    def give_slots(self, slots: Sequence[int]) -> None:
+        """Give back what was taken and not used."""
+        self._give(slots)
+
+    def sparse_segment(self, most: float) -> int | None:
+        """The segment that holds least, if the tier has enough room without it.
+
+        Args:
+            most: the part of its slots that may be in use.
+        """
+        if len(self._segments) <= len(self._stripes):
+            return None
+        size = self.segment_slots
+        victim = max(self._segments, key=lambda s: self._stripe_of(s * size).free_in(s))
+        its_free = self._stripe_of(victim * size).free_in(victim)
+        live = size - its_free
+        # Half a segment more than makes the tier grow again.
+        enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
+        return victim if live <= most * size and enough else None
+
+    def retire(self, segment: int) -> None:
+        """No slot of the segment is given to anybody from now on. There is one at a time."""
+        self._retired = segment
+        first = segment * self.segment_slots
+        self._retired_free = set(self._stripe_of(first).withdraw(segment))
+
+    def unretire(self, segment: int) -> None:
+        """The segment is used as before."""
+        free, self._retired, self._retired_free = self._retired_free, -1, set()
+        self._stripe_of(segment * self.segment_slots).give(free)
+
+    def relocated(self, key: bytes, target: int, ok: bool) -> bool:
+        """A chunk was copied from the segment that is being emptied; whether it counts."""
+        self.end_read(key)
+        slot = self.entries.get(key)
+        if not ok or slot is None:
+            self._give((target,))
+            return False
+        self.entries[key] = target
+        self._retired_free.add(slot)
+        return True
+
+    def removed(self, segment: int) -> None:
+        """The segment that was emptied is gone."""
+        self._segments.discard(segment)
+        self._retired, self._retired_free = -1, set()
+
+    def noted(self, segments: Iterable[int]) -> None:
+        """Segments were made that belong to the time before a reset: `cleared` will free them."""
+        self._segments.update(segments)
+
     def grown(self, segment: int) -> None:
         """A segment is ready: all its slots are free."""
         self.cannot_grow = False
-        self.segments += 1
+        self._segments.add(segment)
         self.give_segment(segment)
 
     def give_segment(self, segment: int) -> None:
@@ -289,12 +373,14 @@ class TierDirectory:
         self.writing.clear()
         self.queue.clear()
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
+        self._retired, self._retired_free = -1, set()
         self.clearing = True
         self.retry_after = 0.0
 
     def cleared(self, segments: Iterable[int]) -> None:
         """The tier forgot everything durably: all slots of `segments` are free."""
-        for segment in segments:
+        self._segments = set(segments)
+        for segment in self._segments:
             self.give_segment(segment)
         self.clearing = False
 

@@ -6,6 +6,7 @@ range of one file, and can be moved by one vectored call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 __all__ = ["ExtentAllocator"]
@@ -25,6 +26,7 @@ class ExtentAllocator:
         # Extents by size class (bit length of the size): starts, in insertion order.
         self._classes: list[dict[int, None]] = [{} for _ in range(64)]
         self.free = 0
+        self._free_in: Counter[int] = Counter()
 
     def take(self, count: int) -> list[int]:
         """Take up to `count` places, in few runs, in order within each run.
@@ -58,6 +60,24 @@ class ExtentAllocator:
             run_start, run_end = place, place + 1
         if run_end > run_start:
             self._merge(run_start, run_end)
+
+    def free_in(self, segment: int) -> int:
+        """Free places in a segment."""
+        return self._free_in[segment]
+
+    def withdraw(self, segment: int) -> list[int]:
+        """Take every free place of a segment."""
+        if not self._free_in[segment]:
+            return []
+        first = segment * self._segment_slots
+        last = first + self._segment_slots
+        starts = [start for start in self._end_of if first <= start < last]
+        places: list[int] = []
+        for start in starts:
+            end = self._end_of[start]
+            self._remove(start, end)
+            places.extend(range(start, end))
+        return places
 
     def _choose(self, want: int) -> int:
         size_class = want.bit_length()
@@ -93,9 +113,11 @@ class ExtentAllocator:
         self._start_of[end] = start
         self._classes[(end - start).bit_length()][start] = None
         self.free += end - start
+        self._free_in[start // self._segment_slots] += end - start
 
     def _remove(self, start: int, end: int) -> None:
         del self._end_of[start]
         del self._start_of[end]
         del self._classes[(end - start).bit_length()][start]
         self.free -= end - start
+        self._free_in[start // self._segment_slots] -= end - start

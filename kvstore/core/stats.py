@@ -22,6 +22,7 @@ class TierStats:
         declined: chunks not copied because its admission filter did not want them.
         evicted: entries that made room or were forgotten.
         queued: host chunks waiting for their copy, now.
+        relocated: chunks moved within the tier. given_back: segments removed after that.
         stalled, congested: see the tier's directory, now.
         errors: moves that reported an error.
     """
@@ -40,6 +41,8 @@ class TierStats:
     declined: int = 0
     evicted: int = 0
     queued: int = 0
+    relocated: int = 0
+    given_back: int = 0
     stalled: bool = False
     congested: bool = False
     errors: int = 0

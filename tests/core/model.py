@@ -19,7 +19,7 @@ from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Completion, Move, News, Op, TierOpening
 from policies import create_policy
 
-__all__ = ["GARBAGE", "Client", "World", "chain", "random_act", "random_world"]
+__all__ = ["GARBAGE", "Client", "World", "chain", "random_act", "random_world", "scatter"]
 
 GARBAGE = b"garbage"
 
@@ -82,6 +82,7 @@ class World:
     Args:
         rows, slots, segment_slots, tiers, in_flight: geometry.
         stripes: devices of each tier.
+        relocation: most chunks that compaction copies at once; 0 without compaction.
         flow: between host memory and every tier; `reserve` rows are kept ahead of need.
         followed: whether there is one tier more, which a neighbour writes to.
         deadline, ceiling, lease: of the core, in seconds.
@@ -104,6 +105,7 @@ class World:
         lease: float = 3.0,
         faults: float = 0.1,
         stripes: int = 1,
+        relocation: int = 0,
     ) -> None:
         self.rows = [GARBAGE] * rows
         self.slots = [[GARBAGE] * slots for _ in range(tiers + followed)]
@@ -112,6 +114,7 @@ class World:
         """What the neighbour did and nobody was told of."""
         self.segment_slots = segment_slots
         self.stripes = stripes
+        self.relocation = relocation
         self.in_flight = in_flight
         self.faults = faults
         self.policy = policy
@@ -126,16 +129,19 @@ class World:
         """(tier, slot) whose bytes changed behind the core's back."""
         self.silent: set[int] = set()
         """Tiers whose moves do not end at present."""
+        self.segment_ids: list[set[int]] = []
+        """Segments that each tier has."""
         self.cramped: set[int] = set()
         """Tiers that can neither grow nor be cleared at present."""
-        self.begin([{} for _ in self.slots], [1] * len(self.slots))
+        self.begin([{} for _ in self.slots], [{0} for _ in self.slots])
 
-    def begin(self, found: list[dict[bytes, int]], segments: list[int]) -> None:
+    def begin(self, found: list[dict[bytes, int]], segments: list[set[int]]) -> None:
         """A process begins, and finds these entries on its tiers."""
         rows = len(self.rows)
         self.rows = [GARBAGE] * rows
         self.row_owner: list[object | None] = [None] * rows
         directories: list[TierDirectory] = []
+        self.segment_ids = segments
         for index, entries in enumerate(found):
             slots = len(self.slots[index])
             if index == self.followed:
@@ -155,14 +161,15 @@ class World:
                 MEDIA[index],
                 list(entries.items()),
                 self.segment_slots,
-                list(range(segments[index])),
+                sorted(segments[index]),
                 slots // self.segment_slots,
                 stripes=self.stripes,
+                relocation_chunks=self.relocation,
             )
             policy = create_policy(self.policy, slots)
-            directories.append(
-                TierDirectory(index, opening, policy, self.in_flight, flow=self.flow)
-            )
+            directory = TierDirectory(index, opening, policy, self.in_flight, flow=self.flow)
+            directory.relocations_per_second = 1000.0 * self.relocation
+            directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, **self.timing)
         self.moves: list[Move] = []
@@ -402,7 +409,7 @@ class World:
                 for key, slot in tier.entries.items():
                     kept = key in found[tier.index] or (tier.index, slot) in self.rotten
                     assert kept, "what was stored is gone"
-        self.begin(found, [tier.segments for tier in self.core.tiers])
+        self.begin(found, self.segment_ids)
 
     def listen(self) -> None:
         """Somebody follows the events."""
@@ -416,6 +423,12 @@ class World:
     # -- the engine ----------------------------------------------------------------------
 
     def _start(self, move: Move) -> None:
+        if move.op is Op.RELOCATE:
+            for target in move.targets:
+                self.slots[move.tier][target] = GARBAGE
+                self.rotten.discard((move.tier, target))
+            self.moves.append(move)
+            return
         for key, row, slot in zip(move.keys, move.rows, move.slots, strict=True):
             owner = self.row_owner[row]
             assert owner is None, f"row {row} is in use by {owner}"
@@ -436,14 +449,18 @@ class World:
         ok = [position not in failures for position in range(len(move.keys))]
         segments: list[int] = []
         failed = bool(failures) or (not move.keys and move.tier in self.cramped)
-        ready = self.core.tiers[move.tier].segments
+        ids = self.segment_ids[move.tier]
+        if move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            self._complete_compaction(move, ok, failed)
+            return
         if move.op is Op.GROW and not failed:
-            segments = [ready]
+            segments = [next(n for n in range(len(ids) + 1) if n not in ids)]
+            ids.update(segments)
         elif move.op is Op.CLEAR and move.tier == self.followed:
             # What the neighbour has stays; from now on only what is new is told.
             self.gossip = News()
         elif move.op is Op.CLEAR and not failed:
-            segments = list(range(ready))
+            segments = sorted(ids)
             slots[:] = [GARBAGE] * len(slots)
         for position, (key, row, slot) in enumerate(
             zip(move.keys, move.rows, move.slots, strict=True)
@@ -461,6 +478,35 @@ class World:
                 slots[slot] = self.rows[row] if ok[position] else GARBAGE
                 assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
         self.done.append(Completion(move.id, ok, segments, "injected" if failed else None))
+
+    def _complete_compaction(self, move: Move, ok: list[bool], failed: bool) -> None:
+        slots = self.slots[move.tier]
+        found: list[tuple[bytes, int]] = []
+        first = move.segment * self.segment_slots
+        its_slots = range(first, first + self.segment_slots)
+        if move.op is Op.RELOCATE:
+            for position, (key, source, target) in enumerate(
+                zip(move.keys, move.slots, move.targets, strict=True)
+            ):
+                ok[position] = ok[position] and slots[source] == key
+                if ok[position]:
+                    slots[target] = key
+            failed = not all(ok)
+        elif not failed and move.op is Op.LIST:
+            found = [(slots[slot], slot) for slot in its_slots if slots[slot] is not GARBAGE]
+        elif not failed:
+            tier = self.core.tiers[move.tier]
+            orphan = move.id in self.core._orphans
+            assert orphan or not any(slot in its_slots for slot in tier.entries.values())
+            for other in self.moves:
+                if other.tier == move.tier:
+                    used = {*other.slots, *other.targets}
+                    assert not used & set(its_slots), "a segment is removed under a move"
+            self.segment_ids[move.tier].discard(move.segment)
+            for slot in its_slots:
+                slots[slot] = GARBAGE
+        error = "injected" if failed else None
+        self.done.append(Completion(move.id, ok, error=error, found=found))
 
     def neighbour_writes(self, slot: int, key: bytes) -> None:
         """Somebody else stores `key`, over whatever was in the slot."""
@@ -560,14 +606,17 @@ class World:
         for key, slot in tier.entries.items():
             assert contents[slot] == key or (tier.index, slot) in self.rotten, "a stale entry"
         if not tier.clearing:
-            assert len(slots) + tier.free == tier.segments * self.segment_slots, "slots leaked"
+            in_use = len(slots) + tier.free + tier.retired_free
+            for move in (m for m in self.core._moves.values() if m.tier == tier.index):
+                in_use += len(move.targets) if move.id not in self.core._orphans else 0
+            assert in_use == tier.segments * self.segment_slots, "slots leaked"
 
     def _check_traffic(self, tier: TierDirectory) -> None:
         rows: Counter[Op] = Counter()
         reading: Counter[bytes] = Counter()
         for move, _ in tier.in_flight.values():
             rows[move.op] += len(move.rows)
-            if move.op is Op.PROMOTE and move.id not in self.core._orphans:
+            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core._orphans:
                 reading.update(move.keys)
         assert reading == tier.reading, "what is read is protected, and nothing else"
         assert tier.rows_in_flight == rows.total()
@@ -648,7 +697,7 @@ def random_world(rng: random.Random) -> World:
     """A world of any shape, small enough that everything is always short."""
     rows = rng.choice((1, 2, 3, 5, 8, 12, 20))
     segment_slots = rng.choice((1, 4, 8))
-    return World(
+    world = World(
         rows=rows,
         segment_slots=segment_slots,
         slots=segment_slots * rng.choice((1, 2, 3, 6)),
@@ -658,9 +707,28 @@ def random_world(rng: random.Random) -> World:
         ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
         stripes=rng.choice((1, 1, 2, 3)),
+        relocation=rng.choice((0, 1, 3)),
         flow=rng.choice((Flow.WRITE_THROUGH, Flow.WRITE_THROUGH, Flow.DEMOTE, Flow.EXCLUSIVE)),
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
     )
+    if world.relocation:
+        scatter(world, rng)
+    return world
+
+
+def scatter(world: World, rng: random.Random) -> None:
+    """The process finds every segment made, and few chunks in each: much to compact."""
+    found: list[dict[bytes, int]] = [{} for _ in world.slots]
+    segments = [{0} for _ in world.slots]
+    for tier, contents in enumerate(world.slots):
+        if tier != world.followed:
+            segments[tier] = set(range(len(contents) // world.segment_slots))
+            keys = list(dict.fromkeys(key for n in range(64) for key in chain(n, 6)))
+            for slot in range(len(contents)):
+                if rng.random() < 0.2:
+                    contents[slot] = keys.pop(rng.randrange(len(keys)))
+                    found[tier][contents[slot]] = slot
+    world.begin(found, segments)
 
 
 def random_act(world: World, rng: random.Random) -> None:

@@ -23,7 +23,7 @@ from kvstore.core.chunk import READY, Chunk
 from kvstore.core.line import Line
 from kvstore.core.request import Request
 from kvstore.types import Op
-from tests.core.model import random_act, random_world
+from tests.core.model import World, random_act, random_world, scatter
 
 SEEDS = 400
 ACTS = 2500
@@ -378,3 +378,19 @@ def test_the_simulation_notices_when_a_rule_is_broken(
     with pytest.raises(AssertionError, match="KVSTORE_SEED="):
         for seed in range(200):
             simulate(seed, 1000)
+
+
+def test_compaction_amid_traffic_loses_nothing() -> None:
+    relocated = given_back = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        world = World(rows=6, segment_slots=8, slots=96, relocation=3, stripes=1 + seed % 2)
+        scatter(world, rng)
+        for _ in range(500):
+            random_act(world, rng)
+            world.check()
+        relocated += sum(each.relocated for each in world.core.compactors)
+        given_back += sum(each.given_back for each in world.core.compactors)
+        world.settle()
+    assert relocated > 100
+    assert given_back > 100

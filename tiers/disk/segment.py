@@ -55,7 +55,7 @@ class Segment:
         self.header = header
         self.geometry = header.geometry
         self.seed = segment_seed(header.segment_id)
-        self._backend = backend
+        self.backend = backend
         self.data = data
         self._records = records
 
@@ -186,7 +186,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors."""
-        _close_both(self._backend, self.data, self._records)
+        _close_both(self.backend, self.data, self._records)
 
 
 def _close_both(backend: IOBackend, data: int, records: RecordFile) -> None:

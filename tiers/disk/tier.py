@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,14 @@ from tiers.base import Tier, Transfer, error_of
 from tiers.disk.format import Geometry
 from tiers.disk.io import IOBackend
 from tiers.disk.namespace import Namespace
+from tiers.disk.relocation import Place, relocate
 from tiers.disk.volume import Job, Volume
 from tiers.pinned import PinnedRegion
 
 __all__ = ["DiskTier"]
+
+RELOCATION_BYTES = 2 * 1024 * 1024
+"""Bytes that compaction copies at once: what is urgent waits no longer than for these."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -114,6 +119,7 @@ class DiskTier(Tier):
             segments=sorted(segments),
             max_segments=max(sum(volume.max_segments for volume in self.volumes), len(segments)),
             stripes=len(self.volumes),
+            relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
         )
 
     def _entries(self) -> list[tuple[bytes, int]]:
@@ -221,6 +227,38 @@ class DiskTier(Tier):
                 return self._segment(index, outcome), None
             told = outcome
         return None, told
+
+    async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
+        number, index = divmod(segment, len(self.volumes))
+        volume = self.volumes[index]
+        (found,) = await volume.threads.run([partial(volume.list_segment, number)], load=False)
+        first = segment * self.geometry.slots
+        return [(key, first + slot) for key, slot in found]
+
+    async def relocate(
+        self, keys: Sequence[bytes], slots: Sequence[int], targets: Sequence[int]
+    ) -> Transfer:
+        sources = [self._place(slot) for slot in slots]
+        homes = [self._place(slot) for slot in targets]
+        volume = self.volumes[slots[0] // self.geometry.slots % len(self.volumes)]
+        try:
+            ((ok, told),) = await volume.threads.run(
+                [partial(relocate, keys, sources, homes)], load=False
+            )
+        except TimeoutError as error:
+            return Transfer([False] * len(keys), str(error))
+        return Transfer(ok, error_of(told, ok))
+
+    async def give_back(self, segment: int) -> str | None:
+        number, index = divmod(segment, len(self.volumes))
+        volume = self.volumes[index]
+        (told,) = await volume.threads.run([partial(volume.remove, number)], load=False)
+        return told
+
+    def _place(self, slot: int) -> Place:
+        segment, within = divmod(slot, self.geometry.slots)
+        number, index = divmod(segment, len(self.volumes))
+        return self.volumes[index].segments[number], within
 
     async def clear(self) -> list[int] | None:
         for volume in self.volumes:

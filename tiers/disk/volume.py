@@ -222,6 +222,29 @@ class Volume:
             self._add_counters(number)
             return number
 
+    def list_segment(self, number: int) -> list[tuple[bytes, int]]:
+        """(key, slot within the segment) of its valid records. May block.
+
+        Raises:
+            OSError: as the system says.
+        """
+        segment = self.segments[number]
+        raw = segment.read_records(0, self.geometry.slots)
+        live = decode_records(raw, 0, self.geometry.chunk_bytes, segment.seed)
+        return list(zip(live.keys(), live.slots, strict=True))
+
+    def remove(self, number: int) -> str | None:
+        """Remove a segment's file; why that cannot be, or None. May block."""
+        with self._growth:
+            segment = self.segments[number]
+            try:
+                segment.path.unlink()
+            except OSError as error:
+                return f"{segment.path} cannot be removed: {error.strerror}"
+            del self.segments[number], self._reads[number], self._read_ms[number]
+            segment.close()
+            return None
+
     def erase_all(self) -> bool:
         """Take out every record, for good; whether that worked. May block."""
         try:

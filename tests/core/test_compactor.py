@@ -1,0 +1,187 @@
+"""Compaction while serving: what is copied, what is given back, and when it stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.types import Completion, Move, Op
+from tests.core.rig import Rig, chain
+
+SLOTS = 8
+
+
+def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: Any) -> Rig:
+    """A tier of `segments`, of which each but the first holds `live` chunks."""
+    rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, **options)
+    tier = rig.core.tiers[0]
+    tier.relocation_chunks = 4
+    rig.core.compactors[0]._batch = 4
+    tier.relocations_per_second = rate
+    for segment in range(segments):
+        first = segment * SLOTS
+        for n, key in enumerate(chain(f"s{segment}", live)):
+            tier._stripe_of(first).withdraw(segment)
+            tier.entries[key] = first + n
+            tier.policy.insert(key)
+        tier._stripe_of(first).give(range(first + live, first + SLOTS))
+    return rig
+
+
+def compact(rig: Rig, steps: int = 200, failed: Any = ()) -> list[Move]:
+    """Let time pass; every move of compaction ends at once. Returns those moves."""
+    moves: list[Move] = []
+    tier = rig.core.tiers[0]
+    for _ in range(steps):
+        for move in rig.step(0.1):
+            moves.append(move)
+            rig.moves.remove(move)
+            found = [(key, slot) for key, slot in tier.entries.items()]
+            its = [(k, s) for k, s in found if s // SLOTS == move.segment]
+            ok = [key not in failed for key in move.keys]
+            error = None if all(ok) else "injected"
+            listed = its if move.op is Op.LIST else []
+            rig.ended.append(Completion(move.id, ok, error=error, found=listed))
+    return moves
+
+
+def test_sparse_segments_are_emptied_and_given_back() -> None:
+    rig = sparse()
+    before = dict(rig.core.tiers[0].entries)
+    moves = compact(rig)
+    tier = rig.core.tiers[0]
+    assert [m.op for m in moves if m.op is not Op.RELOCATE] == [Op.LIST, Op.SHRINK] * 2
+    assert tier.segments == 2
+    assert rig.stats.tiers[0].given_back == 2
+    assert rig.stats.tiers[0].relocated == 4
+    assert tier.entries.keys() == before.keys(), "nothing was lost"
+    assert len(set(tier.entries.values())) == len(before)
+    gone = {move.segment for move in moves if move.op is Op.SHRINK}
+    assert not any(slot // SLOTS in gone for slot in tier.entries.values())
+    assert tier.free == 2 * SLOTS - len(before)
+
+
+def test_what_is_copied_is_free_of_charge_for_the_policy() -> None:
+    rig = sparse()
+    order = list(rig.core.tiers[0].policy.order())
+    compact(rig)
+    assert list(rig.core.tiers[0].policy.order()) == order
+
+
+def test_without_a_rate_nothing_is_moved() -> None:
+    assert compact(sparse(rate=0.0)) == []
+
+
+def test_full_segments_stay() -> None:
+    assert compact(sparse(live=SLOTS - 1)) == []
+
+
+def test_the_rate_is_kept() -> None:
+    rig = sparse(rate=1.0, segments=6, live=1)
+    start = rig.now
+    moves = compact(rig, steps=30)
+    copied = sum(len(move.keys) for move in moves)
+    assert 1 <= copied <= (rig.now - start) * 1.0 + 1
+
+
+def test_nothing_is_copied_while_anything_else_moves() -> None:
+    rig = sparse()
+    wanted = chain("s1", 2)
+    assert rig.ask(wanted) is None
+    moves = rig.step(0.1) + rig.wait(0.5)
+    assert {move.op for move in moves} == {Op.PROMOTE}
+
+
+def test_one_move_is_under_way_at_most() -> None:
+    rig = sparse()
+    moves = rig.wait(3.0)
+    assert len(moves) == 1
+
+
+def test_a_chunk_is_served_while_it_is_copied_and_afterwards() -> None:
+    rig = sparse()
+    (listing,) = rig.step(0.1) or rig.step(0.1)
+    tier = rig.core.tiers[0]
+    its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == listing.segment]
+    rig.moves.remove(listing)
+    rig.ended.append(Completion(listing.id, [], found=its))
+    rig.step(0.1)
+    (copy,) = rig.step(0.1)
+    assert copy.op is Op.RELOCATE
+    keys = [key for key, _ in its]
+    assert rig.resolve(keys, "reader") == len(keys), "the copy held up a reader"
+    assert all(tier.entries[key] // SLOTS != listing.segment for key in keys)
+
+
+def test_a_chunk_that_left_while_it_was_copied_leaves_its_new_slot_free() -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    moves = rig.step(0.1) or rig.step(0.1)
+    its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == moves[0].segment]
+    rig.moves.clear()
+    rig.ended.append(Completion(moves[0].id, [], found=its))
+    rig.step(0.1)
+    rig.step(0.1)
+    (copy,) = rig.moves
+    for key in copy.keys:
+        tier.forget(key)
+    rig.end(copy)
+    compact(rig)
+    assert tier.free + len(tier.entries) == tier.segments * SLOTS
+
+
+def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    before = dict(tier.entries)
+    moves = compact(rig, steps=20, failed=set(before))
+    assert [move.op for move in moves] == [Op.LIST, Op.RELOCATE]
+    assert tier.entries == before
+    assert tier.free + len(before) == tier.segments * SLOTS
+    assert compact(rig, steps=700)[0].op is Op.LIST, "it is tried again later"
+
+
+def test_it_stops_when_what_was_free_is_needed_again() -> None:
+    rig = sparse(max_segments=4)
+    (listing,) = rig.step(0.1) or rig.step(0.1)
+    tier = rig.core.tiers[0]
+    victim = listing.segment
+    rig.end(listing)
+    for n in range(3):
+        rig.put(chain(f"new{n}", 8))
+        for move in rig.step(0.1) + list(rig.under_way(Op.CASCADE)):
+            if move in rig.moves:
+                rig.end(move)
+        rig.step(0.1)
+    rig.settle()
+    assert tier.retired_free == 0
+    assert victim in tier._segments
+    assert tier.free + len(tier.entries) == tier.segments * SLOTS
+
+
+@pytest.mark.parametrize("op", [Op.LIST, Op.RELOCATE, Op.SHRINK])
+def test_a_reset_in_its_midst_leaves_every_slot_free(op: Op) -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    for _ in range(100):
+        moves = rig.step(0.1)
+        if moves and moves[0].op is op:
+            break
+        for move in moves:
+            rig.moves.remove(move)
+            its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == move.segment]
+            rig.ended.append(Completion(move.id, [True] * len(move.keys), found=its))
+    (move,) = rig.moves
+    rig.core.reset()
+    tier.relocations_per_second = 0.0
+    rig.end(move)
+    for _ in range(10):
+        for move in rig.step(0.1):
+            assert move.op is Op.CLEAR
+            rig.moves.remove(move)
+            rig.ended.append(Completion(move.id, [], sorted(tier._segments)))
+    assert not tier.entries
+    assert tier.free == tier.segments * SLOTS
+    assert tier.segments == (3 if op is Op.SHRINK else 4)
+    assert not tier.reading
