@@ -31,6 +31,9 @@ logger = logging.getLogger("kvstore")
 COPY_INLINE_BYTES = 256 * 1024
 """Copies up to this size are done on the loop: a thread would cost more."""
 
+COMPACTION_SECONDS = 0.02
+"""How often a store that compacts looks whether it may go on."""
+
 RECHECK_SECONDS = 0.02
 """How often a wait looks at its deadline when nothing arrives."""
 
@@ -155,6 +158,10 @@ class Store:
         self._ids = itertools.count()
         self._transfers = 0
         self._closed = False
+        self._compacting: asyncio.Task[None] | None = None
+        rates = [tier.compaction_rate for tier in config.tiers]
+        if any(rates):
+            self.compact(max(rates))
         self._pump()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:
@@ -287,6 +294,26 @@ class Store:
         self._pump()
         while self._core.in_flight:
             await self._something_moved()
+
+    def compact(self, bytes_per_second: int) -> None:
+        """Give sparse segments of the disk tiers back from now on, copying at most so much.
+
+        Goes on until it is called with 0. Copies are made only while nothing else
+        moves; what is stored stays available throughout.
+        """
+        self._check_open()
+        for tier in self._core.tiers:
+            tier.relocations_per_second = bytes_per_second / self._region.row_bytes
+        if self._compacting is not None:
+            self._compacting.cancel()
+            self._compacting = None
+        if bytes_per_second:
+            self._compacting = asyncio.get_running_loop().create_task(self._compact())
+
+    async def _compact(self) -> None:
+        while True:
+            await asyncio.sleep(COMPACTION_SECONDS)
+            self._pump()
 
     def finish(self, request: str) -> None:
         """`request` asks no more: what was kept for it may leave."""
@@ -439,6 +466,7 @@ class Store:
     async def _close(self) -> None:
         if self._closed:
             return
+        self.compact(0)
         await self.flush(self._config.drain_s)
         self._closed = True
         if self._assembly.recorder is not None:

@@ -62,7 +62,7 @@ class Compactor:
         idle = not (tier.in_flight or tier.queue or tier.growing)
         if not idle or not tier.readable or now < max(self._not_before, tier.store_after):
             return None
-        move = self._begin() if self._victim < 0 else self._go_on()
+        move = self._begin() if self._victim < 0 else self._go_on(now)
         self._under_way = move is not None
         return move
 
@@ -80,8 +80,7 @@ class Compactor:
             self.given_back += 1
             self._victim, self._pending = -1, None
         if completion.error is not None:
-            self._not_before = now + FAILURE_PAUSE
-            self._stop()
+            self._give_up(now)
 
     def reset(self) -> None:
         """The tier has forgotten everything, and every segment is being cleared."""
@@ -95,14 +94,14 @@ class Compactor:
         self._tier.retire(victim)
         return self._move(Op.LIST, segment=victim)
 
-    def _go_on(self) -> Move | None:
+    def _go_on(self, now: float) -> Move | None:
         tier = self._tier
         assert self._pending is not None
         if not self._pending:
             if tier.retired_free == tier.segment_slots:
                 return self._move(Op.SHRINK, segment=self._victim)
             # Chunks that the tier did not name, because their records are damaged.
-            self._stop()
+            self._give_up(now)
             return None
         count = min(self._batch, int(self._allowance))
         keys: list[bytes] = []
@@ -115,7 +114,7 @@ class Compactor:
         targets = tier.take_free(len(keys))
         if len(targets) < len(keys):
             tier.give_slots(targets)
-            self._stop()
+            self._give_up(now)
             return None
         if not keys:
             return None
@@ -123,6 +122,10 @@ class Compactor:
         for key in keys:
             tier.begin_read(key)
         return self._move(Op.RELOCATE, keys, sources, targets)
+
+    def _give_up(self, now: float) -> None:
+        self._not_before = now + FAILURE_PAUSE
+        self._stop()
 
     def _stop(self) -> None:
         if self._victim >= 0:

@@ -723,7 +723,7 @@ def scatter(world: World, rng: random.Random) -> None:
     for tier, contents in enumerate(world.slots):
         if tier != world.followed:
             segments[tier] = set(range(len(contents) // world.segment_slots))
-            keys = list(dict.fromkeys(key for n in range(64) for key in chain(n, 6)))
+            keys = list(dict.fromkeys(key for n in range(64) for key in chain(n, 12)))
             for slot in range(len(contents)):
                 if rng.random() < 0.2:
                     contents[slot] = keys.pop(rng.randrange(len(keys)))
