@@ -377,9 +377,14 @@ class HitDensity(EvictionPolicy):
     # -- estimates -------------------------------------------------------------------
 
     def _grow_older(self) -> None:
-        """Move ends of chains that have left their bin to where their age belongs."""
+        """Move ends of chains that have left their bin to where their age belongs.
+
+        Of very many at once, as after `restore`, only some: the rest next time.
+        """
         now, used, densities, ends = self._now, self._used, self._densities, self._ends
-        self._age_due = now + max(64, self.capacity // 128)
+        period = min(1024, max(64, self.capacity // 128))
+        self._age_due = now + period
+        moves = 8 * period
         bins = densities.bins
         # The oldest first, so that nobody moves twice.
         for index in range(bins - 2, -1, -1):
@@ -390,6 +395,9 @@ class HitDensity(EvictionPolicy):
                     slot = next(iter(queue))
                     if used[slot] > before:
                         break
+                    if not moves:
+                        return
+                    moves -= 1
                     del queue[slot]
                     self._queue(slot)
 

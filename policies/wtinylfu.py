@@ -49,7 +49,9 @@ class WTinyLFU(EvictionPolicy):
         self._window: _Queue = OrderedDict()
         self._probation: _Queue = OrderedDict()
         self._settled: _Queue = OrderedDict()
-        self._sketch = FrequencySketch(capacity)
+        # Most of what is counted in a sample is seen once: with fewer counters than 16 for
+        # each place in the tier, strangers look like acquaintances.
+        self._sketch = FrequencySketch(4 * capacity)
         self._sample = max(1, int(capacity * sample))
         self._counted = 0
 

@@ -162,6 +162,28 @@ def test_a_key_kept_across_a_restart_is_linked_when_its_prompt_comes_back() -> N
     assert policy.evict(3, nobody) == keys[:2:-1]
 
 
+def test_after_a_restart_no_call_pays_for_all_that_was_found() -> None:
+    policy = HitDensity(50_000)
+    policy.restore(keys_of(50_000))
+    moved = 0
+    real = policy._queue
+
+    def counting(slot: int) -> None:
+        nonlocal moved
+        moved += 1
+        real(slot)
+
+    policy._queue = counting  # type: ignore[method-assign]
+    most = 0
+    for number in range(400):
+        before = moved
+        assert policy.evict(1, nobody) is not None
+        most = max(most, moved - before)
+        for key in chain(f"c{number}", 1):
+            policy.insert(key)
+    assert most <= 8 * 50_000 // 128 + 10
+
+
 # -- the estimate ----------------------------------------------------------------------
 
 
