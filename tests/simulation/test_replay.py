@@ -65,7 +65,7 @@ def test_a_threshold_at_demotion_saves_writes(conversation: Trace) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", sorted(set(policy_names()) - {"hit-density", "w-tinylfu"}))
+@pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("capacity", [20, 60, 150])
 def test_the_core_adds_nothing_to_what_the_policy_decides(
     policy: str, capacity: int, seed: int
