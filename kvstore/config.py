@@ -127,7 +127,7 @@ class Config:
     drain_s: float = 30.0
     keep_events: bool = False
     admission: tuple[Choice, ...] = ()
-    demote_ahead: float = 0.05
+    demote_ahead: float = 0.25
     record_trace: Path | None = None
     record_trace_bytes: int = 2**30
 

@@ -13,7 +13,7 @@ requests are taken for ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.core.directory import TierDirectory
 from kvstore.core.pool import HostPool
@@ -33,18 +33,15 @@ class _Chain:
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
         known: all keys in `groups`.
-        loaded: those that were loaded last, when there had been `uses` of host memory.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "loaded", "storing", "uses")
+    __slots__ = ("counted", "groups", "known", "storing")
 
     def __init__(self) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         self.known: set[bytes] = set()
-        self.loaded: frozenset[bytes] = frozenset()
-        self.uses = -1
         self.counted: set[bytes] = set()
         self.storing = 0
 
@@ -69,16 +66,6 @@ class Chains:
         self._settling: deque[tuple[list[int], _Chain]] = deque()
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
-
-    def load(self, request_id: str, keys: Collection[bytes], uses: int) -> None:
-        """The request loads `keys`; that was use number `uses` of host memory."""
-        chain = self._chain(request_id)
-        chain.loaded, chain.uses = frozenset(keys), uses
-
-    def loaded(self, request_id: str, uses: int) -> Collection[bytes]:
-        """The keys that this request has loaded last, if that was use number `uses`."""
-        chain = self._chains.get(request_id)
-        return chain.loaded if chain is not None and chain.uses == uses else ()
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""

@@ -36,6 +36,9 @@ CASCADE_BATCH = 64
 STORE_PAUSE = 5.0
 """Seconds without new copies to a tier after a copy to it failed."""
 
+MOST_UNTOLD = 1000
+"""Requests whose loads the policies have not heard of."""
+
 RETRY_PAUSE = 5.0
 """Seconds before a tier that could not grow or be cleared is asked again."""
 
@@ -97,6 +100,8 @@ class Core:
         self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
         if self._demoting:
             pool.demote = self._demote
+        self._untold: dict[str, tuple[list[bytes], list[bytes]]] = {}
+        """What requests have loaded and the policies do not know: on host memory, on tiers."""
         self._marked = 0
         """Chunks that may have become protected until the step ends, beside those just asked."""
         self.now = 0.0
@@ -158,6 +163,8 @@ class Core:
                 self._drop_if_idle(request)
         self._asked.clear()
         moves: list[Move] = []
+        if self._untold and (self.line.waiting or self._demoting or self.unsaved):
+            self._tell()
         if self.line.waiting:
             for tier, (chunks, slots) in self.line.grant(now):
                 # One move, but for prefixes so long that its end would be the only sign of life.
@@ -312,8 +319,7 @@ class Core:
         self._totals.loaded += len(chunks)
         self.line.leave(request)
         # To have been promoted for this load was the use of those that were.
-        self._use(used, keys)
-        self.chains.load(request_id, keys, self.pool.uses)
+        self._told_later(request_id, used, list(keys))
         return [chunk.row for chunk in chunks]
 
     def complete_load(self, keys: Collection[bytes], request_id: str) -> None:
@@ -346,7 +352,27 @@ class Core:
 
     def touch(self, keys: Collection[bytes]) -> None:
         """`keys`, in prefix order, were used: on every tier that has them."""
+        self._tell()
         self._use(keys, keys)
+
+    def _told_later(self, request_id: str, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
+        """The request has used these; the policies hear of it before they decide anything.
+
+        Until then its store may come, so that they hear of the whole prompt tail first.
+        """
+        earlier = self._untold.pop(request_id, None)
+        if earlier is not None:
+            self._use(*earlier)
+        self._untold[request_id] = (host_keys, tier_keys)
+        if len(self._untold) > MOST_UNTOLD:
+            self._tell()
+
+    def _tell(self) -> None:
+        """The policies hear of every use so far."""
+        if self._untold:
+            untold, self._untold = self._untold, {}
+            for host_keys, tier_keys in untold.values():
+                self._use(host_keys, tier_keys)
 
     def _use(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         pool = self.pool
@@ -375,7 +401,8 @@ class Core:
         policy would give up again for the head of the same store. None
         means "not now, offer it again": nothing is free for it at this moment, or
         the whole would fit once transfers that are under way have ended; the
-        latter is said at most once in a row to a request.
+        latter is said at most once in a row to a request, or until the deadline
+        where rows are emptied by copying what is in them to a slower tier.
         """
         pool = self.pool
         request = self._requests.get(request_id)
@@ -384,13 +411,19 @@ class Core:
         offered = list(dict.fromkeys(keys))
         self.chains.extend(request_id, offered)
         new = [key for key in offered if key not in pool.chunks]
+        loaded: tuple[list[bytes], list[bytes]] = self._untold.pop(request_id, ([], []))
+        self._tell()
         if request is not None and request.put_off:
             # It is no second use, but what is there shall not go meanwhile.
             self._keep(offered)
+            self._use(*loaded)
         else:
-            # What this request has loaded, with nobody after it, was used then.
-            loaded = self.chains.loaded(request_id, pool.uses)
-            self.touch([key for key in offered if key not in loaded] if loaded else offered)
+            # What the request has loaded and what it stores are one prompt.
+            prompt = list(dict.fromkeys([*loaded[1], *offered])) if loaded[1] else offered
+            promoted = set(loaded[1]).difference(loaded[0])
+            self._use([key for key in prompt if key not in promoted], prompt)
+            # Their promotion may lie far back.
+            self._keep(promoted)
         declined: list[bytes] = []
         if new and pool.admission is not None:
             answers = pool.admission.admit(new, self.now)
@@ -400,11 +433,14 @@ class Core:
         may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
         chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
-            put_off = may_fit and not (request is not None and request.put_off)
+            put_off = may_fit and (
+                request is None or not request.put_off or self._copies_make_room(request)
+            )
             if put_off or room == 0:
                 if request is None:
                     request = self._requests[request_id] = Request(request_id)
-                request.put_off = True
+                if not request.put_off:
+                    request.put_off, request.put_off_since = True, self.now
                 self._totals.stores_put_off += 1
                 return None
             self._totals.chunks_refused += len(new) - room
@@ -474,6 +510,9 @@ class Core:
             self.line.leave(request)
             request.put_off = request.deferring = False
             self._drop_if_idle(request)
+        loaded = self._untold.pop(request_id, None)
+        if loaded is not None:
+            self._use(*loaded)
         self.chains.end(request_id)
 
     def may_go_below(self, key: bytes) -> bool:
@@ -487,6 +526,7 @@ class Core:
 
     def save(self) -> None:
         """Copy to every tier what it lacks, also what would only be copied when given up."""
+        self._tell()
         for tier in self._demoting:
             if tier.accepts(self.now):
                 lacking = [
@@ -520,6 +560,7 @@ class Core:
             self.line.leave(request)
         self._requests.clear()
         self.chains.reset()
+        self._untold.clear()
         self._asked.clear()
         self._asking = _NOBODY
         # Rows of moves that an earlier reset orphaned are held already.
@@ -592,6 +633,11 @@ class Core:
         # What is there already keeps its place, and the head goes first.
         self._keep(offered)
         return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+
+    def _copies_make_room(self, request: Request) -> bool:
+        """Whether a store that was put off may still wait for chunks to be copied and leave."""
+        waited = self.now - request.put_off_since
+        return self.pool.leaving > 0 and self.unsaved > 0 and waited < self.line.deadline
 
     def _keep(self, keys: Iterable[bytes]) -> None:
         """Those of `keys` that are here stay until the step ends."""

@@ -51,8 +51,6 @@ class HostPool:
         """Chunks that are ready and wait for a copy to a slower tier."""
         self._held: Counter[int] = Counter()
         self.step = 0
-        self.uses = 0
-        """How often somebody used chunks or brought some in."""
         self.evicted = 0
         """Chunks that left for others."""
         self.shed = 0
@@ -139,7 +137,6 @@ class HostPool:
         the head that fits. A chunk of `keys` that is given up and whose turn is still
         to come takes its place in the policy anew, and has never been away.
         """
-        self.uses += 1
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
         protected = self._protection(shed_unsaved=False)
@@ -185,7 +182,6 @@ class HostPool:
 
     def reserve(self, keys: Sequence[bytes], origin: int) -> list[Chunk]:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
-        self.uses += 1
         first = self._reserved
         self._reserved += len(keys)
         chunks = [
@@ -258,7 +254,6 @@ class HostPool:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that resident `keys` (tail first) were used."""
         chunks, touch = self.chunks, self.policy.touch
-        self.uses += 1
         for key in keys:
             chunk = chunks.get(key)
             if chunk is None:

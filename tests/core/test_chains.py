@@ -145,7 +145,36 @@ def test_a_promotion_for_a_load_is_one_use() -> None:
     rig.core.complete_load(keys, "r")
     assert rig.resolve(keys, "later") == 2
     rig.load(keys, "later")
+    rig.core.on_request_finished("later")
     assert told(rig, "insert", "touch") == [("touch", keys[1]), ("touch", keys[0])]
+
+
+def test_a_load_and_the_store_behind_it_are_used_as_one_prompt() -> None:
+    rig, keys = Rig(policy=Listener(8), on=()), chain("a", 4)
+    rig.put(keys[:2], "first")
+    rig.put(keys[3:], "first")
+    rig.core.on_request_finished("first")
+    assert rig.ask(keys) == 2
+    rig.load(keys[:2])
+    rig.core.complete_load(keys[:2], "r")
+    rig.step()
+    told(rig)
+    rig.put(keys[2:], "r")
+    assert told(rig, "insert", "touch") == [
+        ("touch", keys[3]), ("touch", keys[1]), ("touch", keys[0]), ("insert", keys[2])
+    ]  # fmt: skip
+
+
+def test_a_load_counts_before_the_next_eviction() -> None:
+    rig, old, young = Rig(rows=4, on=()), chain("a", 2), chain("b", 2)
+    rig.put(old, "a")
+    rig.put(young, "b")
+    assert rig.ask(old) == 2
+    rig.load(old)
+    rig.core.complete_load(old, "r")
+    rig.step()
+    rig.put(chain("c", 2), "c")
+    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
 
 
 def test_requests_that_never_end_are_taken_for_ended_when_there_are_too_many(
