@@ -635,6 +635,9 @@ class World:
         core = self.core
         self.silent.clear()
         self.cramped.clear()
+        for tier in core.tiers:
+            # A segment that cannot be emptied is tried again for ever.
+            tier.relocations_per_second = 0.0
         for client in list(self.clients.values()):
             self.leave(client)
             if client.state == "loading":
