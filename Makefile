@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo test check unit vllm soak clean
+.PHONY: demo test check unit vllm kill soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -28,8 +28,16 @@ check: $(READY)
 	@$(BIN)/mypy --no-error-summary
 
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
-soak: $(READY)
+kill: $(READY)
 	@$(BIN)/python benchmarks/kill_engine.py --kills 20
+
+# Half an hour of mixed load, watched from outside.
+soak: $(READY)
+	@$(BIN)/python benchmarks/soak.py --minutes 30
+
+# Anything at all in the place of segment files: about half an hour.
+fuzz: $(READY)
+	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py --timeout 3600
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

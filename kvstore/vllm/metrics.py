@@ -27,6 +27,8 @@ COUNTERS: dict[str, str] = {
     "disk_refused_chunks": "Chunks not copied because the disk could not take copies then.",
     "disk_declined_chunks": "Chunks that the disk's admission filter did not let in.",
     "disk_evicted_chunks": "Chunks evicted from disk.",
+    "disk_relocated_chunks": "Chunks that compaction copied to another place on disk.",
+    "disk_segments_given_back": "Segment files that compaction emptied and removed.",
 }
 
 GAUGES: dict[str, str] = {
@@ -67,6 +69,8 @@ class Reporter:
             "disk_refused_chunks": _sum(disk, "refused"),
             "disk_declined_chunks": _sum(disk, "declined"),
             "disk_evicted_chunks": _sum(disk, "evicted"),
+            "disk_relocated_chunks": _sum(disk, "relocated"),
+            "disk_segments_given_back": _sum(disk, "given_back"),
         }
         increments = {
             _PREFIX + name: total - self._last.get(name, 0)
