@@ -401,8 +401,7 @@ class Core:
         policy would give up again for the head of the same store. None
         means "not now, offer it again": nothing is free for it at this moment, or
         the whole would fit once transfers that are under way have ended; the
-        latter is said at most once in a row to a request, or until the deadline
-        where rows are emptied by copying what is in them to a slower tier.
+        latter is said at most once in a row to a request.
         """
         pool = self.pool
         request = self._requests.get(request_id)
@@ -433,14 +432,11 @@ class Core:
         may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
         chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
-            put_off = may_fit and (
-                request is None or not request.put_off or self._copies_make_room(request)
-            )
+            put_off = may_fit and not (request is not None and request.put_off)
             if put_off or room == 0:
                 if request is None:
                     request = self._requests[request_id] = Request(request_id)
-                if not request.put_off:
-                    request.put_off, request.put_off_since = True, self.now
+                request.put_off = True
                 self._totals.stores_put_off += 1
                 return None
             self._totals.chunks_refused += len(new) - room
@@ -633,11 +629,6 @@ class Core:
         # What is there already keeps its place, and the head goes first.
         self._keep(offered)
         return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
-
-    def _copies_make_room(self, request: Request) -> bool:
-        """Whether a store that was put off may still wait for chunks to be copied and leave."""
-        waited = self.now - request.put_off_since
-        return self.pool.leaving > 0 and self.unsaved > 0 and waited < self.line.deadline
 
     def _keep(self, keys: Iterable[bytes]) -> None:
         """Those of `keys` that are here stay until the step ends."""

@@ -41,7 +41,7 @@ class Request:
         moved: when something last moved for this request.
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked.
-        put_off: whether its last store was put off to be offered again, first at `put_off_since`.
+        put_off: whether its last store was put off to be offered again.
         stuck: the last step in which only its own leases stood in its way.
     """
 
@@ -59,7 +59,6 @@ class Request:
         "newest",
         "pending",
         "put_off",
-        "put_off_since",
         "since",
         "state",
         "stuck",
@@ -83,7 +82,6 @@ class Request:
         self.asked_step = -1
         self.deferring = False
         self.put_off = False
-        self.put_off_since = 0.0
         self.stuck = -1
 
     def __repr__(self) -> str:

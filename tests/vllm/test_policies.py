@@ -51,6 +51,8 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
                 "cpu_bytes_to_use": 200 * CHUNK,
                 "eviction_policy": {"name": "elsewhere", "label": "host"},
                 "record_trace": str(trace),
+                # Room for a whole prompt, which the engine stores in one step.
+                "demote_ahead": 0.5,
                 "tiers": disk(
                     tmp_path / "cache",
                     flow="demote",
