@@ -69,6 +69,9 @@ class RecordFile:
                 while done < len(source):
                     done += os.pwritev(fd, [source[done:] if done else source], place + done)
                 whole += os.pread(fd, done, place)
+        if size > PIECE_BYTES and self._map is not None:
+            # A whole index was read: its pages need not count as this process's memory.
+            self._map.madvise(mmap.MADV_DONTNEED)
         return bytes(whole)
 
     def write(self, offset: int, data: bytes) -> None:

@@ -111,10 +111,13 @@ class DiskTier(Tier):
             for index, volume in enumerate(self.volumes)
             for number in volume.segments
         ]
+        entries = self._entries()
+        for volume in self.volumes:
+            volume.forget_recovered()
         return TierOpening(
             name=self.name,
             medium="disk",
-            entries=self._entries(),
+            entries=entries,
             segment_slots=self.geometry.slots,
             segments=sorted(segments),
             max_segments=max(sum(volume.max_segments for volume in self.volumes), len(segments)),

@@ -144,6 +144,11 @@ class Volume:
             self._add_counters(number)
         return recovered
 
+    def forget_recovered(self) -> None:
+        """What was found has been taken over: it need not be kept twice."""
+        self.recovered.entries = []
+        self.recovered.sequences = []
+
     # -- moving ------------------------------------------------------------------------
 
     async def move(self, job: Job, indices: Sequence[int], region: PinnedRegion) -> str | None:

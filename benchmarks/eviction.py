@@ -1,8 +1,8 @@
 """What each eviction policy hits, and what it costs.
 
-    python benchmarks/policies.py hits --trace conversation --percent 1,5,10,25
-    python benchmarks/policies.py hits --trace agent-thinned,conversation-and-chat
-    python benchmarks/policies.py cost --keys 1000000
+    python benchmarks/eviction.py hits --trace conversation --percent 1,5,10,25
+    python benchmarks/eviction.py hits --trace agent-thinned,conversation-and-chat
+    python benchmarks/eviction.py cost --keys 1000000
 
 Prints one JSON row per case. `hits` replays a trace through the policy alone, by
 the rules of `traces.replay`. `cost` compares with a plain `OrderedDict` used as an
