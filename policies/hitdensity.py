@@ -256,7 +256,8 @@ class HitDensity(EvictionPolicy):
             self._used[slot] = self._now
             if index < detached:
                 self._restore(slot)
-            else:
+            elif not self._children[slot]:
+                # Otherwise a child that had to stay too was given back to it: it is no end.
                 self._queue(slot)
         return chosen if complete else None
 

@@ -351,10 +351,15 @@ class World:
             client.put_off = True
             return
         client.put_off = False
-        assert grant.keys == new[: len(grant.keys)], "a store is granted in prefix order"
-        whole = len(grant.keys) == len(new) or not room or self.demotes
-        assert whole, "a store gets as much as fits"
-        assert grant.keys or not new, "a store is not refused as a whole"
+        assert grant.keys == [key for key in new if key in grant.keys], "not in prefix order"
+        if self.policy == "lru":
+            # Other policies may prefer what is there already to some of a long prompt.
+            wanted = [key for key in new if key not in grant.declined]
+            assert wanted == new[: len(wanted)], "the head goes first"
+            assert grant.keys == wanted[: len(grant.keys)], "a store is granted in prefix order"
+            whole = len(grant.keys) == len(wanted) or not room or self.demotes
+            assert whole, "a store gets as much as fits"
+            assert grant.keys or not wanted, "a store is not refused as a whole"
         for row in grant.rows:
             assert self.row_owner[row] is None, f"row {row} is in use by {self.row_owner[row]}"
             self.row_owner[row] = client
@@ -710,6 +715,7 @@ def random_world(rng: random.Random) -> World:
         ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
         stripes=rng.choice((1, 1, 2, 3)),
+        policy=rng.choice(("lru", "lru", "arc", "hit-density")),
         relocation=rng.choice((0, 1, 3)),
         flow=rng.choice((Flow.WRITE_THROUGH, Flow.WRITE_THROUGH, Flow.DEMOTE, Flow.EXCLUSIVE)),
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),

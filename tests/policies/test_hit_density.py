@@ -242,3 +242,42 @@ def test_the_smallest_tiers_work(capacity: int) -> None:
     for number in range(300):
         request(policy, chain(f"c{number % 5}", 4))
         assert len(policy) <= capacity
+
+
+def test_a_parent_and_its_child_that_both_had_to_stay_are_evicted_once_each() -> None:
+    parent, child, other = keys_of(3)
+    policy = HitDensity(8)
+    policy.link([parent, child], None)
+    for key in (child, parent, other):
+        policy.insert(key)
+    assert policy.evict(3, {parent, child}.__contains__) is None
+    policy.remove(child)
+    assert sorted(policy.evict(2, lambda key: False) or ()) == sorted([parent, other])
+    assert len(policy) == 0
+
+
+def test_chains_under_any_protection_are_evicted_once_each() -> None:
+    rng = random.Random(5)
+    policy = HitDensity(24)
+    chains = [[b"chain-%d-%d" % (n, depth) + b"\0\0\0\0" for depth in range(6)] for n in range(12)]
+    resident: set[bytes] = set()
+    for _ in range(4000):
+        chain = rng.choice(chains)
+        policy.link(chain, None)
+        for key in reversed(chain[: rng.randrange(1, 7)]):
+            if key in resident:
+                policy.touch(key)
+            elif len(resident) < 24:
+                policy.insert(key)
+                resident.add(key)
+        if rng.random() < 0.3 and resident:
+            gone = rng.choice(sorted(resident))
+            policy.remove(gone)
+            resident.discard(gone)
+        safe = {key for key in resident if rng.random() < rng.choice((0.0, 0.3, 0.9))}
+        victims = policy.evict(rng.randrange(8), safe.__contains__)
+        if victims is not None:
+            assert len(set(victims)) == len(victims)
+            assert set(victims) <= resident - safe
+            resident -= set(victims)
+        assert len(policy) == len(resident)
