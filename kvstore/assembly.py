@@ -127,7 +127,7 @@ def _assemble(
     demotes = any(directory.flow is not Flow.WRITE_THROUGH for directory in directories)
     pool = HostPool(
         region.rows,
-        build_policy(config.eviction_policy, region.rows),
+        build_policy(config.host_policy, region.rows),
         build_filters(config.host_filters, region.rows, chunk_bytes),
         int(region.rows * config.demote_ahead) if demotes else 0,
     )
@@ -139,7 +139,7 @@ def _assemble(
         lease=config.lease_s,
         events=events,
     )
-    rules = [region.description, str(config.eviction_policy), *map(str, config.host_filters)]
+    rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
     host = f"host {format_size(region.size)} ({', '.join(rules)})"
     recorder = None
     if config.record_trace is not None:

@@ -90,7 +90,8 @@ class Config:
     Attributes:
         cpu_bytes_to_use: host memory for chunks, a hard limit.
         eviction_policy: name of the policy for host memory, or a table of `name`
-            and its parameters.
+            and its parameters. By default hit-density where host memory is all there
+            is, and lru above slower tiers: docs/simulate.md tells why.
         admission: filters that decide which chunks enter host memory; written as
             one name, as a table of `name` and parameters, or as a list of these.
         store_threshold: how often a chunk must have been asked for before it is
@@ -114,7 +115,7 @@ class Config:
     """
 
     cpu_bytes_to_use: int
-    eviction_policy: str | Choice = "lru"
+    eviction_policy: str | Choice | None = None
     store_threshold: int = 0
     tiers: tuple[DiskConfig, ...] = ()
     chunk_bytes: int | None = None
@@ -133,6 +134,11 @@ class Config:
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
+
+    @property
+    def host_policy(self) -> str | Choice:
+        """The policy of host memory, chosen or by default."""
+        return self.eviction_policy or ("lru" if self.tiers else "hit-density")
 
     @property
     def host_filters(self) -> tuple[Choice, ...]:
@@ -365,7 +371,7 @@ _DISK: Mapping[str, _Check] = {
 
 _CONFIG: Mapping[str, _Check] = {
     "cpu_bytes_to_use": _size(1),
-    "eviction_policy": _policy,
+    "eviction_policy": _optional(_policy),
     "admission": check_filters,
     "store_threshold": _whole(0, MAX_THRESHOLD),
     "tiers": _tiers,

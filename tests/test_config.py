@@ -78,7 +78,7 @@ def test_host_memory_is_all_that_must_be_said() -> None:
     plain = config()
     assert plain.cpu_bytes_to_use == GIB
     assert plain.tiers == ()
-    assert plain.eviction_policy == "lru"
+    assert plain.host_policy == "hit-density"
     assert plain.chunk_bytes is None
 
 
@@ -359,3 +359,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Config.from_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         Config.from_toml(tmp_path)
+
+
+def test_the_default_policy_of_host_memory_depends_on_what_is_below() -> None:
+    assert config().host_policy == "hit-density"
+    assert config(tiers=[DISK]).host_policy == "lru"
+    assert config(eviction_policy="arc", tiers=[DISK]).host_policy == "arc"
+
+
+def test_a_tier_may_lie_on_several_disks() -> None:
+    (tier,) = config(tiers=[{**DISK, "path": ["/one", "/two"]}]).tiers
+    assert tier.paths == (Path("/one"), Path("/two"))
+    (tier,) = config(tiers=[{**DISK, "path": ["/one"]}]).tiers
+    assert tier.path == Path("/one")
+
+
+@pytest.mark.parametrize("path", [[], ["/one", "/one"], ["/one", ""], [3]])
+def test_a_list_of_paths_must_name_different_folders(path: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\[0\].path = "):
+        config(tiers=[{**DISK, "path": path}])
+
+
+def test_two_tiers_cannot_share_one_of_their_paths() -> None:
+    with pytest.raises(ConfigError, match="each tier needs a folder of its own"):
+        config(tiers=[{**DISK, "path": ["/one", "/two"]}, {**DISK, "path": "/two"}])
