@@ -280,3 +280,22 @@ def test_a_call_that_failed_leaves_nothing_for_the_next(
         assert (memory.array[4] == memory.array[1]).all()
         memory.array[4] = 0
     backend.close(fd)
+
+
+def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
+    tmp_path: Path, file: Path, memory: PinnedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = choose_backend(tmp_path, "aio")
+    if backend.name != "aio":
+        pytest.skip("aio is refused here")
+
+    def exhausted(numbers: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("tiers.disk.io.aio._Context", exhausted)
+    fd = backend.open(file)
+    runs = [Run(fd, rows(memory, n), 2 * n * PAGE) for n in range(4)]
+    assert backend.write_all(runs) == [PAGE] * 4
+    assert backend.read_all([Run(fd, rows(memory, 9), 0), *runs[1:]]) == [PAGE] * 4
+    assert (memory.array[9] == memory.array[0]).all()
+    backend.close(fd)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 import threading
@@ -22,6 +23,8 @@ from tiers.disk.io.base import Run
 from tiers.disk.io.direct import DirectIO
 
 __all__ = ["AioIO"]
+
+logger = logging.getLogger("kvstore.disk")
 
 DEPTH = 128
 """Most calls of one thread that are in flight."""
@@ -74,15 +77,17 @@ class AioIO(DirectIO):
             raise OSError(errno.ENOSYS, f"not known for {platform.machine()}")
         self._numbers = numbers
         self._local = threading.local()
-        self._context()
+        _Context(numbers)
 
     def read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        return super().read_all(runs) if _long(runs) else self._move(runs, _PREADV)
+        context = None if _long(runs) else self._context()
+        return self._move(context, runs, _PREADV) if context else super().read_all(runs)
 
     def write_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        return super().write_all(runs) if _long(runs) else self._move(runs, _PWRITEV)
+        context = None if _long(runs) else self._context()
+        return self._move(context, runs, _PWRITEV) if context else super().write_all(runs)
 
-    def _move(self, runs: Sequence[Run], opcode: int) -> list[int | OSError]:
+    def _move(self, context: _Context, runs: Sequence[Run], opcode: int) -> list[int | OSError]:
         places: list[tuple[int, int, int, int]] = []  # descriptor, offset, first vector, vectors
         vectors: list[int] = []
         for run in runs:
@@ -92,7 +97,7 @@ class AioIO(DirectIO):
                 vectors.append(len(buffer))
         outcomes: list[int | OSError] = []
         finish = super().read_all if opcode == _PREADV else super().write_all
-        for run, moved in zip(runs, self._context().move(opcode, places, vectors), strict=True):
+        for run, moved in zip(runs, context.move(opcode, places, vectors), strict=True):
             if moved < 0:
                 outcomes.append(OSError(-moved, os.strerror(-moved)))
             elif moved < sum(len(buffer) for buffer in run.buffers):
@@ -102,10 +107,18 @@ class AioIO(DirectIO):
                 outcomes.append(moved)
         return outcomes
 
-    def _context(self) -> _Context:
-        context: _Context | None = getattr(self._local, "context", None)
-        if context is None:
-            context = self._local.context = _Context(self._numbers)
+    def _context(self) -> _Context | None:
+        """The context of this thread; None where the system has none left for it."""
+        try:
+            context: _Context | None = self._local.context
+        except AttributeError:
+            try:
+                context = _Context(self._numbers)
+            except OSError as error:
+                # All processes together may have `fs.aio-max-nr` calls in flight.
+                logger.info("a thread goes on without native AIO: %s", error.strerror)
+                context = None
+            self._local.context = context
         return context
 
 
