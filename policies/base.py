@@ -50,6 +50,10 @@ class EvictionPolicy(ABC):
     name: str
     """The name under which the policy is registered."""
 
+    declines = True
+    """Whether `evict` may choose keys of the very store that room is made for. A policy
+    that lives by that is asked chunk by chunk; one that does not takes a store whole."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")

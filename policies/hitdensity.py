@@ -56,6 +56,8 @@ class HitDensity(EvictionPolicy):
 
     name = "hit-density"
 
+    declines = False
+
     def __init__(self, capacity: int, *, ghosts: float = 2.0) -> None:
         super().__init__(capacity)
         if not 0 <= ghosts <= 64:

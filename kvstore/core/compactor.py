@@ -73,8 +73,9 @@ class Compactor:
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
         elif move.op is Op.RELOCATE:
-            for key, target, ok in zip(move.keys, move.targets, completion.ok, strict=True):
-                self.relocated += tier.relocated(key, target, ok)
+            copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
+            for key, source, target, ok in copies:
+                self.relocated += tier.relocated(key, source, target, ok)
         elif completion.error is None:
             tier.removed(move.segment)
             self.given_back += 1

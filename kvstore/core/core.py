@@ -18,30 +18,20 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, READY, Chunk
-from kvstore.core.compactor import Compactor
 from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import Line
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
-from kvstore.core.stats import CoreStats, TierStats
-from kvstore.types import Completion, Event, Move, Op
+from kvstore.core.stats import CoreStats
+from kvstore.core.traffic import Traffic
+from kvstore.types import Completion, Event, Move
 
 __all__ = ["Core", "StoreGrant"]
 
-CASCADE_BATCH = 64
-"""Most chunks in one cascade move."""
-
-STORE_PAUSE = 5.0
-"""Seconds without new copies to a tier after a copy to it failed."""
-
 MOST_UNTOLD = 1000
 """Requests whose loads the policies have not heard of."""
-
-RETRY_PAUSE = 5.0
-"""Seconds before a tier that could not grow or be cleared is asked again."""
-
 
 _WAITING = RequestState.WAITING
 
@@ -88,18 +78,14 @@ class Core:
     ) -> None:
         self.pool = pool
         self.tiers = list(tiers)
-        self.compactors = [Compactor(tier) for tier in self.tiers]
         self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
         self.chains = Chains(pool, self.tiers)
         self._counts = bool(self.chains.filters)
-        self._demoting = [
-            tier
-            for tier in self.tiers
-            if tier.flow is not Flow.WRITE_THROUGH and not isinstance(tier, FollowedDirectory)
-        ]
+        self.traffic = Traffic(pool, self.tiers, self.line)
+        self._demoting = self.traffic.demoting
         self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
         if self._demoting:
-            pool.demote = self._demote
+            pool.demote = self.traffic.demote
         self._untold: dict[str, tuple[list[bytes], list[bytes]]] = {}
         """What requests have loaded and the policies do not know: on host memory, on tiers."""
         self._marked = 0
@@ -107,25 +93,20 @@ class Core:
         self.now = 0.0
         self._requests: dict[str, Request] = {}
         self._asked: list[Request] = []
-        self._moves: dict[int, Move] = {}
-        self._orphans: set[int] = set()
-        self._next_move = 0
         self._asking = _NOBODY
         self._polled = 0.0
         self._totals = CoreStats(rows=pool.rows)
-        self._tier_totals = [TierStats(tier.name, tier.medium) for tier in self.tiers]
         self._keep_events = events
-        self._log: Callable[[str], None] = lambda message: None
 
     def log_to(self, write: Callable[[str], None]) -> None:
         """Where one line per change of a tier's health goes; nowhere by default."""
-        self._log = write
+        self.traffic.log = write
 
     # -- the edges of a step ---------------------------------------------------------
 
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
         """Begin a step: take in what was completed, end what has expired."""
-        self.now = now
+        self.now = self.traffic.now = now
         self._asking = _NOBODY
         self._marked = 0
         self.pool.begin_step()
@@ -137,18 +118,18 @@ class Core:
         elapsed, self._polled = now - self._polled, now
         for tier in self.tiers:
             tier.watch(now, elapsed, self.line.deadline)
-            self._judge(tier)
+            self.traffic.judge(tier)
         for request in self.line.expire(now):
             self._drop_if_idle(request)
 
     def absorb(self, completions: Iterable[Completion]) -> None:
         """Take in completions without beginning a step."""
         for completion in completions:
-            self._complete(completion)
+            self._totals.stray += not self.traffic.complete(completion)
 
     def flush(self, now: float) -> list[Move]:
         """The moves that are due, to be handed to the engine in this order."""
-        self.now = now
+        self.now = self.traffic.now = now
         self._asking = _NOBODY
         for request in self._asked:
             if self._counts:
@@ -167,28 +148,17 @@ class Core:
             self._tell()
         if self.line.waiting:
             for tier, (chunks, slots) in self.line.grant(now):
-                # One move, but for prefixes so long that its end would be the only sign of life.
-                size = tier.max_rows_in_flight
-                for start in range(0, len(chunks), size):
-                    part = chunks[start : start + size]
-                    keys = [chunk.key for chunk in part]
-                    rows = [chunk.row for chunk in part]
-                    some = slots[start : start + size]
-                    moves.append(self._move(Op.PROMOTE, tier, keys, rows, some))
+                moves += self.traffic.promote(tier, chunks, slots)
         if self._demoting:
             self.pool.make_ready()
-        for tier in self.tiers:
-            spare = self.compactors[tier.index].due(now)
-            moves += self._tend(tier)
-            if spare is not None:
-                moves.append(self._hand_out(spare, tier))
+        moves += self.traffic.due()
         self.chains.settle()
         return moves
 
     @property
     def in_flight(self) -> int:
         """Moves that were handed out and not completed."""
-        return len(self._moves)
+        return len(self.traffic.moves)
 
     @property
     def waiting(self) -> int:
@@ -486,9 +456,9 @@ class Core:
             if tier.flow is not Flow.WRITE_THROUGH or isinstance(tier, FollowedDirectory):
                 continue
             if not tier.accepts(self.now):
-                self._tier_totals[tier.index].refused += len(stored)
+                self.traffic.totals[tier.index].refused += len(stored)
                 continue
-            self._queue(tier, [chunk for chunk in stored if tier.lacks(chunk.key)])
+            self.traffic.queue(tier, [chunk for chunk in stored if tier.lacks(chunk.key)])
         self.chains.storing(request_id, -ended)
 
     # -- the rest ----------------------------------------------------------------------
@@ -531,9 +501,9 @@ class Core:
                     if chunk.status != FILLING
                     and not chunk.unsaved >> tier.index & 1
                     and tier.lacks(chunk.key)
-                    and not self._shared(chunk.key)
+                    and not self.traffic.shared(chunk.key)
                 ]
-                self._queue(tier, lacking)
+                self.traffic.queue(tier, lacking)
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call."""
@@ -559,14 +529,7 @@ class Core:
         self._untold.clear()
         self._asked.clear()
         self._asking = _NOBODY
-        # Rows of moves that an earlier reset orphaned are held already.
-        self.pool.reset(
-            row for id, move in self._moves.items() if id not in self._orphans for row in move.rows
-        )
-        self._orphans = set(self._moves)
-        for tier in self.tiers:
-            tier.reset()
-            self.compactors[tier.index].reset()
+        self.traffic.reset()
 
     def stats(self) -> CoreStats:
         """A snapshot of counters and gauges."""
@@ -575,21 +538,10 @@ class Core:
         totals.waiting, totals.timeouts = len(line.waiting), line.timeouts
         totals.truncations, totals.lapses, totals.shed = line.truncations, line.lapses, pool.shed
         totals.evicted = pool.evicted
-        for tier, tier_totals in zip(self.tiers, self._tier_totals, strict=True):
-            tier_totals.chunks, tier_totals.free = len(tier.entries), tier.free
-            tier_totals.segments, tier_totals.max_segments = tier.segments, tier.max_segments
-            tier_totals.queued = len(tier.queue)
-            tier_totals.stalled, tier_totals.congested = tier.stalled, tier.congested
-            tier_totals.evicted = tier.evicted
-            compactor = self.compactors[tier.index]
-            tier_totals.relocated, tier_totals.given_back = (
-                compactor.relocated,
-                compactor.given_back,
-            )
         return replace(
             totals,
             loaded_from=dict(totals.loaded_from),
-            tiers=[replace(tier_totals) for tier_totals in self._tier_totals],
+            tiers=self.traffic.snapshot(),
         )
 
     # -- inside ------------------------------------------------------------------------
@@ -622,7 +574,7 @@ class Core:
             entered = {chunk.key for chunk in chunks}
             declined += [key for key in new if key not in entered]
             return chunks, len(new)
-        if not may_fit and pool.demote is None:
+        if not may_fit and pool.demote is None and pool.policy.declines:
             chunks = pool.enter(offered, frozenset(declined))
             self._keep(offered)
             return chunks, len(chunks)
@@ -654,209 +606,3 @@ class Core:
             del self._requests[request.id]
             if self._asking is request:
                 self._asking = _NOBODY
-
-    def _queue(self, tier: TierDirectory, chunks: list[Chunk]) -> int:
-        """Put `chunks` in the queue for a tier, as far as it admits them; returns how many."""
-        if tier.admission is not None and chunks:
-            answers = tier.admission.admit([chunk.key for chunk in chunks], self.now)
-            wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
-            self._tier_totals[tier.index].declined += len(chunks) - len(wanted)
-            chunks = wanted
-        for chunk in chunks:
-            self.pool.queued(chunk, tier.index)
-            tier.enqueue(chunk.key)
-        return len(chunks)
-
-    def _shared(self, key: bytes) -> bool:
-        """Whether a neighbour keeps the chunk on the same disk."""
-        return any(
-            isinstance(tier, FollowedDirectory) and key in tier.entries for tier in self.tiers
-        )
-
-    def _demote(self, chunk: Chunk) -> bool:
-        """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""
-        if self._shared(chunk.key):
-            return False
-        queued = 0
-        for tier in self._demoting:
-            if not tier.lacks(chunk.key):
-                # To be given up once more counts as much as to be given up.
-                tier.touch((chunk.key,))
-            elif tier.accepts(self.now):
-                queued += self._queue(tier, [chunk])
-            else:
-                self._tier_totals[tier.index].refused += 1
-        return queued > 0
-
-    def _move(
-        self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]
-    ) -> Move:
-        return self._hand_out(Move(-1, op, tier.index, keys, rows, slots), tier)
-
-    def _hand_out(self, move: Move, tier: TierDirectory) -> Move:
-        move.id = self._next_move
-        self._next_move += 1
-        self._moves[move.id] = move
-        tier.in_flight[move.id] = (move, self.now)
-        tier.rows_in_flight += len(move.rows)
-        return move
-
-    def _tend(self, tier: TierDirectory) -> list[Move]:
-        """Copies to, growth and clearing of one tier."""
-        if tier.clearing:
-            if tier.in_flight or self.now < tier.retry_after:
-                return []
-            return [self._move(Op.CLEAR, tier, [], [], [])]
-        moves: list[Move] = []
-        if tier.wants_growth and self.now >= tier.retry_after and not tier.stalled:
-            tier.growing = True
-            tier.growing_since = self.now
-            moves.append(self._move(Op.GROW, tier, [], [], []))
-        while tier.queue:
-            limit = min(CASCADE_BATCH, tier.max_rows_in_flight - len(tier.writing))
-            if tier.store_after:
-                # It failed a while ago. One chunk tries first: a whole batch would
-                # displace chunks that can still be read, for nothing.
-                limit = 0 if tier.writing else 1
-            batch: list[Chunk] = []
-            while tier.queue and len(batch) < limit:
-                chunk = self.pool.chunks.get(tier.queue[0])
-                if chunk is not None and chunk.unsaved >> tier.index & 1:
-                    self.pool.dequeued(chunk, tier.index)
-                    batch.append(chunk)
-                tier.queue.popleft()
-            if not batch:
-                break
-            # Chunks are given up tail first, but stored head first.
-            through = tier.flow is Flow.WRITE_THROUGH
-            tail_first = reversed(batch) if through else batch
-            slots = tier.take_slots(len(batch), [chunk.key for chunk in tail_first])
-            if len(slots) < len(batch):
-                for chunk in reversed(batch[len(slots) :]):
-                    self.pool.queued(chunk, tier.index)
-                    tier.queue.appendleft(chunk.key)
-                del batch[len(slots) :]
-                if not batch:
-                    break
-            if not through:
-                batch.reverse()
-            for chunk, slot in zip(batch, slots, strict=True):
-                self.pool.pin(chunk)
-                tier.writing[chunk.key] = slot
-            keys = [chunk.key for chunk in batch]
-            moves.append(self._move(Op.CASCADE, tier, keys, [c.row for c in batch], slots))
-        return moves
-
-    def _complete(self, completion: Completion) -> None:
-        if completion.news is not None:
-            tier = self.tiers[completion.tier]
-            if isinstance(tier, FollowedDirectory):
-                tier.learn(completion.news)
-            return
-        move = self._moves.pop(completion.move_id, None)
-        if move is None:
-            self._totals.stray += 1
-            return
-        tier = self.tiers[move.tier]
-        _, started = tier.in_flight.pop(move.id)
-        tier.rows_in_flight -= len(move.rows)
-        tier.heard = True
-        if completion.error is not None:
-            self._tier_totals[tier.index].errors += 1
-        if tier.stalled:
-            tier.stalled = False
-            self._log(f"tier {tier.name} answers again")
-        if move.id in self._orphans:
-            self._orphans.discard(move.id)
-            self.pool.release_held(move.rows)
-            if move.op is Op.GROW:
-                tier.growing = False
-                tier.noted(completion.segments)
-            elif move.op is Op.SHRINK and completion.error is None:
-                tier.removed(move.segment)
-        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
-            self.compactors[tier.index].ended(move, completion, self.now)
-        elif move.op is Op.PROMOTE:
-            self._promoted(tier, move, completion, started)
-        elif move.op is Op.CASCADE:
-            self._cascaded(tier, move, completion)
-        elif move.op is Op.GROW:
-            tier.growing = False
-            for segment in completion.segments:
-                tier.grown(segment)
-            if not completion.segments:
-                tier.cannot_grow = True
-                tier.retry_after = self.now + RETRY_PAUSE
-        elif completion.error is None:
-            tier.cleared(completion.segments)
-        else:
-            tier.retry_after = self.now + RETRY_PAUSE
-
-    def _promoted(
-        self, tier: TierDirectory, move: Move, completion: Completion, started: float
-    ) -> None:
-        totals = self._tier_totals[tier.index]
-        newest = -1
-        for key, ok in zip(move.keys, completion.ok, strict=True):
-            chunk = self.pool.chunks[key]
-            newest = chunk.order
-            tier.end_read(key)
-            if ok:
-                self.pool.fill(chunk)
-                self.line.filled(chunk, self.now)
-                totals.promoted += 1
-                if tier.flow is Flow.EXCLUSIVE:
-                    tier.forget(key)
-            else:
-                self.line.failed(chunk, self.now)
-                self.pool.discard(chunk)
-                tier.forget(key)
-                totals.failed_reads += not isinstance(tier, FollowedDirectory)
-        self.line.passed(newest, self.now)
-        tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
-        tier.arrived += len(move.keys)
-
-    def _cascaded(self, tier: TierDirectory, move: Move, completion: Completion) -> None:
-        totals = self._tier_totals[tier.index]
-        # Tail first, as everything that reaches a policy.
-        for key, slot, ok in reversed(list(zip(move.keys, move.slots, completion.ok, strict=True))):
-            chunk = self.pool.chunks[key]
-            if ok:
-                tier.written(key, slot)
-                totals.written += 1
-            else:
-                tier.not_written(key, slot)
-                totals.failed_writes += 1
-            self.pool.unpin(chunk)
-        if not all(completion.ok):
-            tier.refused(slot for slot, ok in zip(move.slots, completion.ok, strict=True) if not ok)
-            if not tier.ailing:
-                self._log(f"a device of tier {tier.name} cannot store now: {completion.error}")
-                return
-            if self.now >= tier.store_after:
-                self._log(f"tier {tier.name} cannot store now: {completion.error}")
-            tier.store_after = self.now + STORE_PAUSE
-            self._empty_queue(tier)
-        elif tier.store_after and self.now >= tier.store_after:
-            tier.store_after = 0.0
-            self._log(f"tier {tier.name} stores again")
-
-    def _empty_queue(self, tier: TierDirectory) -> None:
-        """Let the chunks that wait for a tier go without it."""
-        while tier.queue:
-            chunk = self.pool.chunks.get(tier.queue.popleft())
-            if chunk is not None and chunk.unsaved >> tier.index & 1:
-                self.pool.dequeued(chunk, tier.index)
-                self._tier_totals[tier.index].refused += 1
-
-    def _judge(self, tier: TierDirectory) -> None:
-        """Notice a tier that does not answer, or that has more to do than anyone waits for."""
-        if tier.silent >= 2 * self.line.deadline and not tier.stalled:
-            tier.stalled = True
-            self._log(
-                f"tier {tier.name} has not answered for {tier.silent:.1f} s; "
-                "its chunks are misses and nothing is stored there until it does"
-            )
-            self._empty_queue(tier)
-        backlog = len(tier.reading) * tier.seconds_per_chunk
-        tier.congested = backlog > self.line.ceiling

@@ -263,15 +263,15 @@ class TierDirectory:
         free, self._retired, self._retired_free = self._retired_free, -1, set()
         self._stripe_of(segment * self.segment_slots).give(free)
 
-    def relocated(self, key: bytes, target: int, ok: bool) -> bool:
-        """A chunk was copied from the segment that is being emptied; whether it counts."""
+    def relocated(self, key: bytes, source: int, target: int, ok: bool) -> bool:
+        """A chunk was copied within the tier; whether the copy counts."""
         self.end_read(key)
-        slot = self.entries.get(key)
-        if not ok or slot is None:
+        if not ok or self.entries.get(key) != source:
+            # It failed, or the chunk has left meanwhile, and may even be back elsewhere.
             self._give((target,))
             return False
         self.entries[key] = target
-        self._retired_free.add(slot)
+        self._give((source,))
         return True
 
     def removed(self, segment: int) -> None:

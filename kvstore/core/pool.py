@@ -139,9 +139,14 @@ class HostPool:
         """
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
-        protected = self._protection(shed_unsaved=False)
+        may_not_leave = self._protection(shed_unsaved=False)
         free = len(self._free)
         entering: dict[bytes, None] = {}
+
+        def whole(key: bytes) -> bool:
+            return key in entering or may_not_leave(key)
+
+        protected = may_not_leave if policy.declines else whole
         given_up: dict[bytes, Chunk] = {}
         own: Collection[bytes] = ()
         for key in reversed(keys):

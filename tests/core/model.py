@@ -501,7 +501,7 @@ class World:
             found = [(slots[slot], slot) for slot in its_slots if slots[slot] is not GARBAGE]
         elif not failed:
             tier = self.core.tiers[move.tier]
-            orphan = move.id in self.core._orphans
+            orphan = move.id in self.core.traffic.orphans
             assert orphan or not any(slot in its_slots for slot in tier.entries.values())
             for other in self.moves:
                 if other.tier == move.tier:
@@ -589,8 +589,8 @@ class World:
             assert request.pending == pending
             pins.update(request.loading)
         assert len(line.waiting) + len(line.answered) <= len(core._requests)
-        for id, move in core._moves.items():
-            if move.op is Op.CASCADE and id not in core._orphans:
+        for id, move in core.traffic.moves.items():
+            if move.op is Op.CASCADE and id not in core.traffic.orphans:
                 pins.update(move.keys)
         held = {
             key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY
@@ -612,8 +612,8 @@ class World:
             assert contents[slot] == key or (tier.index, slot) in self.rotten, "a stale entry"
         if not tier.clearing:
             in_use = len(slots) + tier.free + tier.retired_free
-            for move in (m for m in self.core._moves.values() if m.tier == tier.index):
-                in_use += len(move.targets) if move.id not in self.core._orphans else 0
+            for move in (m for m in self.core.traffic.moves.values() if m.tier == tier.index):
+                in_use += len(move.targets) if move.id not in self.core.traffic.orphans else 0
             assert in_use == tier.segments * self.segment_slots, "slots leaked"
 
     def _check_traffic(self, tier: TierDirectory) -> None:
@@ -621,7 +621,7 @@ class World:
         reading: Counter[bytes] = Counter()
         for move, _ in tier.in_flight.values():
             rows[move.op] += len(move.rows)
-            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core._orphans:
+            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core.traffic.orphans:
                 reading.update(move.keys)
         assert reading == tier.reading, "what is read is protected, and nothing else"
         assert tier.rows_in_flight == rows.total()

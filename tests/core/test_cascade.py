@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.core import CASCADE_BATCH, RETRY_PAUSE, STORE_PAUSE
+from kvstore.core.traffic import CASCADE_BATCH, RETRY_PAUSE, STORE_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from kvstore.core.core import STORE_PAUSE
 from kvstore.core.directory import DEVICE_PAUSE, STRIPE_CHUNKS
+from kvstore.core.traffic import STORE_PAUSE
 from kvstore.types import Move, Op
 from tests.core.rig import Rig, chain
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.core import RETRY_PAUSE
+from kvstore.core.traffic import RETRY_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 

@@ -22,6 +22,7 @@ from kvstore.core import Core, HostPool, TierDirectory
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.line import Line
 from kvstore.core.request import Request
+from kvstore.core.traffic import Traffic
 from kvstore.types import Op
 from tests.core.model import World, random_act, random_world, scatter
 
@@ -211,13 +212,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a failed block fails alone, and fails")
 def _(patch: pytest.MonkeyPatch) -> None:
-    promoted = Core._promoted
+    promoted = Traffic._promoted
 
-    def believing(self: Core, tier: Any, move: Any, completion: Any, started: float) -> None:
+    def believing(self: Traffic, tier: Any, move: Any, completion: Any, started: float) -> None:
         completion.ok = [True] * len(completion.ok)
         promoted(self, tier, move, completion, started)
 
-    patch.setattr(Core, "_promoted", believing)
+    patch.setattr(Traffic, "_promoted", believing)
 
 
 @breaks("what is being read is not evicted from its tier")
@@ -233,24 +234,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a chunk is pinned while it is copied to a tier")
 def _(patch: pytest.MonkeyPatch) -> None:
-    tend, cascaded = Core._tend, Core._cascaded
+    tend, cascaded = Traffic.tend, Traffic._cascaded
 
-    def careless(self: Core, tier: TierDirectory) -> Any:
+    def careless(self: Traffic, tier: TierDirectory) -> Any:
         moves = tend(self, tier)
         for move in moves:
             for key in move.keys if move.op is Op.CASCADE else ():
-                self.pool.unpin(self.pool.chunks[key])
+                self._pool.unpin(self._pool.chunks[key])
         return moves
 
-    def forgiving(self: Core, tier: Any, move: Any, completion: Any) -> None:
+    def forgiving(self: Traffic, tier: Any, move: Any, completion: Any) -> None:
         for key in move.keys:
-            if key not in self.pool.chunks:
+            if key not in self._pool.chunks:
                 raise AssertionError("a chunk left while it was copied")
-            self.pool.pin(self.pool.chunks[key])
+            self._pool.pin(self._pool.chunks[key])
         cascaded(self, tier, move, completion)
 
-    patch.setattr(Core, "_tend", careless)
-    patch.setattr(Core, "_cascaded", forgiving)
+    patch.setattr(Traffic, "tend", careless)
+    patch.setattr(Traffic, "_cascaded", forgiving)
 
 
 @breaks("copies on their way are bounded")
@@ -278,7 +279,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Core) -> None:
         reset(self)
-        self._orphans.clear()
+        self.traffic.orphans.clear()
 
     patch.setattr(Core, "reset", forgetful)
 
@@ -389,8 +390,8 @@ def test_compaction_amid_traffic_loses_nothing() -> None:
         for _ in range(500):
             random_act(world, rng)
             world.check()
-        relocated += sum(each.relocated for each in world.core.compactors)
-        given_back += sum(each.given_back for each in world.core.compactors)
+        relocated += sum(each.relocated for each in world.core.traffic.compactors)
+        given_back += sum(each.given_back for each in world.core.traffic.compactors)
         world.settle()
     assert relocated > 100
     assert given_back > 100

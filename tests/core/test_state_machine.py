@@ -226,7 +226,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def end_move(self, index: int, failures: set[int]) -> None:
         move = self.world.moves[index]
-        current = move.id not in self.world.core._orphans
+        current = move.id not in self.world.core.traffic.orphans
         self.world.complete(index, failures)
         ok = self.world.done[-1].ok
         for key, good in zip(move.keys, ok, strict=True):

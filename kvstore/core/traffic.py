@@ -1,0 +1,314 @@
+"""What moves between host memory and the tiers: handing moves out, taking their ends in.
+
+A part of the core: it does no I/O either, and knows no time but `now`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvstore.core.chunk import Chunk
+from kvstore.core.compactor import Compactor
+from kvstore.core.directory import TierDirectory
+from kvstore.core.flow import Flow
+from kvstore.core.followed import FollowedDirectory
+from kvstore.core.line import Line
+from kvstore.core.pool import HostPool
+from kvstore.core.stats import TierStats
+from kvstore.types import Completion, Move, Op
+
+__all__ = ["CASCADE_BATCH", "RETRY_PAUSE", "STORE_PAUSE", "Traffic"]
+
+CASCADE_BATCH = 64
+"""Most chunks in one cascade move."""
+
+STORE_PAUSE = 5.0
+"""Seconds without new copies to a tier after a copy to it failed."""
+
+RETRY_PAUSE = 5.0
+"""Seconds before a tier that could not grow or be cleared is asked again."""
+
+
+class Traffic:
+    """Moves under way, and what is due next on each tier.
+
+    Attributes:
+        now: the time of the present call; the core sets it.
+        moves: what was handed out and has not ended, by number.
+        orphans: those of `moves` that a reset has overtaken: only their rows count.
+        totals: counters, by tier.
+        demoting: tiers that get what host memory gives up.
+        log: where one line per change of a tier's health goes.
+    """
+
+    def __init__(self, pool: HostPool, tiers: Sequence[TierDirectory], line: Line) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._line = line
+        self.now = 0.0
+        self.moves: dict[int, Move] = {}
+        self.orphans: set[int] = set()
+        self._next = 0
+        self.totals = [TierStats(tier.name, tier.medium) for tier in tiers]
+        self.compactors = [Compactor(tier) for tier in tiers]
+        self.demoting = [
+            tier
+            for tier in tiers
+            if tier.flow is not Flow.WRITE_THROUGH and not isinstance(tier, FollowedDirectory)
+        ]
+        self.log: Callable[[str], None] = lambda message: None
+
+    def promote(
+        self, tier: TierDirectory, chunks: Sequence[Chunk], slots: Sequence[int]
+    ) -> list[Move]:
+        """Moves that fill `chunks` from `slots`."""
+        moves: list[Move] = []
+        # One move, but for prefixes so long that its end would be the only sign of life.
+        size = tier.max_rows_in_flight
+        for start in range(0, len(chunks), size):
+            part = chunks[start : start + size]
+            keys = [chunk.key for chunk in part]
+            rows = [chunk.row for chunk in part]
+            moves.append(
+                self._move(Op.PROMOTE, tier, keys, rows, list(slots[start : start + size]))
+            )
+        return moves
+
+    def due(self) -> list[Move]:
+        """What else is due on each tier: copies, growth, clearing, compaction."""
+        moves: list[Move] = []
+        for tier in self._tiers:
+            spare = self.compactors[tier.index].due(self.now)
+            moves += self.tend(tier)
+            if spare is not None:
+                moves.append(self._hand_out(spare, tier))
+        return moves
+
+    def reset(self) -> None:
+        """Every tier forgets everything; what is under way counts for its rows only."""
+        # Rows of moves that an earlier reset orphaned are held already.
+        self._pool.reset(
+            row for id, move in self.moves.items() if id not in self.orphans for row in move.rows
+        )
+        self.orphans = set(self.moves)
+        for tier in self._tiers:
+            tier.reset()
+            self.compactors[tier.index].reset()
+
+    def snapshot(self) -> list[TierStats]:
+        """Counters and gauges, up to date."""
+        for tier, totals, compactor in zip(self._tiers, self.totals, self.compactors, strict=True):
+            totals.chunks, totals.free = len(tier.entries), tier.free
+            totals.segments, totals.max_segments = tier.segments, tier.max_segments
+            totals.queued, totals.evicted = len(tier.queue), tier.evicted
+            totals.stalled, totals.congested = tier.stalled, tier.congested
+            totals.relocated, totals.given_back = compactor.relocated, compactor.given_back
+        return [replace(totals) for totals in self.totals]
+
+    def queue(self, tier: TierDirectory, chunks: list[Chunk]) -> int:
+        """Put `chunks` in the queue for a tier, as far as it admits them; returns how many."""
+        if tier.admission is not None and chunks:
+            answers = tier.admission.admit([chunk.key for chunk in chunks], self.now)
+            wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
+            self.totals[tier.index].declined += len(chunks) - len(wanted)
+            chunks = wanted
+        for chunk in chunks:
+            self._pool.queued(chunk, tier.index)
+            tier.enqueue(chunk.key)
+        return len(chunks)
+
+    def shared(self, key: bytes) -> bool:
+        """Whether a neighbour keeps the chunk on the same disk."""
+        return any(
+            isinstance(tier, FollowedDirectory) and key in tier.entries for tier in self._tiers
+        )
+
+    def demote(self, chunk: Chunk) -> bool:
+        """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""
+        if self.shared(chunk.key):
+            return False
+        queued = 0
+        for tier in self.demoting:
+            if not tier.lacks(chunk.key):
+                # To be given up once more counts as much as to be given up.
+                tier.touch((chunk.key,))
+            elif tier.accepts(self.now):
+                queued += self.queue(tier, [chunk])
+            else:
+                self.totals[tier.index].refused += 1
+        return queued > 0
+
+    def _move(
+        self, op: Op, tier: TierDirectory, keys: list[bytes], rows: list[int], slots: list[int]
+    ) -> Move:
+        return self._hand_out(Move(-1, op, tier.index, keys, rows, slots), tier)
+
+    def _hand_out(self, move: Move, tier: TierDirectory) -> Move:
+        move.id = self._next
+        self._next += 1
+        self.moves[move.id] = move
+        tier.in_flight[move.id] = (move, self.now)
+        tier.rows_in_flight += len(move.rows)
+        return move
+
+    def tend(self, tier: TierDirectory) -> list[Move]:
+        """Copies to, growth and clearing of one tier."""
+        if tier.clearing:
+            if tier.in_flight or self.now < tier.retry_after:
+                return []
+            return [self._move(Op.CLEAR, tier, [], [], [])]
+        moves: list[Move] = []
+        if tier.wants_growth and self.now >= tier.retry_after and not tier.stalled:
+            tier.growing = True
+            tier.growing_since = self.now
+            moves.append(self._move(Op.GROW, tier, [], [], []))
+        while tier.queue:
+            limit = min(CASCADE_BATCH, tier.max_rows_in_flight - len(tier.writing))
+            if tier.store_after:
+                # It failed a while ago. One chunk tries first: a whole batch would
+                # displace chunks that can still be read, for nothing.
+                limit = 0 if tier.writing else 1
+            batch: list[Chunk] = []
+            while tier.queue and len(batch) < limit:
+                chunk = self._pool.chunks.get(tier.queue[0])
+                if chunk is not None and chunk.unsaved >> tier.index & 1:
+                    self._pool.dequeued(chunk, tier.index)
+                    batch.append(chunk)
+                tier.queue.popleft()
+            if not batch:
+                break
+            # Chunks are given up tail first, but stored head first.
+            through = tier.flow is Flow.WRITE_THROUGH
+            tail_first = reversed(batch) if through else batch
+            slots = tier.take_slots(len(batch), [chunk.key for chunk in tail_first])
+            if len(slots) < len(batch):
+                for chunk in reversed(batch[len(slots) :]):
+                    self._pool.queued(chunk, tier.index)
+                    tier.queue.appendleft(chunk.key)
+                del batch[len(slots) :]
+                if not batch:
+                    break
+            if not through:
+                batch.reverse()
+            for chunk, slot in zip(batch, slots, strict=True):
+                self._pool.pin(chunk)
+                tier.writing[chunk.key] = slot
+            keys = [chunk.key for chunk in batch]
+            moves.append(self._move(Op.CASCADE, tier, keys, [c.row for c in batch], slots))
+        return moves
+
+    def complete(self, completion: Completion) -> bool:
+        """A move has ended; False if nobody knows it."""
+        if completion.news is not None:
+            tier = self._tiers[completion.tier]
+            if isinstance(tier, FollowedDirectory):
+                tier.learn(completion.news)
+            return True
+        move = self.moves.pop(completion.move_id, None)
+        if move is None:
+            return False
+        tier = self._tiers[move.tier]
+        _, started = tier.in_flight.pop(move.id)
+        tier.rows_in_flight -= len(move.rows)
+        tier.heard = True
+        if completion.error is not None:
+            self.totals[tier.index].errors += 1
+        if tier.stalled:
+            tier.stalled = False
+            self.log(f"tier {tier.name} answers again")
+        if move.id in self.orphans:
+            self.orphans.discard(move.id)
+            self._pool.release_held(move.rows)
+            if move.op is Op.GROW:
+                tier.growing = False
+                tier.noted(completion.segments)
+            elif move.op is Op.SHRINK and completion.error is None:
+                tier.removed(move.segment)
+        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            self.compactors[tier.index].ended(move, completion, self.now)
+        elif move.op is Op.PROMOTE:
+            self._promoted(tier, move, completion, started)
+        elif move.op is Op.CASCADE:
+            self._cascaded(tier, move, completion)
+        elif move.op is Op.GROW:
+            tier.growing = False
+            for segment in completion.segments:
+                tier.grown(segment)
+            if not completion.segments:
+                tier.cannot_grow = True
+                tier.retry_after = self.now + RETRY_PAUSE
+        elif completion.error is None:
+            tier.cleared(completion.segments)
+        else:
+            tier.retry_after = self.now + RETRY_PAUSE
+        return True
+
+    def _promoted(
+        self, tier: TierDirectory, move: Move, completion: Completion, started: float
+    ) -> None:
+        totals = self.totals[tier.index]
+        newest = -1
+        for key, ok in zip(move.keys, completion.ok, strict=True):
+            chunk = self._pool.chunks[key]
+            newest = chunk.order
+            tier.end_read(key)
+            if ok:
+                self._pool.fill(chunk)
+                self._line.filled(chunk, self.now)
+                totals.promoted += 1
+                if tier.flow is Flow.EXCLUSIVE:
+                    tier.forget(key)
+            else:
+                self._line.failed(chunk, self.now)
+                self._pool.discard(chunk)
+                tier.forget(key)
+                totals.failed_reads += not isinstance(tier, FollowedDirectory)
+        self._line.passed(newest, self.now)
+        tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
+        tier.arrived += len(move.keys)
+
+    def _cascaded(self, tier: TierDirectory, move: Move, completion: Completion) -> None:
+        totals = self.totals[tier.index]
+        # Tail first, as everything that reaches a policy.
+        for key, slot, ok in reversed(list(zip(move.keys, move.slots, completion.ok, strict=True))):
+            chunk = self._pool.chunks[key]
+            if ok:
+                tier.written(key, slot)
+                totals.written += 1
+            else:
+                tier.not_written(key, slot)
+                totals.failed_writes += 1
+            self._pool.unpin(chunk)
+        if not all(completion.ok):
+            tier.refused(slot for slot, ok in zip(move.slots, completion.ok, strict=True) if not ok)
+            if not tier.ailing:
+                self.log(f"a device of tier {tier.name} cannot store now: {completion.error}")
+                return
+            if self.now >= tier.store_after:
+                self.log(f"tier {tier.name} cannot store now: {completion.error}")
+            tier.store_after = self.now + STORE_PAUSE
+            self._empty_queue(tier)
+        elif tier.store_after and self.now >= tier.store_after:
+            tier.store_after = 0.0
+            self.log(f"tier {tier.name} stores again")
+
+    def _empty_queue(self, tier: TierDirectory) -> None:
+        """Let the chunks that wait for a tier go without it."""
+        while tier.queue:
+            chunk = self._pool.chunks.get(tier.queue.popleft())
+            if chunk is not None and chunk.unsaved >> tier.index & 1:
+                self._pool.dequeued(chunk, tier.index)
+                self.totals[tier.index].refused += 1
+
+    def judge(self, tier: TierDirectory) -> None:
+        """Notice a tier that does not answer, or that has more to do than anyone waits for."""
+        if tier.silent >= 2 * self._line.deadline and not tier.stalled:
+            tier.stalled = True
+            self.log(
+                f"tier {tier.name} has not answered for {tier.silent:.1f} s; "
+                "its chunks are misses and nothing is stored there until it does"
+            )
+            self._empty_queue(tier)
+        backlog = len(tier.reading) * tier.seconds_per_chunk
+        tier.congested = backlog > self._line.ceiling
