@@ -40,6 +40,10 @@ MAX_BYTES = 2**60
 """Largest size that is taken for one, not for a mistake."""
 
 
+HOST_ALONE = Choice("hit-density", (("whole_stores", True),))
+"""The policy of host memory without a slower tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
     """A disk tier.
@@ -90,8 +94,8 @@ class Config:
     Attributes:
         cpu_bytes_to_use: host memory for chunks, a hard limit.
         eviction_policy: name of the policy for host memory, or a table of `name`
-            and its parameters. By default hit-density where host memory is all there
-            is, and lru above slower tiers: docs/simulate.md tells why.
+            and its parameters. By default hit-density, with `whole_stores`, where host
+            memory is all there is, and lru above slower tiers: docs/simulate.md tells why.
         admission: filters that decide which chunks enter host memory; written as
             one name, as a table of `name` and parameters, or as a list of these.
         store_threshold: how often a chunk must have been asked for before it is
@@ -138,7 +142,7 @@ class Config:
     @property
     def host_policy(self) -> str | Choice:
         """The policy of host memory, chosen or by default."""
-        return self.eviction_policy or ("lru" if self.tiers else "hit-density")
+        return self.eviction_policy or ("lru" if self.tiers else HOST_ALONE)
 
     @property
     def host_filters(self) -> tuple[Choice, ...]:

@@ -52,14 +52,15 @@ class HitDensity(EvictionPolicy):
         ghosts: how many evicted keys are remembered, as a multiple of the
             capacity. Fewer save memory and cost hits where the tier is small
             beside what is in use.
+        whole_stores: do not turn away part of a store that would fit. Costs hits
+            only where a prompt is a large part of the tier.
     """
 
     name = "hit-density"
 
-    declines = False
-
-    def __init__(self, capacity: int, *, ghosts: float = 2.0) -> None:
+    def __init__(self, capacity: int, *, ghosts: float = 2.0, whole_stores: bool = False) -> None:
         super().__init__(capacity)
+        self.declines = not whole_stores
         if not 0 <= ghosts <= 64:
             raise ValueError(f"ghosts must lie between 0 and 64 times the capacity, not {ghosts}")
         self._ghost_room = int(capacity * ghosts)

@@ -75,6 +75,18 @@ def test_the_core_adds_nothing_to_what_the_policy_decides(
     assert outcome.hits == hits_by_the_rules(trace, build_policy(policy, capacity))
 
 
+WHOLE = Choice("hit-density", (("whole_stores", True),))
+
+
+@pytest.mark.parametrize("capacity", [150, 400])
+def test_a_store_that_fits_is_taken_whole_by_a_policy_that_does_not_decline(capacity: int) -> None:
+    trace = conversations(7)
+    assert max(len(chunks) for chunks in trace.requests) <= capacity
+    outcome = replay(trace, Setup(capacity, host_policy=WHOLE))
+    assert outcome.declined == 0
+    assert outcome.host_writes == outcome.accesses - outcome.hits
+
+
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("flow", Flow)
 def test_with_room_for_all_everything_seen_before_is_a_hit(policy: str, flow: Flow) -> None:
