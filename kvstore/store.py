@@ -159,9 +159,8 @@ class Store:
         self._transfers = 0
         self._closed = False
         self._compacting: asyncio.Task[None] | None = None
-        rates = [tier.compaction_rate for tier in config.tiers]
-        if any(rates):
-            self.compact(max(rates))
+        if any(tier.relocations_per_second for tier in self._core.tiers):
+            self._compacting = asyncio.get_running_loop().create_task(self._compact())
         self._pump()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:

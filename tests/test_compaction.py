@@ -179,3 +179,12 @@ async def test_kills_in_its_midst_lose_nothing(tmp_path: Path) -> None:
         async with kvstore.open(config(tmp_path)) as store:
             assert await served(store, kept) == len(kept)
     assert len(files(tmp_path)) < 8
+
+
+async def test_each_tier_keeps_to_its_own_rate(tmp_path: Path) -> None:
+    told = config(tmp_path / "fast", compaction_rate="1MiB")
+    told["tiers"] += config(tmp_path / "still", compaction_rate=0)["tiers"]
+    async with kvstore.open(told) as store:
+        rates = {tier.name: tier.relocations_per_second for tier in store._core.tiers}
+    assert rates[f"disk:{tmp_path / 'fast'}"] == 2**20 / CHUNK
+    assert rates[f"disk:{tmp_path / 'still'}"] == 0
