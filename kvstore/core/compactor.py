@@ -34,7 +34,6 @@ class Compactor:
 
     def __init__(self, tier: TierDirectory) -> None:
         self._tier = tier
-        self._batch = tier.relocation_chunks
         self.relocated = 0
         self.given_back = 0
         self._victim = -1
@@ -51,11 +50,11 @@ class Compactor:
         self._counted = now
         if self._under_way:
             return None
-        rate = tier.relocations_per_second if self._batch else 0.0
+        rate = tier.relocations_per_second if self._tier.relocation_chunks else 0.0
         if not rate or tier.clearing:
             self._stop()
             return None
-        self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
+        self._allowance = min(float(self._tier.relocation_chunks), self._allowance + elapsed * rate)
         if self._victim >= 0 and tier.short:
             self._stop()  # What was free is needed again.
         # A copy under way makes whoever comes meanwhile wait, so they are small and have pauses.
@@ -104,7 +103,7 @@ class Compactor:
             # Chunks that the tier did not name, because their records are damaged.
             self._give_up(now)
             return None
-        count = min(self._batch, int(self._allowance))
+        count = min(self._tier.relocation_chunks, int(self._allowance))
         keys: list[bytes] = []
         sources: list[int] = []
         while self._pending and len(keys) < count:

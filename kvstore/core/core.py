@@ -448,10 +448,8 @@ class Core:
         # A server may report a store as a set; rows were given in prefix order.
         stored.sort(key=lambda chunk: chunk.order)
         self._totals.stored += len(stored)
-        followed = [tier for tier in self.tiers if isinstance(tier, FollowedDirectory)]
-        if followed:
-            # What a neighbour keeps on the same disk need not be written twice.
-            stored = [c for c in stored if not any(c.key in tier.entries for tier in followed)]
+        # What a neighbour keeps on the same disk need not be written twice.
+        stored = [chunk for chunk in stored if not self.traffic.shared(chunk.key)]
         for tier in self.tiers:
             if tier.flow is not Flow.WRITE_THROUGH or isinstance(tier, FollowedDirectory):
                 continue

@@ -57,6 +57,7 @@ class Traffic:
             for tier in tiers
             if tier.flow is not Flow.WRITE_THROUGH and not isinstance(tier, FollowedDirectory)
         ]
+        self._followed = [tier for tier in tiers if isinstance(tier, FollowedDirectory)]
         self.log: Callable[[str], None] = lambda message: None
 
     def promote(
@@ -120,9 +121,7 @@ class Traffic:
 
     def shared(self, key: bytes) -> bool:
         """Whether a neighbour keeps the chunk on the same disk."""
-        return any(
-            isinstance(tier, FollowedDirectory) and key in tier.entries for tier in self._tiers
-        )
+        return any(key in tier.entries for tier in self._followed)
 
     def demote(self, chunk: Chunk) -> bool:
         """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""

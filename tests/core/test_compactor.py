@@ -17,7 +17,6 @@ def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: An
     rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, **options)
     tier = rig.core.tiers[0]
     tier.relocation_chunks = 4
-    rig.core.traffic.compactors[0]._batch = 4
     tier.relocations_per_second = rate
     for segment in range(segments):
         first = segment * SLOTS

@@ -24,7 +24,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import Geometry, decode_records, reseal_records
+from tiers.disk.format import Geometry, reseal_records
 from tiers.disk.index import read_index
 from tiers.disk.io import choose_backend
 from tiers.disk.recovery import recover
@@ -137,12 +137,7 @@ class _Lane:
             origin, home = self._at(source), self._at(target)
             from_slot, to_slot = source % per_segment, target % per_segment
             buffer = self._view[index * size : (index + 1) * size]
-            live = decode_records(
-                origin.read_records(from_slot, 1),
-                from_slot,
-                self.geometry.chunk_bytes,
-                origin.seed,
-            )
+            live = origin.live_records(from_slot, 1)
             got = self.backend.read(origin.data, [buffer], origin.offset_of(from_slot))
             whole = (
                 got == size
@@ -171,9 +166,7 @@ class _Lane:
     def _erase_stale(self) -> None:
         """Records that are valid but superseded hold nothing."""
         for number, segment in self.segments.items():
-            raw = segment.read_records(0, self.geometry.slots)
-            live = decode_records(raw, 0, self.geometry.chunk_bytes, segment.seed)
-            for slot in live.slots:
+            for slot in segment.live_records(0, self.geometry.slots).slots:
                 if number * self.geometry.slots + slot not in self.key_at:
                     segment.erase_records(slot, 1)
 

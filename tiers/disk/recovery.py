@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import Geometry, LiveRecords, decode_records
+from tiers.disk.format import Geometry, LiveRecords
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import LOCK_NAME
 from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
@@ -112,8 +112,7 @@ def _open(
     """Open a segment, read its index and erase what is damaged in it."""
     segment = Segment.open(path, namespace, geometry, backend)
     try:
-        raw = segment.read_records(0, geometry.slots)
-        records = decode_records(raw, 0, geometry.chunk_bytes, segment.seed)
+        records = segment.live_records(0, geometry.slots)
         for slot in records.damaged:
             segment.erase_records(slot, 1)
     except OSError:

@@ -16,6 +16,8 @@ from tiers.disk.format import (
     RECORD_BYTES,
     Geometry,
     Header,
+    LiveRecords,
+    decode_records,
     encode_header,
     parse_header,
     segment_seed,
@@ -149,6 +151,15 @@ class Segment:
         return self._records.read(
             self.geometry.index_offset + first * RECORD_BYTES, count * RECORD_BYTES
         )
+
+    def live_records(self, first: int, count: int) -> LiveRecords:
+        """The valid and the damaged records among `count` slots from `first` on.
+
+        Raises:
+            OSError: as the system says.
+        """
+        raw = self.read_records(first, count)
+        return decode_records(raw, first, self.geometry.chunk_bytes, self.seed)
 
     def write_records(self, first: int, records: bytes) -> None:
         """Write raw records from slot `first` on.

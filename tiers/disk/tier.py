@@ -173,7 +173,7 @@ class DiskTier(Tier):
         return (
             f"disk {', '.join(str(volume.lane.folder) for volume in self.volumes)}, "
             f"{segments} segments of {geometry.slots} chunks, "
-            f"{segments * geometry.file_bytes} B, I/O {first.backend.name} x{first.thread_count}"
+            f"{segments * geometry.file_bytes} B, I/O {first.backend.name} x{first.threads.count}"
         )
 
     # -- moving ------------------------------------------------------------------------
@@ -259,9 +259,14 @@ class DiskTier(Tier):
         return told
 
     def _place(self, slot: int) -> Place:
+        index, number, within = self._locate(slot)
+        return self.volumes[index].segments[number], within
+
+    def _locate(self, slot: int) -> tuple[int, int, int]:
+        """Where a slot is: the volume, the segment of the volume, the slot of the segment."""
         segment, within = divmod(slot, self.geometry.slots)
         number, index = divmod(segment, len(self.volumes))
-        return self.volumes[index].segments[number], within
+        return index, number, within
 
     async def clear(self) -> list[int] | None:
         for volume in self.volumes:
@@ -283,8 +288,7 @@ class DiskTier(Tier):
             await volume.threads.idle()
         orders: list[list[tuple[int, int]]] = [[] for _ in self.volumes]
         for rank, (_, slot) in enumerate(coldest_first):
-            segment, within = divmod(slot, self.geometry.slots)
-            number, index = divmod(segment, len(self.volumes))
+            index, number, within = self._locate(slot)
             orders[index].append((number * self.geometry.slots + within, self._sequence + rank))
         await asyncio.gather(
             *(_close(volume, order) for volume, order in zip(self.volumes, orders, strict=True))

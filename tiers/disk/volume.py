@@ -86,9 +86,7 @@ class Volume:
         io_threads: int,
         lane: int | None,
     ) -> None:
-        self.path = path
         self.capacity_bytes = capacity_bytes
-        self.thread_count = io_threads
         self.segments: dict[int, Segment] = {}
         self.max_segments = 0
         self._digest = namespace.digest
@@ -160,7 +158,7 @@ class Volume:
     def _cut(
         self, job: Job, indices: Sequence[int], region: PinnedRegion
     ) -> list[Callable[[], str | None]]:
-        geometry, threads = self.geometry, self.thread_count
+        geometry, threads = self.geometry, self.threads.count
         slots = [job.slots[index] for index in indices]
         extents = cut_extents(slots, geometry.slots, geometry.slot_bytes, threads)
         operations: list[Callable[[], str | None]] = []
@@ -233,9 +231,7 @@ class Volume:
         Raises:
             OSError: as the system says.
         """
-        segment = self.segments[number]
-        raw = segment.read_records(0, self.geometry.slots)
-        live = decode_records(raw, 0, self.geometry.chunk_bytes, segment.seed)
+        live = self.segments[number].live_records(0, self.geometry.slots)
         return list(zip(live.keys(), live.slots, strict=True))
 
     def remove(self, number: int) -> str | None:
