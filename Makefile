@@ -7,17 +7,21 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo test check unit vllm kill soak fuzz clean
+# Two at once on two cores; tests that start vLLM engines all run in one of them. What is
+# skipped is listed with its reason.
+TESTS := $(BIN)/python -m pytest -n logical --dist loadgroup -rs
+
+.PHONY: demo test check unit vllm figures kill soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: check
-	@$(BIN)/python -m pytest
+	@$(TESTS) -m "not slow"
 
 # Everything but the tests that start a vLLM engine.
 unit: check
-	@$(BIN)/python -m pytest -m "not vllm"
+	@$(TESTS) -m "not slow and not vllm"
 
 vllm: $(READY)
 	@$(BIN)/python -m pytest -m vllm
@@ -26,6 +30,10 @@ check: $(READY)
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check . || { echo "ruff format: run $(BIN)/ruff format"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
+
+# Replays of long traces, hit for hit: a few minutes.
+figures: $(READY)
+	@$(TESTS) -m slow
 
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
 kill: $(READY)

@@ -70,8 +70,6 @@ def test_hit_density_beats_lru_on_the_conversation(percent: float, better_than_l
     assert 100 * (ours - lru) / 288_500 >= better_than_lru
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("percent", "policy", "hits"),
     [

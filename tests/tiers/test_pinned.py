@@ -401,7 +401,10 @@ def test_a_creator_that_closed_its_region_early_is_replaced(name: str) -> None:
         b"{}",
         b'{"pid": "x", "fd": 0, "token": "t", "size": 1}',
         b'{"pid": 1, "fd": 0, "token": "t", "size": 1}',
-        json.dumps({"pid": os.getpid(), "fd": 0, "token": "t", "size": 1}).encode(),
+        pytest.param(
+            json.dumps({"pid": os.getpid(), "fd": 0, "token": "t", "size": 1}).encode(),
+            id="this process",
+        ),
     ],
 )
 def test_a_rendezvous_that_leads_nowhere_is_replaced(name: str, content: bytes) -> None:
