@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,32 @@ def small_disk(mount: Callable[..., Path]) -> Callable[[int], Path]:
         return mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", name=f"disk-of-{size}")
 
     return make
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Callable[[int], Path]]:
+    """Makes control groups with a limit of memory; skips where this user may not."""
+    made: list[Path] = []
+
+    def make(limit: int) -> Path:
+        parent = Path("/sys/fs/cgroup/memory")
+        knob = "memory.limit_in_bytes"
+        if not parent.is_dir():
+            parent, knob = Path("/sys/fs/cgroup"), "memory.max"
+        folder = parent / f"kvstore-{secrets.token_hex(4)}"
+        try:
+            folder.mkdir()
+            made.append(folder)
+            (folder / knob).write_text(str(limit))
+        except OSError as error:
+            pytest.skip(f"no control group with a limit of memory can be made: {error}")
+        return folder
+
+    yield make
+    for folder in made:
+        for _ in range(100):
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                time.sleep(0.05)

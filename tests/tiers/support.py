@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from kvstore.testing.tier import TierBench
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry
 from tiers.disk.namespace import Namespace
+from tiers.rendezvous import stem_of
 
 CHUNK = 8000
 SLOT = 8192
@@ -59,6 +61,21 @@ def flip(file: Path, offset: int, mask: int = 0x01) -> None:
         (byte,) = handle.read(1)
         handle.seek(offset)
         handle.write(bytes([byte ^ mask]))
+
+
+def memory_of(name: str) -> dict[int, int]:
+    """The shared memory that living processes hold under a name: inode -> bytes that are there."""
+    stem = f"/memfd:{stem_of(name)}"
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                for fd in (process / "fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if os.readlink(fd).startswith(stem):
+                            told = fd.stat()
+                            found[told.st_ino] = told.st_blocks * 512
+    return found
 
 
 PREAMBLE = """

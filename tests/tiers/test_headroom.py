@@ -1,0 +1,226 @@
+"""How much memory may still be taken, on made-up machines and on this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiers.headroom import available_bytes
+
+MIB = 2**20
+FREE = 1000 * MIB
+
+StartGroup = Callable[[int], Path]
+
+
+class Machine:
+    """A root with ``/proc`` and control groups."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {FREE // 1024} kB\n")
+        self.write("proc/self/cgroup", "")
+        self.write("proc/self/mountinfo", "")
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def mount(self, kind: str, group: str, *, top: str = "/", options: str = "rw") -> None:
+        """A hierarchy mounted at /sys/fs/cgroup, with this process in `group`."""
+        controllers = "" if kind == "cgroup2" else "cpuset,memory"
+        self.write("proc/self/cgroup", f"5:pids:/elsewhere\n4:{controllers}:{group}\n")
+        self.write(
+            "proc/self/mountinfo",
+            "24 1 0:22 / /proc rw shared:5 - proc proc rw\n"
+            f"35 24 0:31 {top} /sys/fs/cgroup rw,nosuid shared:9 - {kind} {kind} {options}\n",
+        )
+
+    def v2(self, group: str, limit: int | str, used: int, **more: int | str) -> None:
+        at = f"sys/fs/cgroup{group}"
+        self.write(f"{at}/memory.max", f"{limit}\n")
+        self.write(f"{at}/memory.high", f"{more.pop('high', 'max')}\n")
+        self.write(f"{at}/memory.current", f"{used}\n")
+        self.write(f"{at}/memory.stat", "".join(f"{k} {v}\n" for k, v in more.items()))
+
+    def v1(self, group: str, limit: int, used: int, **stat: int) -> None:
+        at = f"sys/fs/cgroup{group}"
+        self.write(f"{at}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{at}/memory.usage_in_bytes", f"{used}\n")
+        self.write(f"{at}/memory.stat", "".join(f"{k} {v}\n" for k, v in stat.items()))
+
+    @property
+    def available(self) -> int | None:
+        return available_bytes(self.root)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_limits_it_is_what_the_machine_has_free(machine: Machine) -> None:
+    assert machine.available == FREE
+
+
+def test_a_system_that_says_nothing_refuses_nothing(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize("broken", ["", "x", "1:2", "::", "0::/a\n:::", "\n\n"])
+def test_files_that_make_no_sense_are_as_if_they_were_not_there(
+    machine: Machine, broken: str
+) -> None:
+    for file in ("proc/self/cgroup", "proc/self/mountinfo", "sys/fs/cgroup/memory.max"):
+        machine.write(file, broken)
+    assert machine.available == FREE
+    machine.mount("cgroup2", "/a")
+    machine.v2("/a", 100 * MIB, 0)
+    for file in ("memory.stat", "memory.high"):
+        machine.write(f"sys/fs/cgroup/a/{file}", broken)
+    assert machine.available == 100 * MIB
+
+
+def test_version_2_counts_clean_cache_as_free(machine: Machine) -> None:
+    machine.mount("cgroup2", "/server")
+    machine.v2(
+        "/server",
+        500 * MIB,
+        500 * MIB,
+        inactive_file=300 * MIB,
+        active_file=100 * MIB,
+        file_dirty=30 * MIB,
+        file_writeback=20 * MIB,
+        slab_reclaimable=5 * MIB,
+        shmem=100 * MIB,
+    )
+    assert machine.available == 355 * MIB
+
+
+def test_version_2_counts_the_limit_at_which_processes_are_slowed_down(machine: Machine) -> None:
+    machine.mount("cgroup2", "/server")
+    machine.v2("/server", 500 * MIB, 100 * MIB, high=300 * MIB)
+    assert machine.available == 200 * MIB
+    machine.v2("/server", "max", 100 * MIB, high=250 * MIB)
+    assert machine.available == 150 * MIB
+    machine.v2("/server", "max", 100 * MIB)
+    assert machine.available == FREE
+
+
+@pytest.mark.parametrize("tight", ["", "/a", "/a/b", "/a/b/c"])
+def test_every_group_on_the_way_up_counts(machine: Machine, tight: str) -> None:
+    for kind, put in (("cgroup2", machine.v2), ("cgroup", machine.v1)):
+        machine.mount(kind, "/a/b/c", options="rw,memory")
+        for group in ("", "/a", "/a/b", "/a/b/c"):
+            put(group, (200 if group == tight else 900) * MIB, 50 * MIB)
+        assert machine.available == 150 * MIB
+
+
+def test_a_group_beside_ours_does_not_count(machine: Machine) -> None:
+    machine.mount("cgroup2", "/ab")
+    machine.v2("/a", 1, 1)
+    machine.v2("/ab", 200 * MIB, 0)
+    machine.v2("/ab/inner", 1, 1)
+    assert machine.available == 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("top", "group"),
+    [
+        pytest.param("/docker/1234", "/docker/1234", id="a container that sees its whole path"),
+        pytest.param("/", "/", id="a container with a namespace of its own"),
+        pytest.param("/", "/../../other", id="a group outside of the namespace"),
+        pytest.param("/docker/1234", "/docker/12345", id="a mount of another group"),
+    ],
+)
+def test_a_container_is_limited_by_what_is_mounted(machine: Machine, top: str, group: str) -> None:
+    for kind, put in (("cgroup2", machine.v2), ("cgroup", machine.v1)):
+        machine.mount(kind, group, top=top, options="rw,memory")
+        put("", 300 * MIB, 100 * MIB)
+        assert machine.available == 200 * MIB
+
+
+def test_version_1_counts_clean_cache_as_free_with_that_of_the_groups_below(
+    machine: Machine,
+) -> None:
+    machine.mount("cgroup", "/server", options="rw,memory")
+    machine.v1(
+        "/server",
+        500 * MIB,
+        500 * MIB,
+        inactive_file=1,
+        total_inactive_file=300 * MIB,
+        total_active_file=100 * MIB,
+        total_dirty=30 * MIB,
+        total_writeback=20 * MIB,
+    )
+    assert machine.available == 350 * MIB
+
+
+def test_version_1_counts_limits_above_what_is_mounted(machine: Machine) -> None:
+    machine.mount("cgroup", "/pod/server", top="/pod/server", options="rw,memory")
+    machine.v1("", 2**63 - 4096, 100 * MIB, hierarchical_memory_limit=400 * MIB)
+    assert machine.available == 300 * MIB
+
+
+def test_version_1_without_a_limit_leaves_it_to_the_machine(machine: Machine) -> None:
+    machine.mount("cgroup", "/server", options="rw,memory")
+    machine.v1("/server", 2**63 - 4096, 100 * MIB)
+    assert machine.available == FREE
+
+
+def test_another_controllers_hierarchy_is_not_memory(machine: Machine) -> None:
+    machine.mount("cgroup", "/server", options="rw,cpu")
+    machine.v1("/server", 1, 1)
+    assert machine.available == FREE
+
+
+def test_more_in_use_than_the_limit_is_no_memory(machine: Machine) -> None:
+    machine.mount("cgroup2", "/server")
+    machine.v2("/server", 100 * MIB, 200 * MIB)
+    assert machine.available == 0
+
+
+FILL = """
+import os, sys
+from pathlib import Path
+group, file, size = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+(group / "cgroup.procs").write_text(str(os.getpid()))
+with open(file, "wb") as handle:
+    for _ in range(size >> 20):
+        handle.write(bytes(1 << 20))
+    handle.flush()
+    os.fsync(handle.fileno())
+from kvstore.errors import ConfigError
+from tiers.headroom import available_bytes
+from tiers.pinned import PinnedRegion
+print(available_bytes())
+PinnedRegion.private(32, 2 << 20).close()
+try:
+    PinnedRegion.private(256, 2 << 20)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_limit_that_is_full_of_clean_cache_has_room(
+    memory_group: StartGroup, tmp_path: Path
+) -> None:
+    folder = memory_group(256 * MIB)
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, folder, tmp_path / "file", str(400 * MIB)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    available, refused = done.stdout.splitlines()
+    assert 64 * MIB < int(available) < 256 * MIB
+    assert "does not fit" in refused

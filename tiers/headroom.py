@@ -1,0 +1,106 @@
+"""How much memory this process may still take.
+
+The machine's free memory, and the limit of every control group on the way up,
+version 1 and 2. Clean page cache counts as free: the kernel gives it back when
+memory is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_bytes"]
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that can be had, or None where the system does not say.
+
+    Args:
+        root: the root of the file system that has ``proc`` and the mounts that it names.
+    """
+    rooms = [*_machine(root), *_groups(root)]
+    return max(0, min(rooms)) if rooms else None
+
+
+def _machine(root: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """Room below each limit, of this process's control groups and of those above them."""
+    for kind, mount, top, group in _hierarchies(root):
+        folder = root / mount.lstrip("/")
+        inside = group.removeprefix(top.rstrip("/")).strip("/")
+        if group != top and not group.startswith(top.rstrip("/") + "/"):
+            # The group is outside of what is mounted here: only the top can be read.
+            inside = ""
+        parts = [part for part in inside.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            at = folder.joinpath(*parts[:depth])
+            yield from _room_v1(at) if kind == "cgroup" else _room_v2(at)
+
+
+def _hierarchies(root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """For each mounted hierarchy that may limit memory: kind, mount point, its top, our group."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        groups: dict[str, str] = {}
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                groups["cgroup2"] = group
+            elif "memory" in controllers.split(","):
+                groups["cgroup"] = group
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            if kind == "cgroup" and "memory" not in options.split(","):
+                continue
+            if kind in groups:
+                top, mount = before.split(" ")[3:5]
+                yield kind, mount, top, groups[kind]
+
+
+def _room_v2(group: Path) -> Iterator[int]:
+    used = _number(group / "memory.current")
+    limits = [_number(group / name) for name in ("memory.max", "memory.high")]
+    known = [limit for limit in limits if limit is not None]
+    if used is None or not known:
+        return
+    stat = _table(group / "memory.stat")
+    cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    busy = stat.get("file_dirty", 0) + stat.get("file_writeback", 0)
+    yield min(known) - used + max(0, cache - busy) + stat.get("slab_reclaimable", 0)
+
+
+def _room_v1(group: Path) -> Iterator[int]:
+    used = _number(group / "memory.usage_in_bytes")
+    limit = _number(group / "memory.limit_in_bytes")
+    if used is None or limit is None:
+        return
+    stat = _table(group / "memory.stat")
+    cache = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+    busy = stat.get("total_dirty", 0) + stat.get("total_writeback", 0)
+    # A limit further up may lie outside of what is mounted.
+    limit = min(limit, stat.get("hierarchical_memory_limit", limit))
+    yield limit - used + max(0, cache - busy)
+
+
+def _number(path: Path) -> int | None:
+    """What the file says; None for "max" and for a file that is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _table(path: Path) -> dict[str, int]:
+    table = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            name, value = line.split()
+            table[name] = int(value)
+    return table

@@ -1,0 +1,138 @@
+"""Memory that is really there: huge pages where the system has them, no page fault left.
+
+Memory of 4 KiB pages costs direct I/O 40 to 60 % of its speed against huge pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["HUGE_PAGE", "PAGE", "backed_by_huge_pages", "new_huge_memfd", "new_memfd", "populate"]
+
+PAGE = 4096
+HUGE_PAGE = 2 * 1024 * 1024
+STEP = 64 * HUGE_PAGE
+THREADS = 4
+_MADV_POPULATE_WRITE = 23
+_MFD_HUGETLB = 0x0004
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def new_memfd(name: str, size: int) -> int:
+    """An empty memfd of `size` bytes; its pages come as they are touched.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    return _memfd(name, size, 0)
+
+
+def new_huge_memfd(name: str, size: int) -> int | None:
+    """The same of reserved huge pages (``vm.nr_hugepages``), which are set aside for it at once.
+
+    Returns:
+        None where there are too few.
+    """
+    if _free_huge_bytes() >= size:
+        with contextlib.suppress(OSError):
+            return _memfd(name, size, _MFD_HUGETLB)
+    return None
+
+
+def _memfd(name: str, size: int, flags: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, size)
+        # Mapping it once reserves huge pages for the file, and shows whether it can be mapped.
+        mmap.mmap(fd, size).close()
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:
+    """Touch all pages of `memory`; what they hold stays as it is.
+
+    Several processes may do it to the same memory at once. A page is there once, whoever
+    comes first, and nobody waits for another.
+
+    Args:
+        shared: other processes may write to the memory meanwhile.
+        share: where to begin, as a part of the whole.
+
+    Raises:
+        OSError: if the system cannot give the pages.
+    """
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    size = len(memory)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    first = int(share * size) // STEP * STEP
+    starts = [*range(first, size, STEP), *range(0, first, STEP)]
+    threads = min(THREADS, os.cpu_count() or 1, len(starts) // 8 or 1)
+
+    def touch(start: int) -> None:
+        _touch(address + start, min(STEP, size - start))
+
+    try:
+        if threads == 1:
+            for start in starts:
+                touch(start)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(touch, starts))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Linux before 5.14 does not know the advice.
+        pages = np.frombuffer(memory, np.uint8)[::PAGE]
+        if shared:
+            pages.max()
+        else:
+            pages[:] = 0
+
+
+def _touch(address: int, length: int) -> None:
+    # Not mmap.madvise: that would hold up all other threads of the process.
+    while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def backed_by_huge_pages(address: int) -> int:
+    """Bytes of huge pages that the kernel shows for the mapping at `address`."""
+    huge = 0
+    inside = False
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            first = line.split(None, 1)[0]
+            if "-" in first and not first.endswith(":"):
+                low, high = (int(part, 16) for part in first.split("-"))
+                inside = low <= address < high
+            elif inside and first in (
+                "AnonHugePages:",
+                "ShmemPmdMapped:",
+                "Shared_Hugetlb:",
+                "Private_Hugetlb:",
+            ):
+                huge += int(line.split()[1]) * 1024
+    return huge
+
+
+def _free_huge_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        free = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text()
+        return int(free) * HUGE_PAGE
+    return 0

@@ -1,0 +1,263 @@
+"""Where the processes of one server meet over shared memory.
+
+The memory is a memfd, which has no name in any file system. Processes find each
+other by a name in the system's abstract socket namespace. Who binds it is the
+host: it makes the memory, empty, and then listens. Who comes later connects,
+learns from the system which process listens, and opens the memory through the
+descriptors of that process. Nothing is ever sent.
+
+Name, memory and the count of those who came end with the processes that hold
+them. So a process that is killed, at whatever moment, leaves nothing behind and
+blocks nobody: the next to come binds the name, and takes up the memory that
+others still have open before it makes any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.errors import ConfigError, PathUnusableError
+
+__all__ = ["Rendezvous", "is_complete", "stem_of"]
+
+PAUSE_SECONDS = 0.005
+GRACE_SECONDS = 1.0
+"""How long a host may lack the memory: it is about to end."""
+
+_WAITING = 1024
+"""Connections that nobody accepts; whoever comes leaves one."""
+
+_COMPLETE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_LOCK = "hhqqi4x"
+"""The C structure ``flock`` of 64-bit Linux."""
+
+
+class _ElsewhereError(Exception):
+    """Under this name no region can be joined or made."""
+
+
+class Rendezvous:
+    """The meeting of `mappers` processes of this user over the memory called `name`.
+
+    Keep it as long as the memory, then close it.
+
+    Attributes:
+        place: which of the `mappers` this process is, from 0 on, once it has met the others.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, int], mappers: int) -> None:
+        self._name = name
+        self._stem = stem_of(name)
+        self._shape = f"{shape[0]}x{shape[1]}"
+        self._mappers = mappers
+        self.place = 0
+        self._host: socket.socket | None = None
+        self._lacking_since: float | None = None
+
+    def meet(self, make: Callable[[str], int], timeout: float) -> int:
+        """A descriptor of the memory: of the others' memory, or what `make` returns for a name.
+
+        `make` is called by one process at a time, and only where there is no memory yet.
+
+        Raises:
+            ConfigError: if the others use another shape.
+            PathUnusableError: if no other process could be met within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        number = 0
+        while True:
+            try:
+                fd = self._host_at(number, make)
+                if fd is None:
+                    fd = self._join_at(number)
+                if fd is not None:
+                    self._count_in(fd)
+                    return fd
+            except _ElsewhereError:
+                number += 1
+                continue
+            if time.monotonic() > deadline:
+                raise PathUnusableError(
+                    f"shared memory {self._name!r}: another process holds its name and has not "
+                    f"made the memory within {timeout:.0f} s"
+                )
+            time.sleep(PAUSE_SECONDS)
+
+    def close(self) -> None:
+        """Nobody else will join by way of this process."""
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    def _address(self, number: int) -> str:
+        return f"\0{self._stem}{os.getuid()}-{number}"
+
+    def _host_at(self, number: int, make: Callable[[str], int]) -> int | None:
+        """The memory, as its host; None where another process is that."""
+        host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            host.bind(self._address(number))
+            fd = self._open_of_anybody()
+            if fd is None:
+                fd = make(self._stem + self._shape)
+            host.listen(_WAITING)
+        except BaseException as error:
+            host.close()
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                return None
+            raise
+        self._host = host
+        return fd
+
+    def _join_at(self, number: int) -> int | None:
+        """The memory of the host; None when it is to be asked again."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.setblocking(False)
+            try:
+                asking.connect(self._address(number))
+            except (ConnectionRefusedError, BlockingIOError):
+                # It does not listen yet, or it is gone.
+                return None
+            told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", told)
+            if uid != os.getuid():
+                raise PathUnusableError(
+                    f"the name of shared memory {self._name!r} is held by a process of user {uid}: "
+                    "it belongs to another user"
+                )
+            fd = self._open_of(pid) if pid else None
+            if fd is not None and not _is_alive(asking):
+                # A successor may have looked for the memory when nobody had it open.
+                os.close(fd)
+                return None
+        if fd is None:
+            self._wait_for_lacking_host(pid)
+        return fd
+
+    def _wait_for_lacking_host(self, pid: int) -> None:
+        """A host without the memory is about to end, or a fork of it keeps the name."""
+        now = time.monotonic()
+        if self._lacking_since is None:
+            self._lacking_since = now
+        if not pid or now - self._lacking_since > GRACE_SECONDS:
+            raise _ElsewhereError
+
+    def _open_of_anybody(self) -> int | None:
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                with contextlib.suppress(PathUnusableError, _ElsewhereError):
+                    fd = self._open_of(int(process.name))
+                    if fd is not None:
+                        return fd
+        return None
+
+    def _open_of(self, pid: int) -> int | None:
+        """The memory, if that process has it open.
+
+        Raises:
+            _ElsewhereError: if it has one to which all have come already, and no other.
+        """
+        folder = f"/proc/{pid}/fd"
+        try:
+            names = os.listdir(folder)
+        except PermissionError as error:
+            # So says the system of a process that is dead but not buried, too.
+            if _is_buried(pid):
+                return None
+            raise PathUnusableError(
+                f"the shared memory {self._name!r} of process {pid} cannot be opened: "
+                f"{error.strerror}"
+            ) from error
+        except OSError:
+            return None
+        complete = False
+        for name in names:
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith(f"/memfd:{self._stem}"):
+                    fd = self._open(f"{folder}/{name}", target)
+                    if fd is not None:
+                        return fd
+                    complete = True
+        if complete:
+            raise _ElsewhereError
+        return None
+
+    def _open(self, path: str, target: str) -> int | None:
+        """That memory; None if all have come to it already, or another user planted it."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if is_complete(fd) or os.fstat(fd).st_uid != os.getuid():
+            os.close(fd)
+            return None
+        shape = target.removeprefix(f"/memfd:{self._stem}").split(" ")[0]
+        if shape != self._shape:
+            os.close(fd)
+            raise ConfigError(
+                f"shared memory {self._name!r} has rows x bytes {shape}, not {self._shape}: "
+                "all processes of one server must use the same sizes"
+            )
+        return fd
+
+    def _count_in(self, fd: int) -> None:
+        """Take a place among those who come; the last one makes it known.
+
+        A place is a lock on one byte, which ends with the process that has it.
+        """
+        for place in range(self._mappers):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(place))
+                self.place = place
+                break
+        else:
+            self.close()
+            os.close(fd)
+            raise _ElsewhereError
+        if all(_is_taken(fd, other) for other in range(self._mappers) if other != place):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _COMPLETE)
+
+
+def stem_of(name: str) -> str:
+    """How the name of the memory begins, as ``/proc`` shows it, and that of the meeting."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=12)
+    return f"kvstore-{digest.hexdigest()}-"
+
+
+def is_complete(fd: int) -> bool:
+    """Whether all have come to the memory. It stays so."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _COMPLETE == _COMPLETE
+
+
+def _lock(place: int) -> bytes:
+    return struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+
+
+def _is_taken(fd: int, place: int) -> bool:
+    told = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(place))
+    return bool(struct.unpack(_LOCK, told)[0] != fcntl.F_UNLCK)
+
+
+def _is_alive(asking: socket.socket) -> bool:
+    """Whether the other end still listens: it never sends, and never accepts."""
+    try:
+        asking.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _is_buried(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("Z", "X")
+    return True
