@@ -175,7 +175,11 @@ class EngineThread:
         self._pid = os.getpid()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-engine", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            raise
         self._loop.call_soon_threadsafe(self._engine.follow)
 
     def submit(self, moves: Sequence[Move]) -> None:

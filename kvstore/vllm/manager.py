@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvstore.assembly import assemble
+from kvstore.assembly import Assembly, assemble
 from kvstore.engine import EngineThread
 from kvstore.vllm.metrics import Reporter
 from kvstore.vllm.region import manager_region, release_region
@@ -79,12 +79,12 @@ class KVStoreOffloadingManager(OffloadingManager):
                 identity,
                 events=self._events,
             )
+            self._engine = _engine_over(self._assembly)
         except BaseException:
             release_region(self._engine_id, self._region)
             raise
         self._core = self._assembly.core
         self._core.log_to(logger.warning)
-        self._engine = EngineThread(self._assembly.tiers)
         self._reporter = Reporter()
         self._in_step = False
         self._retried: set[str] = set()
@@ -210,20 +210,34 @@ class KVStoreOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
-        self._core.save()
         end = time.monotonic() + self._drain
+        try:
+            self._save(end)
+        except Exception:
+            logger.exception("chunks that were not copied yet are lost")
+        try:
+            if self._assembly.recorder is not None:
+                self._assembly.recorder.close()
+        except Exception:
+            logger.exception("the recording of requests may lack its end")
+        try:
+            left = max(0.1, end - time.monotonic())
+            if self._engine.close(self._assembly.recency(), left):
+                release_region(self._engine_id, self._region)
+        except Exception:
+            # The memory stays: a tier may still use it.
+            logger.exception("the tiers could not be closed")
+        logger.info("kvstore: closed, %d chunks not copied", self._core.unsaved)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _save(self, end: float) -> None:
+        """Copy what is on its way to the tiers, until `end` at most."""
+        self._core.save()
         while self._core.unsaved and time.monotonic() < end:
             self._begin_step()
             self._hand_over()
             self._engine.wait(0.01)
-        left = max(0.1, end - time.monotonic())
-        if self._assembly.recorder is not None:
-            self._assembly.recorder.close()
-        if self._engine.close(self._assembly.recency(), left):
-            release_region(self._engine_id, self._region)
-        logger.info("kvstore: closed, %d chunks not copied", self._core.unsaved)
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._in_step = True
@@ -235,3 +249,12 @@ class KVStoreOffloadingManager(OffloadingManager):
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         medium = Medium.CPU if key in self._core.pool.chunks else Medium.STORAGE
         return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
+
+
+def _engine_over(assembly: Assembly) -> EngineThread:
+    try:
+        return EngineThread(assembly.tiers)
+    except BaseException:
+        for tier in assembly.tiers:
+            tier.abandon()
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,12 @@ from tiers.pinned import PinnedRegion
 if TYPE_CHECKING:
     from kvstore.vllm.spec import KVStoreOffloadingSpec
 
-__all__ = ["HostCopyWorker", "create_worker"]
+__all__ = ["DeviceCopyWorker", "HostCopyWorker", "create_worker"]
+
+logger = logging.getLogger("kvstore")
+
+WORD = 8
+"""Bytes that vLLM's copy kernel moves at once."""
 
 
 def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -48,7 +54,11 @@ def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> 
         spec.config.engine_id, spec.config.parallel.world_size, spec.rows, spec.row_bytes
     )
     kind = HostCopyWorker if device == "cpu" else DeviceCopyWorker
-    return kind(spec, kv_caches, region)
+    try:
+        return kind(spec, kv_caches, region)
+    except BaseException:
+        release_region(spec.config.engine_id, region)
+        raise
 
 
 def row_views(
@@ -78,7 +88,7 @@ class HostCopyWorker(OffloadingWorker):
         self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches, region: PinnedRegion
     ) -> None:
         self._engine_id = spec.config.engine_id
-        self._region = region
+        self._region: PinnedRegion | None = region
         self._blocks_per_chunk = spec.blocks_per_chunk
         self._done: list[TransferResult] = []
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
@@ -126,8 +136,10 @@ class HostCopyWorker(OffloadingWorker):
         return
 
     def shutdown(self) -> None:
-        self._groups = []
-        release_region(self._engine_id, self._region)
+        region, self._region = self._region, None
+        if region is not None:
+            self._groups = []
+            release_region(self._engine_id, region)
 
     def _copy(
         self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool
@@ -161,7 +173,10 @@ class HostCopyWorker(OffloadingWorker):
 
 
 class DeviceCopyWorker(OffloadingWorker):
-    """For a KV cache in device memory: vLLM's own copy engines over kvstore's rows."""
+    """For a KV cache in device memory: vLLM's own copy engines over kvstore's rows.
+
+    Stores, loads, and loads that a step waits for have queues of their own.
+    """
 
     def __init__(
         self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches, region: PinnedRegion
@@ -169,8 +184,7 @@ class DeviceCopyWorker(OffloadingWorker):
         from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 
         self._engine_id = spec.config.engine_id
-        self._region = region
-        pinned = region.register_with_cuda()
+        self._region: PinnedRegion | None = region
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         first = spec.layout.rank_offset(spec.config.parallel.rank)
         host = row_views(region, first, pages, spec.blocks_per_chunk)
@@ -183,34 +197,82 @@ class DeviceCopyWorker(OffloadingWorker):
             "cpu_tensors": host,
             "blocks_per_chunk": spec.blocks_per_chunk,
             "layer_refs_per_group": kv_caches.group_data_refs,
-            "host_memory_is_pinned": pinned,
+            # It means that kernels may read the rows, and they do so in words.
+            "host_memory_is_pinned": region.register_with_cuda() and _in_words(pages, device, host),
         }
         known = inspect.signature(SingleDirectionOffloadingHandler).parameters
         options = {name: value for name, value in options.items() if name in known}
         self._stores = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=True)
         self._loads = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=False)
+        self._expedited = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=False)
+        self._handlers = (self._stores, self._loads, self._expedited)
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, *_: Any, **__: Any
     ) -> bool:
-        return bool(self._stores.transfer_async(job_id, src_spec, dst_spec))
+        return self._submit(self._stores, job_id, src_spec, dst_spec)
 
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, *_: Any, **__: Any
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+        **_: Any,
     ) -> bool:
-        return bool(self._loads.transfer_async(job_id, src_spec, dst_spec))
+        handler = self._expedited if expedited else self._loads
+        return self._submit(handler, job_id, src_spec, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
-        return [*self._stores.get_finished(), *self._loads.get_finished()]
+        return [result for handler in self._handlers for result in handler.get_finished()]
 
     def wait(self, job_ids: set[int]) -> None:
-        self._stores.wait(job_ids)
-        self._loads.wait(job_ids)
+        for handler in self._handlers:
+            handler.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._stores.shutdown()
-        self._loads.shutdown()
-        release_region(self._engine_id, self._region)
+        region, self._region = self._region, None
+        if region is None:
+            return
+        ended = [_ended(handler) for handler in self._handlers]
+        if not all(ended):
+            # Its copies may still be under way, into rows that are about to go.
+            try:
+                torch.accelerator.synchronize()
+            except Exception:
+                logger.exception("the device does not answer; its rows are given back all the same")
+        release_region(self._engine_id, region)
+
+    def _submit(self, handler: Any, job_id: int, src: LoadStoreSpec, dst: LoadStoreSpec) -> bool:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # It would become a part of the graph: not done now, and done again at each replay.
+            logger.error(
+                "copy job %d was submitted while a CUDA graph is captured: refused", job_id
+            )
+            return False
+        return bool(handler.transfer_async(job_id, src, dst))
+
+
+def _in_words(
+    pages: Sequence[int], device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]
+) -> bool:
+    """Whether every page on either side begins at a multiple of eight bytes."""
+    starts = [one.data_ptr() for side in (device, host) for one in side]
+    steps = [one.stride(0) for side in (device, host) for one in side]
+    if not any(number % WORD for number in (*pages, *starts, *steps)):
+        return True
+    logger.info("pages of %s bytes do not all begin at a word: the copy engine loads them", pages)
+    return False
+
+
+def _ended(handler: Any) -> bool:
+    """Wait for what a handler has under way and let it go; False if it could not."""
+    try:
+        handler.shutdown()
+    except Exception:
+        logger.exception("copies between the device and host memory did not end well")
+        return False
+    return True
 
 
 def _as_pages(

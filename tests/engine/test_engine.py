@@ -448,3 +448,20 @@ async def test_a_forked_child_cannot_use_an_engine_on_a_loop() -> None:
     engine = Engine([GatedTier(opened=True)], lambda: None)
     said = in_a_child(lambda: engine.start([read(0)]))
     assert said == f"KVStoreError: this engine belongs to process {os.getpid()}"
+
+
+def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def watched() -> asyncio.AbstractEventLoop:
+        loops.append(new_event_loop())
+        return loops[-1]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine_module, "new_event_loop", watched)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        EngineThread([])
+    assert [loop.is_closed() for loop in loops] == [True]
