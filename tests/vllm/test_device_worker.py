@@ -22,6 +22,12 @@ from tests.vllm.parts import make_spec  # noqa: E402
 from tiers.pinned import PinnedRegion  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def no_other_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process still hold is not looked at."""
+    monkeypatch.setattr(regions, "_in_process", {})
+
+
 class Cuda:
     """A runtime that registers whatever it is given."""
 
