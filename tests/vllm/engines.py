@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,73 @@ class Run:
 
     rounds: dict[str, Round]
     log: str
+
+
+class SharedMemory:
+    """Watches the shared memory of kvstore that processes with a mark in their environment hold.
+
+    Attributes:
+        mark: what to add to the environment of the processes.
+        seen: (seconds, bytes of all regions together, regions), at each change.
+    """
+
+    def __init__(self) -> None:
+        self.mark = {"KVSTORE_TEST_MARK": secrets.token_hex(8)}
+        self.seen: list[tuple[float, int, int]] = []
+        self._others = set(os.listdir("/proc"))
+        self._marked: set[int] = set()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were there at once."""
+        return max(size for _, size, _ in self.seen)
+
+    @property
+    def regions(self) -> int:
+        """The most regions that were there at once."""
+        return max(count for _, _, count in self.seen)
+
+    def __enter__(self) -> SharedMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        started = time.monotonic()
+        while not self._done.wait(0.002):
+            held: dict[int, int] = {}
+            for name in set(os.listdir("/proc")) - self._others:
+                if name.isdigit() and self._is_marked(int(name)):
+                    held.update(self._of(int(name)))
+            now = (sum(held.values()), len(held))
+            if not self.seen or self.seen[-1][1:] != now:
+                self.seen.append((time.monotonic() - started, *now))
+
+    def _is_marked(self, pid: int) -> bool:
+        if pid not in self._marked:
+            with contextlib.suppress(OSError):
+                if (
+                    self.mark["KVSTORE_TEST_MARK"].encode()
+                    in Path(f"/proc/{pid}/environ").read_bytes()
+                ):
+                    self._marked.add(pid)
+        return pid in self._marked
+
+    def _of(self, pid: int) -> dict[int, int]:
+        held = {}
+        with contextlib.suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(fd)
+                    if target.startswith("/memfd:kvstore-") and "records" not in target:
+                        told = fd.stat()
+                        held[told.st_ino] = told.st_blocks * 512
+        return held
 
 
 def run_engine(

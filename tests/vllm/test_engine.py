@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.engines import Run, run_engine
+from tests.vllm.engines import Run, SharedMemory, run_engine
 
 CHUNK = 512 * 1024
 """Bytes of a block of 32 tokens of the tiny Llama."""
@@ -173,27 +174,29 @@ def _flip(path: Path, offset: int) -> None:
         handle.write(bytes([byte ^ 0x40]))
 
 
-def test_two_tensor_parallel_workers_share_the_rows(tmp_path: Path) -> None:
-    scenario = {"engine": {"tensor_parallel_size": 2}}
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+def test_two_tensor_parallel_workers_share_the_rows_and_never_have_more(tmp_path: Path) -> None:
+    size = 512 * 2**20
     prompts = [[seed, 1024] for seed in range(2)]
-    before = set(Path("/dev/shm").glob("kvstore-*"))
-    found = run_engine(
-        tmp_path,
-        {
-            **scenario,
-            "kvstore": {"cpu_bytes_to_use": "128MiB", "tiers": disk(tmp_path / "cache")},
-            "rounds": [
-                {"name": "cold", "prompts": prompts},
-                {"name": "host", "prompts": prompts},
-            ],
-        },
-        environment,
-    )
+    before = set(os.listdir("/dev/shm"))
+    with SharedMemory() as memory:
+        found = run_engine(
+            tmp_path,
+            {
+                "engine": {"tensor_parallel_size": 2},
+                "kvstore": {"cpu_bytes_to_use": size, "tiers": disk(tmp_path / "cache")},
+                "rounds": [
+                    {"name": "cold", "prompts": prompts},
+                    {"name": "host", "prompts": prompts},
+                ],
+            },
+            {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **memory.mark},
+        )
     assert found.rounds["host"].cached == [1024, 1024]
     assert found.rounds["host"].tokens == found.rounds["cold"].tokens
-    left = set(Path("/dev/shm").glob("kvstore-*")) - before
+    left = {name for name in set(os.listdir("/dev/shm")) - before if "kvstore" in name}
     assert not left, "shared memory left its rendezvous"
+    assert memory.regions == 1
+    assert size <= memory.peak <= 1.05 * size
 
 
 def test_a_hybrid_model_with_sliding_windows_hits_in_host_memory_and_on_disk(
