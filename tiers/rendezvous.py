@@ -106,14 +106,21 @@ class Rendezvous:
         host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             host.bind(self._address(number))
+        except OSError as error:
+            host.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            raise PathUnusableError(
+                f"the processes of shared memory {self._name!r} cannot meet over an abstract "
+                f"socket: {error.strerror}"
+            ) from error
+        try:
             fd = self._open_of_anybody()
             if fd is None:
                 fd = make(self._stem + self._shape)
             host.listen(_WAITING)
-        except BaseException as error:
+        except BaseException:
             host.close()
-            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-                return None
             raise
         self._host = host
         return fd

@@ -492,6 +492,14 @@ def fork_mapper(name: str, sizes: tuple[int, int], mappers: int) -> int:
         os._exit(1)
 
 
+def test_a_system_without_abstract_sockets_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rendezvous, "_address", lambda self, number: f"/proc/{name}-{number}")
+    with pytest.raises(PathUnusableError, match="cannot meet over an abstract socket"):
+        PinnedRegion.shared(name, ROWS, ROW, mappers=2)
+
+
 # -- other users, and processes that hide ---------------------------------------------------
 
 
