@@ -169,6 +169,7 @@ class PinnedRegion:
         if self._registration is None:
             runtime = cuda_runtime()
             if runtime is None:
+                logger.info("there is no CUDA device: host memory is not pinned")
                 return False
             registration = Registration.of(runtime, self.address, self.rows, self.row_bytes)
             if registration is None:

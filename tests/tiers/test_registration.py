@@ -147,11 +147,14 @@ def test_a_region_that_cuda_refuses_works_on(cuda: Cuda) -> None:
     region.close()
 
 
-def test_without_a_device_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_nothing_is_registered(
+    monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
     monkeypatch.setattr(tiers.pinned, "cuda_runtime", lambda: None)
     region = PinnedRegion.private(3, PAGE)
     assert not region.register_with_cuda()
     assert not region.registered
+    assert "not pinned" in logged()[-1]
     region.close()
 
 
