@@ -42,6 +42,7 @@ class Chunk:
         status: FILLING, READY, or n > 0 pins.
         unsaved: bit t is set while the chunk stands in the queue for tier t.
         step: the last step in which a lookup answered "hit" for it.
+        counted: the last step in which the pool counted it among those.
         waiters: requests to be told when FILLING ends; None when there are none.
         order: increases in the order in which rows were given, prefix order within a store.
         origin: index of the tier it was promoted from, or -1 for the device.
@@ -51,6 +52,7 @@ class Chunk:
     """
 
     __slots__ = (
+        "counted",
         "key",
         "leaving",
         "left_step",
@@ -70,6 +72,7 @@ class Chunk:
         self.status = FILLING
         self.unsaved = 0
         self.step = -1
+        self.counted = -1
         self.waiters: list[Request] | None = None
         self.origin = origin
         self.order = order

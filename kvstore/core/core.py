@@ -88,8 +88,8 @@ class Core:
             pool.demote = self.traffic.demote
         self._untold: dict[str, tuple[list[bytes], list[bytes]]] = {}
         """What requests have loaded and the policies do not know: on host memory, on tiers."""
-        self._marked = 0
-        """Chunks that may have become protected until the step ends, beside those just asked."""
+        self._listed: list[tuple[list[bytes], int]] = []
+        """Keys of this step's hits, by request and round, and how many of each the pool knows."""
         self.now = 0.0
         self._requests: dict[str, Request] = {}
         self._asked: list[Request] = []
@@ -108,7 +108,7 @@ class Core:
         """Begin a step: take in what was completed, end what has expired."""
         self.now = self.traffic.now = now
         self._asking = _NOBODY
-        self._marked = 0
+        self._listed.clear()
         self.pool.begin_step()
         if not self._keep_events:
             self.pool.history.clear()
@@ -124,6 +124,7 @@ class Core:
 
     def absorb(self, completions: Iterable[Completion]) -> None:
         """Take in completions without beginning a step."""
+        self._asking = _NOBODY
         for completion in completions:
             self._totals.stray += not self.traffic.complete(completion)
 
@@ -140,7 +141,7 @@ class Core:
                 self.line.join(request, now)
                 self.chains.extend(request.id, request.keys)
             elif request.state is not RequestState.WAITING:
-                request.keys.clear()
+                request.keys = []
                 self._drop_if_idle(request)
         self._asked.clear()
         moves: list[Move] = []
@@ -198,6 +199,9 @@ class Core:
             request.asked_step = self.pool.step
             request.asked = self.now
             self._asked.append(request)
+            self._listed.append((request.keys, len(request.keys)))
+        elif not request.keys:
+            self._listed.append((request.keys, 0))
         self._asking = request
         return request
 
@@ -274,7 +278,6 @@ class Core:
         if self._counts:
             self._count(request)
         self.chains.extend(request_id, list(keys))
-        self._marked += len(chunks)
         loading, sources = request.loading, self._totals.loaded_from
         used: list[bytes] = []
         for chunk in dict.fromkeys(chunks):
@@ -287,7 +290,7 @@ class Core:
             if chunk.origin < 0:
                 used.append(chunk.key)
         self._totals.loaded += len(chunks)
-        self.line.leave(request)
+        self._leave_line(request)
         # To have been promoted for this load was the use of those that were.
         self._told_later(request_id, used, list(keys))
         return [chunk.row for chunk in chunks]
@@ -376,7 +379,7 @@ class Core:
         pool = self.pool
         request = self._requests.get(request_id)
         if request is not None and request.state is not RequestState.SCANNING:
-            self.line.leave(request)
+            self._leave_line(request)
         offered = list(dict.fromkeys(keys))
         self.chains.extend(request_id, offered)
         new = [key for key in offered if key not in pool.chunks]
@@ -384,7 +387,7 @@ class Core:
         self._tell()
         if request is not None and request.put_off:
             # It is no second use, but what is there shall not go meanwhile.
-            self._keep(offered)
+            self.pool.keep(offered)
             self._use(*loaded)
         else:
             # What the request has loaded and what it stores are one prompt.
@@ -392,7 +395,7 @@ class Core:
             promoted = set(loaded[1]).difference(loaded[0])
             self._use([key for key in prompt if key not in promoted], prompt)
             # Their promotion may lie far back.
-            self._keep(promoted)
+            self.pool.keep(promoted)
         declined: list[bytes] = []
         if new and pool.admission is not None:
             answers = pool.admission.admit(new, self.now)
@@ -403,7 +406,7 @@ class Core:
         chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
             put_off = may_fit and not (request is not None and request.put_off)
-            if put_off or room == 0:
+            if room == 0 or (put_off and chunks is None):
                 if request is None:
                     request = self._requests[request_id] = Request(request_id)
                 request.put_off = True
@@ -471,7 +474,7 @@ class Core:
         if request is not None:
             if self._counts:
                 self._count(request)
-            self.line.leave(request)
+            self._leave_line(request)
             request.put_off = request.deferring = False
             self._drop_if_idle(request)
         loaded = self._untold.pop(request_id, None)
@@ -526,6 +529,7 @@ class Core:
         self.chains.reset()
         self._untold.clear()
         self._asked.clear()
+        self._listed.clear()
         self._asking = _NOBODY
         self.traffic.reset()
 
@@ -553,8 +557,8 @@ class Core:
     ) -> tuple[list[Chunk] | None, int]:
         """Get rows for `new`, those of `offered` that are not here and not `declined`.
 
-        Where all fit, or what does not fit never will, the policy says chunk by
-        chunk who enters and who leaves; what it does not want is added to `declined`.
+        Where they fit, the policy says chunk by chunk who enters and who leaves; what
+        it does not want is added to `declined`. What can never fit is cut to what does first.
 
         Returns:
             The chunks that have entered, or None where nobody has yet; and for how
@@ -564,30 +568,41 @@ class Core:
         if self.line.starving:
             # Rows that a request in line waits for are not for stores.
             return None, 0
-        marked = self._marked + sum(len(asked.keys) for asked in self._asked)
-        marked += len(offered) - len(new) - len(declined)
-        fits = pool.has_room(len(new), marked)
-        if fits:
-            chunks = pool.enter(offered, frozenset(declined))
-            entered = {chunk.key for chunk in chunks}
-            declined += [key for key in new if key not in entered]
-            return chunks, len(new)
-        if not may_fit and pool.demote is None and pool.policy.declines:
-            chunks = pool.enter(offered, frozenset(declined))
-            self._keep(offered)
+        self._tell_hits(len(new))
+        wanted = offered
+        fits = pool.room >= len(new)
+        if not fits and not may_fit and pool.demote is None and pool.policy.declines:
+            wanted = offered[: pool.reach(offered, declined)]
+            new = [key for key in wanted if key not in pool.chunks and key not in declined]
+            fits = True
+        if not fits:
+            # What is there already keeps its place, and the head goes first.
+            pool.keep(offered)
+            return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+        chunks, all_asked = pool.enter(wanted, frozenset(declined))
+        if wanted is not offered:
+            pool.keep(wanted)
+        if len(chunks) == len(new) or not all_asked:
             return chunks, len(chunks)
-        # What is there already keeps its place, and the head goes first.
-        self._keep(offered)
-        return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
+        entered = {chunk.key for chunk in chunks}
+        declined += [key for key in new if key not in entered]
+        return chunks, len(new)
 
-    def _keep(self, keys: Iterable[bytes]) -> None:
-        """Those of `keys` that are here stay until the step ends."""
-        pool = self.pool
-        for key in keys:
-            chunk = pool.chunks.get(key)
-            if chunk is not None:
-                chunk.step = pool.step
-                self._marked += 1
+    def _tell_hits(self, count: int) -> None:
+        """The pool hears of this step's hits, unless it has room for `count` in any case."""
+        pool, listed = self.pool, self._listed
+        untold = sum(len(keys) - told for keys, told in listed)
+        if not untold or pool.room - untold >= count or pool.demote is not None:
+            return
+        for index, (keys, told) in enumerate(listed):
+            if told < len(keys):
+                pool.mark(keys[told:])
+                listed[index] = (keys, len(keys))
+
+    def _leave_line(self, request: Request) -> None:
+        self.line.leave(request)
+        # Should it ask again in this step, its keys are listed anew.
+        self._asking = _NOBODY
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium

@@ -99,7 +99,7 @@ class Line:
             request.pending = 0
         request.state = RequestState.ANSWERED
         request.tried.update(request.keys)
-        request.keys.clear()
+        request.keys = []
         request.granted = 0
         self.answered[request.id] = request
 
@@ -128,7 +128,7 @@ class Line:
         self.waiting.pop(request.id, None)
         self.answered.pop(request.id, None)
         self._release(request)
-        request.keys.clear()
+        request.keys = []
         request.tried.clear()
         request.granted = 0
         request.since = None

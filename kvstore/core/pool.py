@@ -49,6 +49,8 @@ class HostPool:
         """Chunks that are filling or pinned."""
         self.unsaved = 0
         """Chunks that are ready and wait for a copy to a slower tier."""
+        self.marked = 0
+        """Chunks that could leave, had they not answered "hit" in this step, as far as told."""
         self._held: Counter[int] = Counter()
         self.step = 0
         self.evicted = 0
@@ -82,7 +84,26 @@ class HostPool:
     def begin_step(self) -> None:
         """Chunks that answered "hit" in the step before may leave from now on."""
         self.step += 1
+        self.marked = 0
         self._changes += 1
+
+    def mark(self, keys: Iterable[bytes]) -> None:
+        """Count those of `keys` that have answered "hit" in this step, each once."""
+        chunks, step = self.chunks, self.step
+        for key in keys:
+            chunk = chunks.get(key)
+            if chunk is not None and chunk.step == step != chunk.counted:
+                chunk.counted = step
+                self.marked += chunk.status == READY and not chunk.unsaved
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Those of `keys` that are here stay until the step ends, as if they had answered "hit"."""
+        chunks, step = self.chunks, self.step
+        for key in keys:
+            chunk = chunks.get(key)
+            if chunk is not None:
+                chunk.step = step
+        self.mark(keys)
 
     def make_room(self, count: int, *, shed_unsaved: bool, incoming: Sequence[bytes] = ()) -> int:
         """Evict until `count` rows are free, as far as possible.
@@ -117,25 +138,46 @@ class HostPool:
         if short > 0:
             self._evict(short, shed_unsaved=False, keep=True)
 
-    def has_room(self, count: int, marked: int) -> bool:
-        """Whether `count` chunks can surely leave for others, one by one.
+    @property
+    def room(self) -> int:
+        """Rows for which chunks can surely be made to leave one by one, and those that are free.
 
-        Args:
-            marked: most chunks that can have answered "hit" in this step.
+        Exact when `mark` was told of every hit of this step.
         """
         if self.demote is not None:
-            return len(self._free) >= count
-        may_leave = len(self.chunks) - self.busy - self.unsaved - marked
-        return len(self._free) + may_leave >= count
+            return len(self._free)
+        return len(self._free) + len(self.chunks) - self.busy - self.unsaved - self.marked
 
-    def enter(self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()) -> list[Chunk]:
+    def reach(self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()) -> int:
+        """How many leading `keys` can be here together, `unwanted` ones left out."""
+        chunks, step, room = self.chunks, self.step, self.room
+        for place, key in enumerate(keys):
+            if key in unwanted:
+                continue
+            chunk = chunks.get(key)
+            # Who is here and could leave must stay, too.
+            if chunk is None or (
+                chunk.status == READY and chunk.step != step and not chunk.unsaved
+            ):
+                room -= 1
+                if room < 0:
+                    return place
+        return len(keys)
+
+    def enter(
+        self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()
+    ) -> tuple[list[Chunk], bool]:
         """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
 
         They go to the policy tail first, each right after the eviction that
         makes room for it, and may be evicted for those that follow: so it is
-        the policy that says which of a store are worth a row, and with LRU it is
-        the head that fits. A chunk of `keys` that is given up and whose turn is still
-        to come takes its place in the policy anew, and has never been away.
+        the policy that says how many of a store are worth a row. Which, says the
+        prompt: nobody enters behind one who does not. A chunk of `keys` that is given up and
+        whose turn is still to come takes its place in the policy anew, and has never been away.
+
+        Returns:
+            The chunks, head first; and whether all had their turn: otherwise those
+            that are missing found no room.
         """
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
@@ -149,6 +191,7 @@ class HostPool:
         protected = may_not_leave if policy.declines else whole
         given_up: dict[bytes, Chunk] = {}
         own: Collection[bytes] = ()
+        all_asked = True
         for key in reversed(keys):
             if key in chunks or key in unwanted:
                 continue
@@ -157,6 +200,7 @@ class HostPool:
             else:
                 victims = evict(1, protected, (key,))
                 if victims is None:
+                    all_asked = False
                     break
                 (victim,) = victims
                 own = own or frozenset(keys)
@@ -172,6 +216,8 @@ class HostPool:
                 chunks[key] = back
             else:
                 entering[key] = None
+        if own or not all_asked:
+            entering = self._from_the_head(keys, unwanted, entering, given_up)
         for chunk in given_up.values():
             chunks[chunk.key] = chunk
             self._leave(chunk)
@@ -183,7 +229,40 @@ class HostPool:
         ]
         chunks.update((chunk.key, chunk) for chunk in reversed(entered))
         self.busy += len(entered)
-        return entered
+        return entered, all_asked
+
+    def _from_the_head(
+        self,
+        keys: Sequence[bytes],
+        unwanted: Collection[bytes],
+        entering: dict[bytes, None],
+        given_up: dict[bytes, Chunk],
+    ) -> dict[bytes, None]:
+        """Who is to enter, tail first, when those in front take the places of those behind."""
+        chunks, policy = self.chunks, self.policy
+        missing = [
+            (place, key)
+            for place, key in enumerate(keys)
+            if key not in entering and key not in chunks and key not in unwanted
+        ]
+        if not missing or not entering:
+            return entering
+        place_of = {key: place for place, key in enumerate(keys)}
+        moving_up: list[bytes] = []
+        for (place, key), last in zip(missing, list(entering), strict=False):
+            if place_of[last] < place:
+                break
+            del entering[last]
+            policy.remove(last)
+            moving_up.append(key)
+        for key in reversed(moving_up):
+            policy.insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                chunks[key] = back
+            else:
+                entering[key] = None
+        return dict.fromkeys(sorted(entering, key=place_of.__getitem__, reverse=True))
 
     def reserve(self, keys: Sequence[bytes], origin: int) -> list[Chunk]:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
@@ -204,6 +283,7 @@ class HostPool:
             raise IllegalTransitionError(f"fill of {chunk!r}")
         chunk.status = READY
         self.busy -= 1
+        self.marked += chunk.counted == self.step and not chunk.unsaved
         self._changes += 1
         self.history.append((chunk.key, False))
 
@@ -224,6 +304,7 @@ class HostPool:
         if chunk.status == READY:
             self.busy += 1
             self.unsaved -= chunk.unsaved != 0
+            self.marked -= chunk.counted == self.step and not chunk.unsaved
             if chunk.leaving:
                 self._copied.pop(chunk.key, None)
                 self._waiting.pop(chunk.key, None)
@@ -237,13 +318,16 @@ class HostPool:
         if chunk.status == READY:
             self.busy -= 1
             self.unsaved += chunk.unsaved != 0
+            self.marked += chunk.counted == self.step and not chunk.unsaved
             self._changes += 1
             if chunk.leaving:
                 (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
 
     def queued(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands in the queue for `tier`."""
-        self.unsaved += chunk.status == READY and not chunk.unsaved
+        if chunk.status == READY and not chunk.unsaved:
+            self.unsaved += 1
+            self.marked -= chunk.counted == self.step
         chunk.unsaved |= 1 << tier
         if chunk.leaving and self._copied.pop(chunk.key, None) is not None:
             self._waiting[chunk.key] = chunk
@@ -251,7 +335,9 @@ class HostPool:
     def dequeued(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands no longer in the queue for `tier`."""
         chunk.unsaved &= ~(1 << tier)
-        self.unsaved -= chunk.status == READY and not chunk.unsaved
+        if chunk.status == READY and not chunk.unsaved:
+            self.unsaved -= 1
+            self.marked += chunk.counted == self.step
         self._changes += 1
         if chunk.leaving and not chunk.unsaved and self._waiting.pop(chunk.key, None) is not None:
             self._copied[chunk.key] = chunk
@@ -297,7 +383,7 @@ class HostPool:
         self.policy.clear()
         self._waiting.clear()
         self._copied.clear()
-        self.busy = self.unsaved = self.leaving = 0
+        self.busy = self.unsaved = self.leaving = self.marked = 0
         self._held.update(rows_in_flight)
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self._held]
         self._changes += 1

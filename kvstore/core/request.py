@@ -31,7 +31,8 @@ class Request:
     """Keys asked for, leases held, loads running, clocks.
 
     Attributes:
-        keys: keys that answered "hit" or "ask again" in this round, in the order asked.
+        keys: keys that answered "hit" or "ask again" in this round, in the order asked; a
+            new round has a new list.
         tried: keys of earlier rounds of the same wait.
         granted: how many of `keys` were leased, fetched or given up so far.
         leases: chunks that stay for this request; filling ones count in `pending`.

@@ -562,6 +562,8 @@ class World:
                 assert chunk.waiters is None
         assert busy == pool.busy
         assert unsaved == pool.unsaved
+        counted = [c for c in pool.chunks.values() if c.counted == pool.step == c.step]
+        assert pool.marked == sum(c.status == READY and not c.unsaved for c in counted)
         self._check_pins()
         for key in self.hits_this_step:
             ready = pool.chunks.get(key)

@@ -1,0 +1,130 @@
+"""A store gets rows from its head on, whatever the policy and whatever else is in use.
+
+Servers differ in when they end a step: before they offer its stores (`early`), or after.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.core import StoreGrant
+from policies import create_policy, policy_names
+from policies.hitdensity import HitDensity
+from tests.core.rig import Rig, chain
+
+POLICIES = [*policy_names(), "hit-density, whole stores"]
+
+
+def rig_of(policy: str, rows: int) -> Rig:
+    if policy == "hit-density, whole stores":
+        return Rig(rows=rows, on=(), policy=HitDensity(rows, whole_stores=True))
+    return Rig(rows=rows, on=(), policy=create_policy(policy, rows))
+
+
+def offered_last(rig: Rig, keys: list[bytes], early: bool, request: str = "w") -> StoreGrant | None:
+    """The last call of a step, before or after its `flush`."""
+    if early:
+        rig.flush()
+    grant = rig.core.prepare_store(keys, request)
+    if not early:
+        rig.flush()
+    return grant
+
+
+def assert_no_hole(rig: Rig, keys: list[bytes], grant: StoreGrant) -> None:
+    """Nothing was given a row behind a chunk of the same prompt that has none."""
+    here = [key in rig.core.pool.chunks for key in keys]
+    gap = here.index(False) if False in here else len(keys)
+    behind = set(keys[gap:])
+    assert not behind & set(grant.keys), "a tail without its head"
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_that_answered_hit_and_were_not_loaded_cost_a_store_its_tail_only(
+    policy: str, early: bool
+) -> None:
+    rig = rig_of(policy, 8)
+    hits, keys = chain("hit", 6), chain("new", 6)
+    rig.put([*hits, *chain("old", 2)])
+    rig.step()
+    assert rig.ask(hits) == 6
+    grant = offered_last(rig, keys, early)
+    assert grant is not None
+    assert grant.keys == keys[: len(grant.keys)]
+    assert grant.keys
+    assert set(grant.declined) <= set(keys[:2]), "what has no room is refused, not declined"
+    assert rig.stats.chunks_refused == 4
+    assert len(grant.keys) + len(grant.declined) == 2
+    assert all(rig.in_host(key) for key in hits)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_store_leaves_a_hole_in_its_prompt(policy: str, early: bool) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        rows = rng.choice((3, 5, 8, 13))
+        rig = rig_of(policy, rows)
+        loading: list[tuple[str, list[bytes]]] = []
+        for step in range(60):
+            for number in range(rng.randrange(3)):
+                asked = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
+                name = f"ask-{step}-{number}"
+                hits = rig.ask(asked, name)
+                if hits and rng.random() < 0.4:
+                    rig.load(asked[:hits], name)
+                    loading.append((name, asked[:hits]))
+            keys = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
+            free = [k for k in keys if k not in rig.core.pool.chunks]
+            grant = offered_last(rig, keys, early, f"w-{step}")
+            if grant is not None:
+                assert grant.keys == [key for key in keys if key in grant.keys]
+                assert set(grant.keys).isdisjoint(grant.declined)
+                assert {*grant.keys, *grant.declined} <= set(free)
+                assert_no_hole(rig, keys, grant)
+                rig.core.complete_store(grant.keys, f"w-{step}")
+            rig.core.on_request_finished(f"w-{step}")
+            while loading and rng.random() < 0.5:
+                name, loaded = loading.pop(0)
+                rig.core.complete_load(loaded, name)
+                rig.core.on_request_finished(name)
+            rig.step(0.01)
+
+
+def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        rig = Rig(rows=8, in_flight=rng.choice((1, 8)))
+        pool = rig.core.pool
+        loads: list[tuple[str, list[bytes]]] = []
+        for act in range(80):
+            prompt = chain(f"p{rng.randrange(3)}", rng.randrange(1, 6))
+            roll = rng.random()
+            if roll < 0.4:
+                hits = rig.ask(prompt, f"r{act % 5}")
+                if hits and rng.random() < 0.5:
+                    rig.load(prompt[:hits], f"r{act % 5}")
+                    loads.append((f"r{act % 5}", prompt[:hits]))
+            elif roll < 0.5 and loads:
+                name, keys = loads.pop()
+                rig.core.complete_load(keys, name)
+            elif roll < 0.6:
+                rig.flush()
+            elif roll < 0.8:
+                for move in list(rig.moves):
+                    rig.end(move)
+                rig.step(0.01)
+            else:
+                grant = rig.core.prepare_store(prompt, "w")
+                if grant is not None:
+                    rig.core.complete_store(grant.keys, "w", ok=rng.random() < 0.8)
+            rig.core._tell_hits(pool.rows + 1)
+            answered = [
+                chunk
+                for chunk in pool.chunks.values()
+                if chunk.step == pool.step and not chunk.status and not chunk.unsaved
+            ]
+            assert pool.marked == len(answered)
