@@ -6,8 +6,9 @@ four bytes of a key) on its own, and told to those who care: filters hear of a
 key once per request, policies learn which key follows which before they see it,
 and how the whole prompt went when its request has ended.
 
-All of it is advice. What is kept is bounded: past `MAX_KEYS` keys the oldest
-requests are taken for ended.
+All of it is advice. What is kept is bounded, also when a server never tells the end of its
+requests: past `MAX_KEYS` keys or `MAX_REQUESTS` requests the oldest are taken for ended, and of
+those that have only asked so far, `MAX_ASKED` keys are kept.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from kvstore.types import group_of
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
 
-__all__ = ["MAX_KEYS", "Chains"]
+__all__ = ["MAX_ASKED", "MAX_KEYS", "MAX_REQUESTS", "Chains"]
 
 MAX_KEYS = 2**20
 """Most keys that are kept of requests that have not ended, and of those that have."""
+
+MAX_REQUESTS = 2**14
+"""Most requests of either kind, and most that have used nothing so far."""
+
+MAX_ASKED = 2**16
+"""Most keys that are kept of requests that have asked and used nothing so far."""
 
 
 class _Chain:
@@ -39,10 +46,10 @@ class _Chain:
 
     __slots__ = ("counted", "groups", "known", "storing")
 
-    def __init__(self) -> None:
+    def __init__(self, counted: set[bytes]) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         self.known: set[bytes] = set()
-        self.counted: set[bytes] = set()
+        self.counted = counted
         self.storing = 0
 
 
@@ -61,26 +68,48 @@ class Chains:
         """Told the keys of each request that has ended, one sequence for each group."""
         self._chains: dict[str, _Chain] = {}
         self._keys = 0
+        self._asked: dict[str, set[bytes]] = {}
+        """Keys of which the filters have heard, of requests that have used nothing so far."""
+        self._asked_keys = 0
         self._ended: dict[str, _Chain] = {}
         """Requests that have ended while chunks of theirs were being written."""
+        self._ended_keys = 0
         self._settling: deque[tuple[list[int], _Chain]] = deque()
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""
-        counted = self._chain(request_id).counted
+        chain = self._chains.get(request_id)
+        counted = chain.counted if chain is not None else self._asked.get(request_id, set())
         fresh = [key for key in dict.fromkeys(keys) if key not in counted]
-        if fresh:
-            counted.update(fresh)
-            for each in self.filters:
-                each.asked(fresh)
+        if not fresh:
+            return
+        counted.update(fresh)
+        if chain is None:
+            self._remember_asked(request_id, counted, len(fresh))
+        for each in self.filters:
+            each.asked(fresh)
+
+    def _remember_asked(self, request_id: str, counted: set[bytes], fresh: int) -> None:
+        asked = self._asked
+        asked.pop(request_id, None)
+        asked[request_id] = counted
+        self._asked_keys += fresh
+        while len(asked) > MAX_REQUESTS or (self._asked_keys > MAX_ASKED and len(asked) > 1):
+            self._asked_keys -= len(asked.pop(next(iter(asked))))
 
     def extend(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request is about to use `keys`, in prompt order."""
-        chain = self._chain(request_id)
+        if not keys:
+            return
         if self.filters:
             self.count(request_id, keys)
+        chain = self._chains.get(request_id)
+        if chain is None:
+            counted = self._asked.pop(request_id, set())
+            self._asked_keys -= len(counted)
+            chain = self._chains[request_id] = _Chain(counted)
         known = chain.known
         fresh = [key for key in keys if key not in known]
         if not fresh:
@@ -98,8 +127,9 @@ class Chains:
                     [key for key in keys if key.endswith(group)],
                     [key for key in fresh if key.endswith(group)],
                 )
-        while self._keys > MAX_KEYS and len(self._chains) > 1:
-            self.end(next(iter(self._chains)))
+        chains = self._chains
+        while len(chains) > MAX_REQUESTS or (self._keys > MAX_KEYS and len(chains) > 1):
+            self.end(next(iter(chains)))
 
     def storing(self, request_id: str, count: int) -> None:
         """`count` more chunks of the request are being written (less, when negative)."""
@@ -108,13 +138,14 @@ class Chains:
             return
         chain.storing += count
         if chain.storing <= 0 and self._ended.get(request_id) is chain:
-            del self._ended[request_id]
+            self._take_ended(request_id)
             self._settle_later(chain)
 
     def end(self, request_id: str) -> None:
         """The request uses nothing any more."""
+        self._asked_keys -= len(self._asked.pop(request_id, ()))
         chain = self._chains.pop(request_id, None)
-        if chain is None or not chain.known:
+        if chain is None:
             return
         self._keys -= len(chain.known)
         groups = list(chain.groups.values())
@@ -124,9 +155,7 @@ class Chains:
             self._host.settle(keys)
         if self._tiers:
             if chain.storing > 0:
-                self._ended[request_id] = chain
-                if len(self._ended) > MAX_KEYS // 256:
-                    del self._ended[next(iter(self._ended))]
+                self._end_later(request_id, chain)
             else:
                 self._settle_later(chain)
 
@@ -147,22 +176,29 @@ class Chains:
 
     def reset(self) -> None:
         """Forget every request."""
-        self._chains.clear()
-        self._ended.clear()
-        self._settling.clear()
-        self._keys = self._settling_keys = 0
-        for each in self.filters:
+        for each in (self._chains, self._asked, self._ended, self._settling):
             each.clear()
+        self._keys = self._asked_keys = self._ended_keys = self._settling_keys = 0
+        for filter in self.filters:
+            filter.clear()
+
+    def _end_later(self, request_id: str, chain: _Chain) -> None:
+        """The request has ended, the writing of its chunks has not."""
+        ended = self._ended
+        self._take_ended(request_id)
+        ended[request_id] = chain
+        self._ended_keys += len(chain.known)
+        while len(ended) > MAX_REQUESTS or (self._ended_keys > MAX_KEYS and len(ended) > 1):
+            self._take_ended(next(iter(ended)))
+
+    def _take_ended(self, request_id: str) -> None:
+        chain = self._ended.pop(request_id, None)
+        if chain is not None:
+            self._ended_keys -= len(chain.known)
 
     def _settle_later(self, chain: _Chain) -> None:
         self._settling.append(([tier.copies_queued for tier in self._tiers], chain))
         self._settling_keys += len(chain.known)
-
-    def _chain(self, request_id: str) -> _Chain:
-        chain = self._chains.get(request_id)
-        if chain is None:
-            chain = self._chains[request_id] = _Chain()
-        return chain
 
     def _append(
         self, chain: _Chain, group: bytes, keys: Sequence[bytes], fresh: list[bytes]

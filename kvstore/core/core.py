@@ -21,7 +21,7 @@ from kvstore.core.chunk import FILLING, READY, Chunk
 from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
-from kvstore.core.line import Line
+from kvstore.core.line import FORGET_AFTER, Line
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 from kvstore.core.stats import CoreStats
@@ -92,6 +92,8 @@ class Core:
         """Keys of this step's hits, by request and round, and how many of each the pool knows."""
         self.now = 0.0
         self._requests: dict[str, Request] = {}
+        self._put_off: dict[str, tuple[Request, float]] = {}
+        """Requests whose last store was put off, and when that was, longest ago first."""
         self._asked: list[Request] = []
         self._asking = _NOBODY
         self._polled = 0.0
@@ -120,6 +122,12 @@ class Core:
             tier.watch(now, elapsed, self.line.deadline)
             self.traffic.judge(tier)
         for request in self.line.expire(now):
+            self._drop_if_idle(request)
+        while self._put_off:
+            request, since = next(iter(self._put_off.values()))
+            if now - since < FORGET_AFTER * self.line.lease:
+                break
+            self._forget_put_off(request)
             self._drop_if_idle(request)
 
     def absorb(self, completions: Iterable[Completion]) -> None:
@@ -409,12 +417,14 @@ class Core:
             if room == 0 or (put_off and chunks is None):
                 if request is None:
                     request = self._requests[request_id] = Request(request_id)
+                self._put_off.pop(request_id, None)
+                self._put_off[request_id] = (request, self.now)
                 request.put_off = True
                 self._totals.stores_put_off += 1
                 return None
             self._totals.chunks_refused += len(new) - room
         if request is not None:
-            request.put_off = False
+            self._forget_put_off(request)
             self._drop_if_idle(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1)
@@ -475,7 +485,8 @@ class Core:
             if self._counts:
                 self._count(request)
             self._leave_line(request)
-            request.put_off = request.deferring = False
+            request.deferring = False
+            self._forget_put_off(request)
             self._drop_if_idle(request)
         loaded = self._untold.pop(request_id, None)
         if loaded is not None:
@@ -526,6 +537,7 @@ class Core:
         for request in self._requests.values():
             self.line.leave(request)
         self._requests.clear()
+        self._put_off.clear()
         self.chains.reset()
         self._untold.clear()
         self._asked.clear()
@@ -598,6 +610,11 @@ class Core:
             if told < len(keys):
                 pool.mark(keys[told:])
                 listed[index] = (keys, len(keys))
+
+    def _forget_put_off(self, request: Request) -> None:
+        if request.put_off:
+            request.put_off = False
+            self._put_off.pop(request.id, None)
 
     def _leave_line(self, request: Request) -> None:
         self.line.leave(request)

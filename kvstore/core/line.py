@@ -15,10 +15,11 @@ from kvstore.core.directory import TierDirectory
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 
-__all__ = ["Grant", "Line"]
+__all__ = ["FORGET_AFTER", "Grant", "Line"]
 
 FORGET_AFTER = 10
-"""Lease times without a word after which an answered request is forgotten."""
+"""Lease times without a word after which a request that was answered, or whose store was put
+off, is forgotten."""
 
 Grant = tuple[list[Chunk], list[int]]
 """Chunks to fill, and the slots to fill them from."""

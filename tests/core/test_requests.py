@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from policies import AdmissionFilter
 from tests.core.rig import Rig, chain
 
 
@@ -88,3 +94,86 @@ def test_the_statistics_are_a_snapshot() -> None:
     assert (before.stored, rig.stats.stored) == (0, 3)
     assert (before.tiers[0].written, rig.stats.tiers[0].written) == (0, 3)
     assert (before.loaded_from, rig.stats.loaded_from) == ({}, {"host": 3})
+
+
+class Counting(AdmissionFilter):
+    """Admits everything and remembers nothing."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        return
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        return [True] * len(keys)
+
+    def clear(self) -> None:
+        return
+
+
+def kept(rig: Rig) -> int:
+    """Everything that the core keeps by name of a request, and every key of it."""
+    core, chains = rig.core, rig.core.chains
+    by_name: list[dict[str, Any]] = [
+        *(value for value in vars(core).values() if isinstance(value, dict)),
+        *(value for value in vars(core.line).values() if isinstance(value, dict)),
+        *(value for value in vars(chains).values() if isinstance(value, dict)),
+    ]
+    used = [chain.known for chain in (*chains._chains.values(), *chains._ended.values())]
+    counted = [chain.counted for chain in chains._chains.values()]
+    sets = [*used, *counted, *chains._asked.values()]
+    return sum(map(len, by_name)) + sum(map(len, sets))
+
+
+def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
+    monkeypatch.setattr("kvstore.core.chains.MAX_REQUESTS", 20)
+    monkeypatch.setattr("kvstore.core.chains.MAX_ASKED", 60)
+    monkeypatch.setattr("kvstore.core.chains.MAX_KEYS", 60)
+    monkeypatch.setattr("kvstore.core.core.MOST_UNTOLD", 20)
+    rig = Rig(rows=rows, lease=0.5, deadline=0.1, ceiling=0.2)
+    rig.core.chains.filters.append(Counting())
+    rig.core._counts = True
+    return rig
+
+
+@pytest.mark.parametrize(
+    "act", ["miss", "defer", "hit", "load", "load nothing", "store", "store nothing", "put off"]
+)
+def test_requests_that_never_end_leave_a_bounded_trace(
+    act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rig_of_filter(monkeypatch, rows=8)
+    here = chain("here", 4)
+    rig.put(here)
+    rig.settle()
+    rig.core.on_request_finished("writer")
+    if act == "put off":
+        rig.load(here)
+    for number in range(1000):
+        name = f"never-ends-{number}"
+        if act == "miss":
+            rig.ask(chain(name, 3), name)
+        elif act == "defer":
+            tier = rig.core.tiers[0]
+            tier.entries.setdefault(chain("below", 1)[0], 63)
+            rig.ask([*here, *chain("below", 1)], name)
+        elif act.startswith(("hit", "load")):
+            keys = here if act != "load nothing" else []
+            rig.ask(keys, name)
+            if act != "hit":
+                rig.load(keys, name)
+                rig.core.complete_load(keys, name)
+        elif act.startswith("store"):
+            keys = chain(name, 2) if act == "store" else []
+            grant = rig.core.prepare_store(keys, name)
+            if grant is not None:
+                rig.core.complete_store(grant.keys, name)
+        else:
+            rig.core.prepare_store(chain(name, 8), name)
+        rig.step(0.1)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert kept(rig) < 500
