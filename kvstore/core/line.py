@@ -1,7 +1,9 @@
 """The line of requests that wait for chunks of slower tiers.
 
 Promotions are granted in the order in which requests joined, as far as rows
-allow; what is granted is leased, so promotions cannot evict each other. The
+allow; what is granted is leased, so promotions cannot evict each other. Those under
+way hold only a part of host memory, so that a tier that does not answer leaves
+rows to stores and to other tiers: a longer prefix comes in portions. The
 request at the head gets rows first; when it could not get one more row even
 if everybody else went home, it is answered with the prefix that is there.
 """
@@ -20,6 +22,10 @@ __all__ = ["FORGET_AFTER", "Grant", "Line"]
 FORGET_AFTER = 10
 """Lease times without a word after which a request that was answered, or whose store was put
 off, is forgotten."""
+
+LEFT_TO_OTHERS = 4
+"""One in so many rows of host memory is left to stores by the promotions that are under way, and
+as many to each further tier by those of one."""
 
 Grant = tuple[list[Chunk], list[int]]
 """Chunks to fill, and the slots to fill them from."""
@@ -65,21 +71,32 @@ class Line:
         request.keys = list(dict.fromkeys(request.keys))
         request.moved = now
         request.needs_rows = any(key not in self._pool.chunks for key in request.keys)
+        request.waits_for = -1
+        request.short_of_rows = False
         self.waiting[request.id] = request
 
     def grant(self, now: float) -> list[tuple[TierDirectory, Grant]]:
         """Lease and fetch for the requests in line, in order, as far as rows allow."""
         grants: list[tuple[TierDirectory, Grant]] = []
-        blocked = False
+        blocked = for_rows = False
+        spoken_for = 0  # rows that the first who waits for its tier will need
         for request in list(self.waiting.values()):
-            if request.granted < len(request.keys) and not (blocked and request.needs_rows):
-                before = request.granted
-                grants += self._grant(request)
-                if request.granted > before:
-                    request.moved = now
-                    request.stuck = -1
-                if request.granted < len(request.keys):
-                    blocked = not self._truncate(request)
+            wanted = len(request.keys) - request.granted
+            if wanted and request.needs_rows:
+                blocked |= spoken_for > 0 and self._pool.obtainable - spoken_for < wanted
+                request.short_of_rows = for_rows
+            if wanted and not (blocked and request.needs_rows):
+                if request.waits_for < 0 or self._may_read(request.waits_for):
+                    before = request.granted
+                    grants += self._grant(request)
+                    if request.granted > before:
+                        request.moved = now
+                        request.stuck = -1
+                if request.waits_for >= 0:
+                    left = self._pool.rows - len(request.leases)
+                    spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
+                elif request.granted < len(request.keys) and not self._truncate(request):
+                    blocked = for_rows = True
             if request.granted == len(request.keys) and not request.pending:
                 self.answer(request)
         return grants
@@ -87,7 +104,7 @@ class Line:
     @property
     def starving(self) -> bool:
         """Whether somebody in line waits for rows."""
-        return any(r.granted < len(r.keys) for r in self.waiting.values())
+        return any(request.short_of_rows for request in self.waiting.values())
 
     def answer(self, request: Request) -> None:
         """End the wait: what is in host memory by now is the answer."""
@@ -205,6 +222,8 @@ class Line:
         pool = self._pool
         reach = len(request.keys)
         missing: list[tuple[int, TierDirectory]] = []
+        left: dict[int, int] = {}
+        request.waits_for = -1
         obtainable = pool.obtainable
         for position in range(request.granted, reach):
             key = request.keys[position]
@@ -218,6 +237,15 @@ class Line:
             else:
                 tier = self._holder(key)
                 if tier is not None:
+                    if not left:
+                        left = self._left()
+                    if not left[tier.index] or not left[-1]:
+                        # The rest follows as promotions end: rows are left for others.
+                        reach = position
+                        request.waits_for = tier.index
+                        break
+                    left[tier.index] -= 1
+                    left[-1] -= 1
                     missing.append((position, tier))
                     if len(missing) > obtainable:
                         # What lies behind cannot be had now; do not even look.
@@ -237,10 +265,26 @@ class Line:
         if room < len(missing):
             request.granted = missing[room][0]
             request.needs_rows = True
+            request.waits_for = -1
+            request.short_of_rows = True
         else:
             request.granted = reach
+            request.short_of_rows = False
             request.needs_rows = reach < len(request.keys)
         return [(self._tiers[index], grant) for index, grant in grants.items()]
+
+    def _may_read(self, tier: int) -> bool:
+        left = self._left()
+        return bool(left[tier] and left[-1])
+
+    def _left(self) -> dict[int, int]:
+        """How many more chunks may be on their way, by number of the tier; -1 for all together."""
+        rows, tiers = self._pool.rows, self._tiers
+        share = rows // LEFT_TO_OTHERS // len(tiers)
+        under_way = sum(len(tier.reading) for tier in tiers)
+        left = {tier.index: max(0, rows - share * len(tiers) - len(tier.reading)) for tier in tiers}
+        left[-1] = max(0, rows - share - under_way)
+        return left
 
     def _lease(self, request: Request, chunk: Chunk) -> None:
         if chunk.key in request.leases:

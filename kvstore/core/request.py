@@ -43,6 +43,8 @@ class Request:
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked.
         put_off: whether its last store was put off to be offered again.
+        waits_for: the tier from which no more may be under way for now, or -1.
+        short_of_rows: what is not granted waits for rows.
         stuck: the last step in which only its own leases stood in its way.
     """
 
@@ -60,10 +62,12 @@ class Request:
         "newest",
         "pending",
         "put_off",
+        "short_of_rows",
         "since",
         "state",
         "stuck",
         "tried",
+        "waits_for",
     )
 
     def __init__(self, request_id: str) -> None:
@@ -83,6 +87,8 @@ class Request:
         self.asked_step = -1
         self.deferring = False
         self.put_off = False
+        self.waits_for = -1
+        self.short_of_rows = False
         self.stuck = -1
 
     def __repr__(self) -> str:

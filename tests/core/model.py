@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core import Core, Flow, FollowedDirectory, HostPool, TierDirectory
 from kvstore.core.chunk import FILLING, READY
-from kvstore.core.line import FORGET_AFTER
+from kvstore.core.line import FORGET_AFTER, LEFT_TO_OTHERS
 from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Completion, Move, News, Op, TierOpening
 from policies import create_policy
@@ -63,6 +63,7 @@ class Client:
     leased: int = 0
     asked: float = 0.0
     put_off: bool = False
+    put_off_at: float = 0.0
     again: bool = False
     gone: bool = False
     loaded: list[bytes] = field(default_factory=list)
@@ -346,9 +347,10 @@ class World:
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
             in_line = any(r.granted < len(r.keys) for r in core.line.waiting.values())
-            once = not client.put_off or not room or in_line or self.demotes
+            forgotten = self.now - client.put_off_at >= FORGET_AFTER * core.line.lease
+            once = not client.put_off or forgotten or not room or in_line or self.demotes
             assert once, "a store is put off once"
-            client.put_off = True
+            client.put_off, client.put_off_at = True, self.now
             return
         client.put_off = False
         assert grant.keys == [key for key in new if key in grant.keys], "not in prefix order"
@@ -571,6 +573,12 @@ class World:
             assert ready.status >= READY
         for tier in core.tiers:
             self._check_tier(tier)
+        share = pool.rows // LEFT_TO_OTHERS // max(1, len(core.tiers))
+        filling = [c.origin for c in pool.chunks.values() if c.status == FILLING and c.origin >= 0]
+        assert len(filling) <= pool.rows - share, "promotions leave no rows to stores"
+        for index in set(filling):
+            most = pool.rows - share * len(core.tiers)
+            assert filling.count(index) <= max(1, most), "a tier leaves no rows to others"
 
     def _check_pins(self) -> None:
         """Every pin has an owner that knows of it, and every owner its pin."""

@@ -32,7 +32,7 @@ def test_only_what_host_memory_lacks_is_fetched() -> None:
 
 def test_a_prefix_too_long_for_one_move_comes_in_several_so_that_its_progress_shows() -> None:
     keys = chain("a", 7)
-    rig = Rig(rows=8, on=[keys], in_flight=3)
+    rig = Rig(rows=12, on=[keys], in_flight=3)
     assert rig.ask(keys) is None
     moves = rig.step()
     assert [len(move.keys) for move in moves] == [3, 3, 1]
@@ -58,7 +58,11 @@ def test_two_requests_for_one_prefix_share_one_fetch() -> None:
 
 def test_promotions_are_granted_in_the_order_of_asking() -> None:
     chains = [chain(name, 4) for name in "abc"]
-    rig = Rig(rows=8, on=[[key for keys in chains for key in keys]])
+    rig = Rig(rows=12, on=[[key for keys in chains for key in keys]])
+    busy = chain("busy", 4)
+    rig.put(busy)
+    rig.settle()
+    rig.load(busy, "busy")
     for index, keys in enumerate(chains):
         assert rig.ask(keys, f"r{index}") is None
     assert [move.keys for move in rig.step()] == chains[:2]

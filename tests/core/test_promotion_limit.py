@@ -1,0 +1,96 @@
+"""Promotions under way hold a part of host memory only, however long a tier takes."""
+
+from __future__ import annotations
+
+from kvstore.core.chunk import FILLING
+from kvstore.types import Op
+from tests.core.rig import Rig, chain
+
+
+def on_their_way(rig: Rig) -> int:
+    return sum(chunk.status == FILLING for chunk in rig.core.pool.chunks.values())
+
+
+def test_a_tier_that_does_not_answer_leaves_rows_to_stores() -> None:
+    prompts = [chain(f"p{number}", 6) for number in range(8)]
+    rig = Rig(rows=16, on=[[key for keys in prompts for key in keys]], segment_slots=256)
+    for number, keys in enumerate(prompts):
+        assert rig.ask(keys, f"r{number}") is None
+    rig.step()
+    assert on_their_way(rig) == 12
+    for number in range(30):
+        rig.put(chain(f"new-{number}", 4), f"w{number}")
+        rig.step(0.1)
+        for move in rig.under_way(Op.CASCADE):
+            rig.end(move)
+        rig.step()
+    assert on_their_way(rig) == 12
+    assert rig.stats.chunks_refused == 0
+    assert rig.stats.stores_put_off == 0
+
+
+def test_a_prefix_that_is_longer_comes_whole_in_portions() -> None:
+    keys = chain("a", 16)
+    rig = Rig(rows=16, on=[keys])
+    assert rig.ask(keys) is None
+    assert [len(move.keys) for move in rig.step()] == [12]
+    rig.end(rig.promotion)
+    rig.step()
+    assert rig.ask(keys) is None
+    assert [len(move.keys) for move in rig.step()] == [4]
+    rig.end(rig.promotion)
+    rig.step()
+    assert rig.ask(keys) == 16
+    assert rig.stats.truncations == 0
+
+
+def test_what_is_left_of_a_prefix_is_asked_for_while_its_first_portion_arrives() -> None:
+    keys = chain("a", 16)
+    rig = Rig(rows=16, on=[keys], in_flight=4)
+    assert rig.ask(keys) is None
+    moves = rig.step()
+    assert [len(move.keys) for move in moves] == [4, 4, 4]
+    rig.end(moves[0])
+    assert [len(move.keys) for move in [*rig.step(), *rig.step()]] == [4]
+
+
+def test_one_tier_leaves_rows_to_another() -> None:
+    silent, lively = chain("silent", 16), chain("lively", 2)
+    rig = Rig(rows=16, on=[silent, lively])
+    for number in range(8):
+        assert rig.ask(silent[2 * number : 2 * number + 2], f"r{number}") is None
+    rig.step()
+    assert on_their_way(rig) == 12
+    assert rig.ask(lively, "other") is None
+    rig.step()
+    (move,) = rig.under_way(Op.PROMOTE, tier=1)
+    rig.end(move)
+    rig.step()
+    assert rig.ask(lively, "other") == 2
+
+
+def test_who_waits_for_the_tier_gets_its_rows_before_who_came_later() -> None:
+    first, second = chain("a", 16), chain("b", 3)
+    rig = Rig(rows=16, on=[first, second])
+    assert rig.ask(first, "r0") is None
+    rig.step()
+    assert rig.ask(second, "r1") is None
+    assert not rig.under_way(Op.PROMOTE, tier=1)
+    rig.settle(0.01)
+    assert rig.ask(first, "r0") == 16
+    assert rig.ask(second, "r1") is None
+    rig.core.on_request_finished("r0")
+    rig.step()
+    rig.settle(0.01)
+    assert rig.ask(second, "r1") == 3
+
+
+def test_a_store_is_not_put_off_for_a_request_that_waits_for_its_tier() -> None:
+    keys = chain("a", 16)
+    rig = Rig(rows=16, on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    assert rig.core.waiting == 1
+    grant = rig.core.prepare_store(chain("new", 3), "w")
+    assert grant is not None
+    assert len(grant.keys) == 3
