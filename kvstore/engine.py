@@ -12,10 +12,12 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
@@ -55,6 +57,7 @@ class Engine:
     def __init__(self, tiers: Sequence[Tier], on_completion: Callable[[], None]) -> None:
         self._tiers = tiers
         self._on_completion = on_completion
+        self._complaints = Complaints(logger.warning)
         self._done: deque[Completion] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: list[asyncio.Task[None]] = []
@@ -124,24 +127,40 @@ class Engine:
                 self._on_completion()
 
     async def _run(self, move: Move) -> None:
+        raised: Exception | None = None
         try:
             completion = await self._perform(move)
             if len(completion.ok) != len(move.keys):
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
         except Exception as error:
             # A tier has no business raising; its fault must still end the move.
-            logger.exception("%s of %d chunks failed", move.op.value, len(move.keys))
-            completion = Completion(move.id, [False] * len(move.keys), error=repr(error))
-        if completion.error is not None:
-            logger.warning("%s: %s", move.op.value, completion.error)
+            places = range(len(move.keys))
+            completion = Completion(
+                move.id, [False] * len(places), error=repr(error), unread=places
+            )
+            raised = error
+        self._tell(move, completion, raised)
         self._done.append(completion)
         self._on_completion()
+
+    def _tell(self, move: Move, completion: Completion, raised: Exception | None) -> None:
+        """Faults go to the log, unless the core will say of them what they mean."""
+        what = move.op.value if len(self._tiers) == 1 else f"{move.op.value}, tier {move.tier}"
+        now = time.monotonic()
+        if completion.error is None:
+            self._complaints.went_well(what, f"{what} works again", now)
+            return
+        if move.op is Op.CASCADE and raised is None:
+            return
+        failed = max(1, completion.ok.count(False))
+        if self._complaints.failed(what, completion.error, now, failed) and raised is not None:
+            logger.error("it was raised here", exc_info=raised)
 
     async def _perform(self, move: Move) -> Completion:
         tier = self._tiers[move.tier]
         if move.op is Op.PROMOTE:
             done = await tier.read(move.keys, move.slots, move.rows)
-            return Completion(move.id, done.ok, error=done.error)
+            return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.CASCADE:
             done = await tier.write(move.keys, move.slots, move.rows)
             return Completion(move.id, done.ok, error=done.error)

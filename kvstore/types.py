@@ -99,7 +99,8 @@ class Completion:
     `ok` runs in parallel to the move's keys: a block that failed fails alone.
     `segments` names the segment that GROW made ready (empty when the tier
     cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
-    (key, slot), which may name chunks that were displaced. `error` says in words what
+    (key, slot), which may name chunks that were displaced. `unread` are the places of
+    blocks that PROMOTE could not read this time, and that may be whole. `error` says in words what
     went wrong, for one log line. News of a followed tier (number `tier`) come as
     the completion of no move: `move_id` is NO_MOVE.
     """
@@ -111,6 +112,7 @@ class Completion:
     news: News | None = None
     tier: int = -1
     found: list[tuple[bytes, int]] = field(default_factory=list)
+    unread: Sequence[int] = ()
 
 
 @dataclass(slots=True)

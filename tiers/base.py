@@ -37,10 +37,15 @@ __all__ = ["Tier", "Transfer", "error_of"]
 
 @dataclass(slots=True)
 class Transfer:
-    """The outcome of a `read` or `write`: one flag per key, and what went wrong in words."""
+    """The outcome of a `read` or `write`: one flag per key, and what went wrong in words.
+
+    `unread` are the places of blocks that could not be read this time, and may be whole:
+    nothing is known of their bytes. A block that is neither read nor named there is lost.
+    """
 
     ok: list[bool]
     error: str | None = None
+    unread: Sequence[int] = ()
 
 
 def error_of(first: str | None, ok: Sequence[bool]) -> str | None:

@@ -16,6 +16,9 @@ __all__ = ["TierDirectory"]
 STRIPE_CHUNKS = 8
 """Fewest chunks for which a further device is worth a call of its own."""
 
+MOST_FAILURES = 3
+"""Reads of a chunk that may fail in a row before it is given up."""
+
 DEVICE_PAUSE = 30.0
 """Seconds for which a device that failed to store is passed over while others do not."""
 
@@ -47,6 +50,8 @@ class TierDirectory:
         self.entries: dict[bytes, int] = dict(opening.entries)
         policy.restore(self.entries)
         self.reading: dict[bytes, int] = {}
+        self._unread: dict[bytes, int] = {}
+        """How often in a row entries could not be read."""
         self.writing: dict[bytes, int] = {}
         self.queue: deque[bytes] = deque()
         """Keys of host chunks that wait for their copy to this tier, in order."""
@@ -316,9 +321,20 @@ class TierDirectory:
     def forget(self, key: bytes) -> None:
         """The entry proved unreadable: it is gone, its slot is free."""
         slot = self.entries.pop(key)
+        self._unread.pop(key, None)
         self.policy.remove(key)
         self._give((slot,))
         self.history.append((key, True))
+
+    def unread(self, key: bytes) -> bool:
+        """The entry could not be read this time; whether it shall be tried again."""
+        failures = self._unread[key] = self._unread.get(key, 0) + 1
+        return failures < MOST_FAILURES
+
+    def read_well(self, key: bytes) -> None:
+        """The entry was read: what failed before has passed."""
+        if self._unread:
+            self._unread.pop(key, None)
 
     def begin_read(self, key: bytes) -> int:
         """Protect the entry while it is read; returns its slot."""
@@ -368,6 +384,7 @@ class TierDirectory:
         """Forget everything. No slot is given until `cleared`."""
         self.history.extend((key, True) for key in self.entries)
         self.entries.clear()
+        self._unread.clear()
         self.policy.clear()
         self.reading.clear()
         self.writing.clear()
@@ -395,5 +412,8 @@ class TierDirectory:
             return
         entries = self.entries
         self._give([entries.pop(key) for key in victims])
+        if self._unread:
+            for key in victims:
+                self._unread.pop(key, None)
         self.history.extend((key, True) for key in victims)
         self.evicted += len(victims)

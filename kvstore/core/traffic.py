@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvstore.core.chunk import Chunk
 from kvstore.core.compactor import Compactor
+from kvstore.core.complaints import Complaints
 from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
@@ -59,6 +60,7 @@ class Traffic:
         ]
         self._followed = [tier for tier in tiers if isinstance(tier, FollowedDirectory)]
         self.log: Callable[[str], None] = lambda message: None
+        self._complaints = Complaints(lambda message: self.log(message), quiet=0.0)
 
     def promote(
         self, tier: TierDirectory, chunks: Sequence[Chunk], slots: Sequence[int]
@@ -248,7 +250,7 @@ class Traffic:
     ) -> None:
         totals = self.totals[tier.index]
         newest = -1
-        for key, ok in zip(move.keys, completion.ok, strict=True):
+        for place, (key, ok) in enumerate(zip(move.keys, completion.ok, strict=True)):
             chunk = self._pool.chunks[key]
             newest = chunk.order
             tier.end_read(key)
@@ -256,12 +258,14 @@ class Traffic:
                 self._pool.fill(chunk)
                 self._line.filled(chunk, self.now)
                 totals.promoted += 1
+                tier.read_well(key)
                 if tier.flow is Flow.EXCLUSIVE:
                     tier.forget(key)
             else:
                 self._line.failed(chunk, self.now)
                 self._pool.discard(chunk)
-                tier.forget(key)
+                if place not in completion.unread or not tier.unread(key):
+                    tier.forget(key)
                 totals.failed_reads += not isinstance(tier, FollowedDirectory)
         self._line.passed(newest, self.now)
         tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
@@ -279,18 +283,21 @@ class Traffic:
                 tier.not_written(key, slot)
                 totals.failed_writes += 1
             self._pool.unpin(chunk)
-        if not all(completion.ok):
+        failed = completion.ok.count(False)
+        if failed:
             tier.refused(slot for slot, ok in zip(move.slots, completion.ok, strict=True) if not ok)
             if not tier.ailing:
-                self.log(f"a device of tier {tier.name} cannot store now: {completion.error}")
+                what = f"a device of tier {tier.name} cannot store now"
+                self._complaints.failed(what, completion.error, self.now, failed)
                 return
-            if self.now >= tier.store_after:
-                self.log(f"tier {tier.name} cannot store now: {completion.error}")
+            what = f"tier {tier.name} cannot store now"
+            self._complaints.failed(what, completion.error, self.now, failed)
             tier.store_after = self.now + STORE_PAUSE
             self._empty_queue(tier)
         elif tier.store_after and self.now >= tier.store_after:
             tier.store_after = 0.0
-            self.log(f"tier {tier.name} stores again")
+            what = f"tier {tier.name} cannot store now"
+            self._complaints.went_well(what, f"tier {tier.name} stores again", self.now)
 
     def _empty_queue(self, tier: TierDirectory) -> None:
         """Let the chunks that wait for a tier go without it."""

@@ -484,7 +484,13 @@ class World:
             else:
                 slots[slot] = self.rows[row] if ok[position] else GARBAGE
                 assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
-        self.done.append(Completion(move.id, ok, segments, "injected" if failed else None))
+        unread = [
+            place
+            for place in failures
+            if move.op is Op.PROMOTE and slots[move.slots[place]] == move.keys[place]
+        ]
+        error = "injected" if failed else None
+        self.done.append(Completion(move.id, ok, segments, error, unread=unread[::2]))
 
     def _complete_compaction(self, move: Move, ok: list[bool], failed: bool) -> None:
         slots = self.slots[move.tier]

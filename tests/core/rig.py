@@ -109,9 +109,16 @@ class Rig:
         return moves
 
     def end(
-        self, move: Move, failed: Collection[bytes] = (), segments: Collection[int] | None = None
+        self,
+        move: Move,
+        failed: Collection[bytes] = (),
+        segments: Collection[int] | None = None,
+        unread: Collection[bytes] = (),
     ) -> None:
-        """The engine ends `move`; the core hears of it at the next step."""
+        """The engine ends `move`; the core hears of it at the next step.
+
+        Of those that `failed`, nothing is known of the bytes of `unread`.
+        """
         self.moves.remove(move)
         ok = [key not in failed for key in move.keys]
         tier = self.core.tiers[move.tier]
@@ -123,7 +130,8 @@ class Rig:
         elif move.op is Op.CLEAR:
             made = list(range(tier.segments))
         error = "injected" if failed or (segments is not None and not made) else None
-        self.ended.append(Completion(move.id, ok, made, error))
+        places = [move.keys.index(key) for key in unread]
+        self.ended.append(Completion(move.id, ok, made, error, unread=places))
 
     def settle(self, seconds: float = 0.0) -> None:
         """Steps in which the engine ends everything, until nothing moves."""

@@ -140,4 +140,4 @@ def test_after_a_failure_one_chunk_tries_before_the_others_displace_anything() -
     rig.end(move)
     rig.settle()
     assert all(key in rig.core.tiers[0].entries for key in chain("works", 8))
-    assert rig.log[-1] == "tier tier0 stores again"
+    assert rig.log[-1].startswith("tier tier0 stores again")

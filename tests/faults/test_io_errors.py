@@ -51,7 +51,7 @@ async def test_payloads_that_cannot_be_read_are_misses_and_their_neighbours_are_
         await caller.get(ALL)
         served = await caller.each(ALL)
         assert len(served) == SLOTS - 2
-        assert caller.disk.failed_reads == 2
+        assert caller.disk.failed_reads == 4, "both were tried again"
         assert warned(caplog.records, "read of", "Input/output error")
         faulty.obey()
         lost = set(ALL) - served
@@ -73,6 +73,20 @@ async def test_a_disk_that_reads_nothing_at_all_is_a_miss_of_everything(
         faulty.obey()
     async with calling(faulty.path, seen_at=faulty.behind) as caller:
         assert await caller.get(ALL) == SLOTS, "the disk reads again, and all is still there"
+
+
+async def test_chunks_outlive_reads_that_fail_in_passing(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind) as caller:
+        assert await caller.save(ALL) == set(ALL)
+        caller.forget_host()
+        faulty.obey({"op": "read", **BLOCKS, **EIO})
+        assert await caller.each(ALL) == set()
+        faulty.obey()
+        assert await caller.get(ALL) == SLOTS
+        told = [r for r in caplog.records if "Input/output error" in r.getMessage()]
+        assert len(told) == 1, "one line for all of them"
 
 
 async def test_records_that_cannot_be_read_are_misses(faulty: FaultyDisk) -> None:

@@ -205,7 +205,7 @@ class DiskTier(Tier):
             self._moving -= 1
             if not self._moving:
                 self._still.set()
-        return Transfer(job.ok, error_of(told, job.ok))
+        return Transfer(job.ok, error_of(told, job.ok), sorted(job.unread))
 
     async def _move_striped(self, job: Job) -> str | None:
         segments, within = np.divmod(np.array(job.slots, np.int64), self.geometry.slots)

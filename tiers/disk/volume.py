@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,8 @@ logger = logging.getLogger("kvstore.disk")
 
 @dataclass(slots=True)
 class Job:
-    """Blocks to be moved; `slots` are those of the volume, `ok` is filled in by its threads.
+    """Blocks to be moved; `slots` are those of the volume. Its threads fill in `ok`, and
+    `unread`: the places of those that could not be read, and may be whole.
 
     `sequence` is that of the first record written; a job takes as many as it has keys.
     """
@@ -55,6 +56,7 @@ class Job:
     ok: list[bool]
     load: bool
     sequence: int = 0
+    unread: set[int] = field(default_factory=set)
 
 
 class Volume:
@@ -176,6 +178,10 @@ class Volume:
         if job.load:
             outcomes = read_extents(self.backend, extents)
             self._count_reads(extents, outcomes)
+            for extent, indices, outcome in zip(extents, places, outcomes, strict=True):
+                for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True)):
+                    if not ok and extent.first + slot not in outcome.wrong:
+                        job.unread.add(index)
         else:
             outcomes = write_extents(self.backend, extents, sequence)
         for indices, outcome in zip(places, outcomes, strict=True):

@@ -1,0 +1,70 @@
+"""Faults told in few lines: when one begins, how often it came at intervals, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["EVERY", "Complaints"]
+
+EVERY = 60.0
+"""Fewest seconds between two lines of one fault, its end excepted."""
+
+
+@dataclass(slots=True)
+class _Fault:
+    """One fault.
+
+    Attributes:
+        since: when it began. told: when a line said so. last: when it came last.
+        count: how often it came since that line. total: since it began.
+        over: its end was told.
+    """
+
+    since: float
+    told: float
+    last: float
+    count: int
+    total: int
+    over: bool = False
+
+
+class Complaints:
+    """Turns faults that come in thousands into a line a minute. Counters carry the rest.
+
+    Args:
+        write: where lines go.
+        quiet: seconds without a fault after which it is over, once something goes well.
+    """
+
+    def __init__(self, write: Callable[[str], None], quiet: float = EVERY) -> None:
+        self.write = write
+        self._quiet = quiet
+        self._faults: dict[str, _Fault] = {}
+
+    def failed(self, what: str, error: str | None, now: float, count: int = 1) -> bool:
+        """`what` went wrong `count` times; whether the beginning of it was told."""
+        fault = self._faults.get(what)
+        if fault is None or (fault.over and now - fault.told >= EVERY):
+            earlier = 0 if fault is None else fault.count
+            self._faults[what] = _Fault(now, now, now, 0, count + earlier)
+            self.write(f"{what}: {error}")
+            return True
+        fault.last = now
+        fault.count += count
+        fault.total += count
+        if now - fault.told >= EVERY:
+            self.write(
+                f"{what}: {fault.count} more in {now - fault.told:.0f} s, the last one: {error}"
+            )
+            fault.told, fault.count = now, 0
+        return False
+
+    def went_well(self, what: str, instead: str, now: float) -> None:
+        """`what` did not go wrong this time; `instead` says so when the fault is over."""
+        fault = self._faults.get(what)
+        if fault is not None and not fault.over and now - fault.last >= self._quiet:
+            fault.over, fault.told, fault.count = True, now, 0
+            self.write(
+                f"{instead}; it had failed {fault.total} times in {fault.last - fault.since:.0f} s"
+            )

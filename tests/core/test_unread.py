@@ -1,0 +1,85 @@
+"""Reads that fail: what could not be read is tried again, what is damaged is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.directory import MOST_FAILURES
+from tests.core.rig import Rig, chain
+
+
+def fail_once(rig: Rig, keys: list[bytes], request: str, unread: bool = True) -> None:
+    assert rig.ask(keys, request) is None
+    rig.step()
+    rig.end(rig.promotion, failed=keys, unread=keys if unread else ())
+    rig.step()
+    assert rig.ask(keys, request) == 0, "a miss for who asked"
+    rig.core.on_request_finished(request)
+    rig.step()
+
+
+def test_an_entry_outlives_a_read_that_failed_in_passing() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    fail_once(rig, keys, "r0")
+    assert rig.resolve(keys, "r1") == 3
+    assert rig.stats.tiers[0].failed_reads == 3
+
+
+def test_damage_is_forgotten_at_once() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    fail_once(rig, keys, "r0", unread=False)
+    assert rig.ask(keys, "r1") == 0
+    assert not rig.core.tiers[0].entries
+
+
+def test_of_a_move_only_the_damaged_are_forgotten() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys) is None
+    rig.step()
+    rig.end(rig.promotion, failed=keys[1:], unread=keys[2:])
+    rig.step()
+    assert set(rig.core.tiers[0].entries) == {keys[0], keys[2]}
+
+
+def test_an_entry_that_cannot_be_read_several_times_in_a_row_is_forgotten() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=8, on=[keys])
+    for number in range(MOST_FAILURES):
+        assert set(rig.core.tiers[0].entries) == set(keys)
+        fail_once(rig, keys, f"r{number}")
+    assert not rig.core.tiers[0].entries
+    assert not rig.core.tiers[0]._unread
+    assert rig.ask(keys, "later") == 0
+
+
+def test_reads_in_between_that_go_well_make_the_count_begin_anew() -> None:
+    keys = chain("a", 1)
+    rig = Rig(rows=1, on=[keys])
+    for number in range(3 * MOST_FAILURES):
+        fail_once(rig, keys, f"r{number}")
+        if number % 2:
+            assert rig.resolve(keys, "well") == 1
+            rig.core.on_request_finished("well")
+            rig.step()
+            rig.put(chain("b", 1))
+            rig.settle()
+    assert rig.core.tiers[0].entries
+
+
+@pytest.mark.parametrize("how", ["evicted", "reset"])
+def test_nothing_is_remembered_of_an_entry_that_has_left(how: str) -> None:
+    keys = chain("a", 1)
+    rig = Rig(rows=4, on=[keys], segment_slots=1)
+    fail_once(rig, keys, "r")
+    tier = rig.core.tiers[0]
+    assert tier._unread
+    if how == "evicted":
+        rig.put(chain("b", 1))
+    else:
+        rig.core.reset()
+    rig.settle()
+    assert keys[0] not in tier.entries
+    assert not tier._unread
