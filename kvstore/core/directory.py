@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.core.extents import ExtentAllocator
 from kvstore.core.flow import Flow
-from kvstore.types import Move, TierOpening
+from kvstore.types import Move, Op, TierOpening
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
 
@@ -18,6 +18,9 @@ STRIPE_CHUNKS = 8
 
 MOST_FAILURES = 3
 """Reads of a chunk that may fail in a row before it is given up."""
+
+SLOW_PAUSE = 30.0
+"""Seconds without a slow move after which a tier is not slow any more."""
 
 DEVICE_PAUSE = 30.0
 """Seconds for which a device that failed to store is passed over while others do not."""
@@ -73,7 +76,14 @@ class TierDirectory:
         self.growing = False
         self.growing_since = 0.0
         self.cannot_grow = False
-        """Growth failed or takes too long: new chunks displace old ones meanwhile."""
+        """Growth failed: new chunks displace old ones meanwhile."""
+        self.growing_slowly = False
+        """Growth takes too long: what finds no free slot meanwhile is not stored here."""
+        self.slow = False
+        """It answers, but copies to it or its growth take seconds: some of late did."""
+        self._slow_since = 0.0
+        self._unhindered = 0.0
+        """Since when nobody slept and nothing was read that goes before copies."""
         self.clearing = False
         self.retry_after = 0.0
         """It is neither grown nor cleared before this time: that failed a short while ago."""
@@ -147,7 +157,13 @@ class TierDirectory:
             and not self.stalled
             and not self.clearing
             and now >= self.store_after
+            and not self.full_for_now
         )
+
+    @property
+    def full_for_now(self) -> bool:
+        """Whether there is no room before a growth ends that takes long."""
+        return self.growing and self.growing_slowly and not self.free
 
     @property
     def wants_growth(self) -> bool:
@@ -377,8 +393,20 @@ class TierDirectory:
         else:
             self.silent += min(elapsed, patience / 2)
         self.heard = False
-        if self.growing and now - self.growing_since >= 2 * patience:
-            self.cannot_grow = True
+        self.growing_slowly = self.growing and now - self.growing_since >= 2 * patience
+        if self.reading or elapsed >= patience:
+            self._unhindered = now
+        if self.silent < patience and self.writing_for(now) >= 2 * patience:
+            self.slow, self._slow_since = True, now
+        elif self.slow and now - self._slow_since >= SLOW_PAUSE:
+            self.slow = False
+
+    def writing_for(self, now: float) -> float:
+        """Seconds for which a copy to it, or its growth, has been under way for its own sake."""
+        for move, started in self.in_flight.values():
+            if move.op in (Op.CASCADE, Op.GROW):
+                return now - max(started, self._unhindered)
+        return 0.0
 
     def reset(self) -> None:
         """Forget everything. No slot is given until `cleared`."""

@@ -23,7 +23,7 @@ class TierStats:
         evicted: entries that made room or were forgotten.
         queued: host chunks waiting for their copy, now.
         relocated: chunks moved within the tier. given_back: segments removed after that.
-        stalled, congested: see the tier's directory, now.
+        stalled, congested, slow: see the tier's directory, now.
         errors: moves that reported an error.
     """
 
@@ -45,6 +45,7 @@ class TierStats:
     given_back: int = 0
     stalled: bool = False
     congested: bool = False
+    slow: bool = False
     errors: int = 0
 
 

@@ -52,6 +52,7 @@ class Traffic:
         self.orphans: set[int] = set()
         self._next = 0
         self.totals = [TierStats(tier.name, tier.medium) for tier in tiers]
+        self._slow = [False] * len(tiers)
         self.compactors = [Compactor(tier) for tier in tiers]
         self.demoting = [
             tier
@@ -106,6 +107,7 @@ class Traffic:
             totals.segments, totals.max_segments = tier.segments, tier.max_segments
             totals.queued, totals.evicted = len(tier.queue), tier.evicted
             totals.stalled, totals.congested = tier.stalled, tier.congested
+            totals.slow = tier.slow
             totals.relocated, totals.given_back = compactor.relocated, compactor.given_back
         return [replace(totals) for totals in self.totals]
 
@@ -308,7 +310,7 @@ class Traffic:
                 self.totals[tier.index].refused += 1
 
     def judge(self, tier: TierDirectory) -> None:
-        """Notice a tier that does not answer, or that has more to do than anyone waits for."""
+        """Notice a tier that does not answer, is slow, or has more to do than anyone waits for."""
         if tier.silent >= 2 * self._line.deadline and not tier.stalled:
             tier.stalled = True
             self.log(
@@ -316,5 +318,16 @@ class Traffic:
                 "its chunks are misses and nothing is stored there until it does"
             )
             self._empty_queue(tier)
+        elif tier.full_for_now:
+            self._empty_queue(tier)
+        if tier.slow is not self._slow[tier.index]:
+            self._slow[tier.index] = tier.slow
+            if tier.slow:
+                self.log(
+                    f"tier {tier.name} is slow: it has been writing for "
+                    f"{tier.writing_for(self.now):.1f} s; what finds no room is not stored there"
+                )
+            else:
+                self.log(f"tier {tier.name} is not slow any more")
         backlog = len(tier.reading) * tier.seconds_per_chunk
         tier.congested = backlog > self._line.ceiling

@@ -37,6 +37,7 @@ GAUGES: dict[str, str] = {
     "waiting_requests": "Requests that wait for a slower tier now.",
     "disk_chunks": "Chunks on disk now.",
     "disk_stalled": "1 while the disk does not answer.",
+    "disk_slow": "1 while transfers to or from the disk take seconds.",
 }
 
 
@@ -90,6 +91,7 @@ class Reporter:
             "waiting_requests": stats.waiting,
             "disk_chunks": _sum(disk, "chunks"),
             "disk_stalled": float(any(tier.stalled for tier in disk)),
+            "disk_slow": float(any(tier.slow for tier in disk)),
         }
         return {_PREFIX + name: value for name, value in values.items()}
 

@@ -256,6 +256,30 @@ async def test_slow_writes_hold_nobody_up_and_are_complete_in_the_end(faulty: Fa
         assert await caller.each(taken) == taken
 
 
+async def test_a_disk_that_grows_slowly_keeps_what_it_has_and_says_so(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind, drain_s=8.0) as caller:
+        assert await caller.save(range(SLOTS // 2)) == set(range(SLOTS // 2))
+        faulty.obey(
+            {"op": "write", **BLOCKS, "delay": 0.05},
+            *({"op": op, "path": "segment-", "delay": 4.0} for op in ("create", "fallocate")),
+        )
+        async with running_loop():
+            for start in range(100, 100 + 4 * SLOTS, 4):
+                await caller.put(range(start, start + 4))
+                await asyncio.sleep(0.05)
+        assert caller.disk.evicted == 0
+        assert caller.disk.segments < caller.disk.max_segments
+        assert caller.disk.refused > 0
+        assert caller.disk.slow
+        assert warned(caplog.records, "is slow")
+        faulty.obey()
+        await until(lambda: caller.asked().segments > 1)
+        assert await caller.save(range(4)) == set(range(4)), "it grows, and takes more"
+        assert caller.disk.evicted == 0
+
+
 async def test_reads_that_never_end_are_misses_at_once_and_the_disk_is_used_when_it_answers(
     faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,24 @@ async def test_loads_overtake_stores_that_wait(pool: Pool) -> None:
     assert order == ["load"] * 2 + ["store"] * 6
 
 
+async def test_what_stores_may_wait_for_overtakes_them_and_no_load(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    order: list[str] = []
+
+    def run(name: str, count: int, **how: bool) -> asyncio.Future[list[None]]:
+        return asyncio.ensure_future(threads.run([lambda: order.append(name)] * count, **how))
+
+    first = asyncio.ensure_future(threads.run([gate], load=False))
+    await begun(gate)
+    jobs = [run("store", 3, load=False), run("grow", 2, load=False, ahead=True)]
+    await asyncio.sleep(0)
+    jobs.append(run("load", 2, load=True))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(first, *jobs)
+    assert order == ["load"] * 2 + ["grow"] * 2 + ["store"] * 3
+
+
 async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
     threads = pool(4)
     loop = asyncio.get_running_loop()

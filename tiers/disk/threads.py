@@ -89,6 +89,7 @@ class IOThreads:
         self.count = count
         self._loads: deque[tuple[_Job, int, Any]] = deque()
         self._stores: deque[tuple[_Job, int, Any]] = deque()
+        self._before_stores: deque[tuple[_Job, int, Any]] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._left = False
@@ -101,14 +102,20 @@ class IOThreads:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, operations: Sequence[Callable[[], _T]], *, load: bool) -> list[_T]:
+    async def run(
+        self, operations: Sequence[Callable[[], _T]], *, load: bool, ahead: bool = False
+    ) -> list[_T]:
         """Run `operations` and return their results in order; see `run_cut`."""
-        return await self.run_cut(lambda: operations, load=load) if operations else []
+        if not operations:
+            return []
+        return await self.run_cut(lambda: operations, load=load, ahead=ahead)
 
     async def run_cut(
-        self, cut: Callable[[], Sequence[Callable[[], _T]]], *, load: bool
+        self, cut: Callable[[], Sequence[Callable[[], _T]]], *, load: bool, ahead: bool = False
     ) -> list[_T]:
         """Run the operations that `cut` returns, which is itself called by a thread.
+
+        Loads come first, then what is `ahead` of stores, then stores.
 
         Returns their results in order. Waits for all, even when cancelled: the
         memory that operations use is theirs until they have ended, so
@@ -123,7 +130,8 @@ class IOThreads:
                 raise TimeoutError("an earlier I/O call did not return")
             if self._closed:
                 raise RuntimeError("the I/O threads have been closed")
-            (self._loads if load else self._stores).append((job, -1, cut))
+            queue = self._before_stores if ahead else self._loads if load else self._stores
+            queue.append((job, -1, cut))
             self._wake.notify()
         self._running.add(job)
         cancelled: asyncio.CancelledError | None = None
@@ -172,30 +180,34 @@ class IOThreads:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not self._loads and not self._stores:
+                while not (self._loads or self._before_stores or self._stores):
                     if self._closed:
                         return
                     self._wake.wait()
-                loads = bool(self._loads)
-                job, index, operation = (self._loads or self._stores).popleft()
+                queue = self._loads or self._before_stores or self._stores
+                job, index, operation = queue.popleft()
             if index < 0:
                 operations = job.cut(operation)
                 if not operations:
                     del job, operation, operations
                     continue
                 index, operation = 0, operations[0]
-                self._share(job, operations, loads=loads)
+                self._share(job, operations, queue)
                 del operations
             job.perform(index, operation)
             # Nothing of the job may be kept alive while the thread waits.
             del job, operation
 
-    def _share(self, job: _Job, operations: Sequence[Operation], *, loads: bool) -> None:
+    def _share(
+        self,
+        job: _Job,
+        operations: Sequence[Operation],
+        queue: deque[tuple[_Job, int, Any]],
+    ) -> None:
         """Offer all but the first to every thread, before the jobs that came later."""
         if len(operations) == 1:
             return
         with self._wake:
-            queue = self._loads if loads else self._stores
             queue.extendleft(
                 (job, index, operations[index]) for index in range(len(operations) - 1, 0, -1)
             )

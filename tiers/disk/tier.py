@@ -225,7 +225,8 @@ class DiskTier(Tier):
         told = "the capacity is used up"
         fewest_first = sorted(enumerate(self.volumes), key=lambda each: len(each[1].segments))
         for index, volume in fewest_first:
-            (outcome,) = await volume.threads.run([volume.grow], load=False)
+            # Stores may wait for nothing but this.
+            (outcome,) = await volume.threads.run([volume.grow], load=False, ahead=True)
             if not isinstance(outcome, str):
                 return self._segment(index, outcome), None
             told = outcome
