@@ -141,14 +141,21 @@ class Chains:
             self._take_ended(request_id)
             self._settle_later(chain)
 
-    def end(self, request_id: str) -> None:
-        """The request uses nothing any more."""
+    def end(self, request_id: str, place: Callable[[bytes], int] | None = None) -> None:
+        """The request uses nothing any more.
+
+        Args:
+            place: where in its prompt a key belongs, unless it was used in that order.
+        """
         self._asked_keys -= len(self._asked.pop(request_id, ()))
         chain = self._chains.pop(request_id, None)
         if chain is None:
             return
         self._keys -= len(chain.known)
         groups = list(chain.groups.values())
+        if place is not None:
+            for keys in groups:
+                keys.sort(key=place)
         if self.on_end is not None:
             self.on_end(groups)
         for keys in groups:

@@ -248,6 +248,20 @@ class Core:
         if request.keys:
             self.chains.count(request.id, request.keys)
 
+    def put_in_order(self, request_id: str, place: Callable[[bytes], int]) -> None:
+        """What a deferred request asked for in this step is put in the order of its prompt.
+
+        For servers that ask in another: a sliding window is looked for from its end,
+        and several KV cache groups one after the other. To be called before `flush`.
+
+        Args:
+            place: where in the prompt a key belongs.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and request.deferring:
+            self.pool.mark(request.keys)
+            request.keys.sort(key=place)
+
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
         deferred = False
@@ -478,8 +492,14 @@ class Core:
         """A request was seen for the first time. What an earlier one of that name held, ends."""
         self.on_request_finished(request_id)
 
-    def on_request_finished(self, request_id: str) -> None:
-        """The request asks no more: its wait and its leases end. Loads under way go on."""
+    def on_request_finished(
+        self, request_id: str, place: Callable[[bytes], int] | None = None
+    ) -> None:
+        """The request asks no more: its wait and its leases end. Loads under way go on.
+
+        Args:
+            place: where in its prompt a key belongs, for servers that use keys in another order.
+        """
         request = self._requests.get(request_id)
         if request is not None:
             if self._counts:
@@ -491,7 +511,7 @@ class Core:
         loaded = self._untold.pop(request_id, None)
         if loaded is not None:
             self._use(*loaded)
-        self.chains.end(request_id)
+        self.chains.end(request_id, place)
 
     def may_go_below(self, key: bytes) -> bool:
         """Whether the chunk is on a slower tier, on its way there, or will be when given up."""

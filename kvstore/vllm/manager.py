@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -88,6 +88,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._reporter = Reporter()
         self._in_step = False
         self._retried: set[str] = set()
+        self._deferred: dict[str, ReqContext] = {}
+        """Requests that begin to wait in this step."""
         self._step_ended = 0.0
         self._closed = False
         self._lookup = self._core.lookup
@@ -107,6 +109,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         if answer is not None:
             return MISS
         if not self._core.is_waiting(request):
+            self._deferred[request] = req_context
             return PENDING
         if not self._single_group:
             return RETRY
@@ -130,7 +133,12 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- load and store ------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return CPULoadStoreSpec(self._core.prepare_load(keys, req_context.req_id))
+        ordered = self._in_order(keys, req_context)
+        rows = self._core.prepare_load(ordered, req_context.req_id)
+        if ordered is not keys:
+            row_of = dict(zip(ordered, rows, strict=True))
+            rows = [row_of[key] for key in keys]
+        return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._core.complete_load(keys, req_context.req_id)
@@ -140,12 +148,19 @@ class KVStoreOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._core.absorb(self._engine.take())
-        grant = self._core.prepare_store(keys, req_context.req_id)
+        ordered = self._in_order(keys, req_context)
+        grant = self._core.prepare_store(ordered, req_context.req_id)
         if grant is None:
             return None
+        granted, rows = grant.keys, grant.rows
+        if ordered is not keys:
+            # The workers take the rows in the order of vLLM's keys.
+            row_of = dict(zip(granted, rows, strict=True))
+            granted = [key for key in dict.fromkeys(keys) if key in row_of]
+            rows = [row_of[key] for key in granted]
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(key) for key in grant.keys],
-            store_spec=CPULoadStoreSpec(grant.rows),
+            keys_to_store=[OffloadKey(key) for key in granted],
+            store_spec=CPULoadStoreSpec(rows),
             evicted_keys=[OffloadKey(key) for key in grant.evicted],
         )
 
@@ -162,7 +177,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._core.on_request_finished(req_context.req_id)
+        place = None if self._single_group else _place_in(req_context)
+        self._core.on_request_finished(req_context.req_id, place)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._in_step:
@@ -243,7 +259,20 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._in_step = True
         self._core.poll(time.monotonic(), self._engine.take())
 
+    def _in_order(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> Collection[OffloadKey]:
+        """`keys` as they follow one another in the prompt, over all groups.
+
+        vLLM names them group by group: what is granted of such an order is all of one
+        group and little of another, which nobody can use.
+        """
+        return keys if self._single_group else sorted(keys, key=_place_in(req_context))
+
     def _hand_over(self) -> None:
+        for request, context in self._deferred.items():
+            self._core.put_in_order(request, _place_in(context))
+        self._deferred.clear()
         self._engine.submit(self._core.flush(time.monotonic()))
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
@@ -258,3 +287,13 @@ def _engine_over(assembly: Assembly) -> EngineThread:
         for tier in assembly.tiers:
             tier.abandon()
         raise
+
+
+def _place_in(context: ReqContext) -> Callable[[bytes], int]:
+    """Says where in a request's prompt a key ends, in tokens."""
+    position = context.get_offload_key_position
+
+    def place(key: bytes) -> int:
+        return position(key) or 0
+
+    return place

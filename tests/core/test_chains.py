@@ -280,3 +280,40 @@ def test_the_rest_of_a_store_is_taken() -> None:
     assert len(set(grant.rows)) == 2
     rig.core.complete_store(grant.keys, "r")
     assert rig.ask(keys, "later") == 1
+
+
+# -- servers that ask in another order ---------------------------------------------------------
+
+
+def test_what_was_asked_from_its_end_is_fetched_and_told_from_its_head() -> None:
+    keys = chain("a", 6)
+    rig = Rig(rows=8, on=[keys], policy=Listener(8))
+    for key in reversed(keys):
+        assert rig.core.lookup(key, "r") is None
+    rig.core.put_in_order("r", keys.index)
+    rig.core.put_in_order("nobody", keys.index)
+    rig.step()
+    assert rig.promotion.keys == keys
+    assert told(rig, "link") == [("link", keys, None)]
+
+
+def test_hits_among_what_was_asked_from_its_end_stay_for_their_step() -> None:
+    here, below = chain("a", 3), chain("a", 6)[3:]
+    rig = Rig(rows=6, on=[below])
+    rig.put(here)
+    rig.settle()
+    for key in reversed([*here, *below]):
+        rig.core.lookup(key, "r")
+    rig.core.put_in_order("r", [*here, *below].index)
+    assert rig.core.pool.room == 3
+    rig.core._tell_hits(6)
+    assert rig.core.pool.marked == 3
+
+
+def test_a_prompt_that_was_used_in_another_order_is_told_in_its_own() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=(), policy=Listener(8))
+    rig.put(keys[2:])
+    rig.put(keys[:2])
+    rig.core.on_request_finished("writer", keys.index)
+    assert told(rig, "settle") == [("settle", keys)]

@@ -181,6 +181,92 @@ def test_with_several_groups_every_group_of_a_deferred_request_is_deferred(tmp_p
     server.close()
 
 
+def position(request: Any, *groups: list[bytes]) -> Any:
+    """The request as vLLM's scheduler knows it: with the place of each key in its prompt."""
+    for keys in groups:
+        for number, key in enumerate(keys):
+            request.set_offload_key_position(key, 16 * (number + 1))
+    return request
+
+
+def scan_window(server: Server, request: Any, keys: list[bytes], window: int) -> int | None:
+    """As `_sliding_window_lookup` of vLLM's connector does it, from the end."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    run, deferred, pending = 0, False, False
+    for index in range(len(keys) - 1, -1, -1):
+        result = server.manager.lookup(keys[index], request)
+        if result in (LookupResult.HIT, LookupResult.HIT_PENDING):
+            pending |= result is LookupResult.HIT_PENDING
+            run += 1
+        else:
+            deferred |= result is LookupResult.RETRY
+            run, pending = 0, False
+        if run == window:
+            return None if deferred or pending else index + window
+    return None if deferred or pending else run
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_window_that_is_looked_for_from_its_end_is_told_in_the_order_of_its_prompt(
+    tmp_path: Path, groups: int
+) -> None:
+    full = keys_of("a", 12) if groups == 2 else []
+    sliding = keys_of("a", 12, group=groups - 1)
+    first = Server(tmp_path, rows=64, groups=groups)
+    first.store("r1", full + sliding)
+    first.close()
+    server = Server(tmp_path, rows=64, groups=groups)
+    ended: list[Any] = []
+    server.manager._core.chains.on_end = ended.append
+    fetched: list[bytes] = []
+    submit = server.manager._engine.submit
+
+    def watched(moves: Any) -> None:
+        fetched.extend(key for move in moves for key in move.keys)
+        submit(moves)
+
+    server.manager._engine.submit = watched
+    request = position(server.context("r2"), full, sliding)
+    server.manager.on_new_request(request)
+    end = time.monotonic() + 10
+    while True:
+        hits = [server.scan(request, full)] if full else []
+        hits.append(scan_window(server, request, sliding, 4))
+        server.step()
+        if None not in hits:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    window = sliding[-4:]
+    assert [key for key in fetched if key in sliding] == window
+    assert set(fetched) == {*full, *window}
+    scan_window(server, request, sliding, 4)
+    spec = server.manager.prepare_load(full + window, request)
+    held = [bytes(server.region.row(int(row))[:36]) for row in spec.block_ids]
+    assert held == full + window, "rows in the order in which vLLM names the keys"
+    server.manager.complete_load(set(full + window), request)
+    server.manager.on_request_finished(request)
+    server.close()
+    assert [list(keys) for keys in ended[0]] == ([full, window] if full else [window])
+
+
+def test_of_a_store_that_does_not_fit_every_group_gets_the_head_of_the_prompt(
+    tmp_path: Path,
+) -> None:
+    server = Server(tmp_path, rows=8, groups=2)
+    groups = keys_of("a", 12), keys_of("a", 12, group=1)
+    request = position(server.context("r"), *groups)
+    server.manager.on_new_request(request)
+    server.step()
+    out = server.manager.prepare_store([*groups[0], *groups[1]], request)
+    assert out is not None
+    assert list(out.keys_to_store) == groups[0][:4] + groups[1][:4]
+    assert len({int(row) for row in out.store_spec.block_ids}) == 8
+    server.manager.complete_store(set(out.keys_to_store), request)
+    server.close()
+
+
 def test_a_request_may_exclude_a_medium(server: Server) -> None:
     from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
 
