@@ -215,6 +215,25 @@ class EngineThread:
         self._arrived.clear()
         return self._engine.take()
 
+    def repeat(self, call: Callable[[], Callable[[], float] | None]) -> None:
+        """Do something again and again on the thread, until it is closed.
+
+        Args:
+            call: returns what to do, or None when there is nobody any more to do it for;
+                and that returns after how many seconds it wants to be done again.
+        """
+
+        def again() -> None:
+            do = call()
+            if do is None or self._closed:
+                return
+            try:
+                self._loop.call_later(do(), again)
+            except Exception:
+                logger.exception("upkeep ends")
+
+        self._loop.call_soon_threadsafe(again)
+
     def wait(self, seconds: float) -> bool:
         """Wait until there is a completion to take, at most `seconds`."""
         return self._arrived.wait(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from kvstore.assembly import Assembly, assemble
 from kvstore.engine import EngineThread
 from kvstore.vllm.metrics import Reporter
 from kvstore.vllm.region import manager_region, release_region
+from kvstore.vllm.turns import in_turns
 
 if TYPE_CHECKING:
     from kvstore.vllm.spec import KVStoreOffloadingSpec
@@ -45,15 +47,38 @@ IDLE_STEP_SECONDS = 0.0005
 WAIT_SECONDS = 0.001
 """How long an idle step waits for the next completion, instead of spinning."""
 
+IDLE_SECONDS = 0.25
+"""Without a step for so long, a server is idle."""
+
+UPKEEP_SECONDS = 0.02
+"""How often compaction goes on while the server is idle."""
+
 ANY_TIER = TierFilter.ALL
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 
 
+@in_turns(
+    "touch",
+    "prepare_load",
+    "complete_load",
+    "prepare_store",
+    "complete_store",
+    "on_new_request",
+    "on_request_finished",
+    "on_schedule_end",
+    "take_events",
+    "reset_cache",
+    "on_reset_flushed",
+    "get_stats",
+    "shutdown",
+    "_begin_step",
+)
 class KVStoreOffloadingManager(OffloadingManager):
     """Answers the scheduler from memory; no call waits for I/O.
 
-    A step of the core begins with the first call after `on_schedule_end`.
+    A step of the core begins with the first call after `on_schedule_end`. Where nobody
+    steps, because nothing is asked of the server, compaction goes on from the engine's thread.
     """
 
     def __init__(self, spec: KVStoreOffloadingSpec) -> None:
@@ -86,6 +111,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._core = self._assembly.core
         self._core.log_to(logger.warning)
         self._reporter = Reporter()
+        self._turn = threading.RLock()
+        """Of whoever uses the core. Within a step it is the scheduler's without a lock."""
         self._in_step = False
         self._retried: set[str] = set()
         self._deferred: dict[str, ReqContext] = {}
@@ -93,6 +120,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._step_ended = 0.0
         self._closed = False
         self._lookup = self._core.lookup
+        if any(tier.relocations_per_second for tier in self._core.tiers):
+            self._engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
         logger.info("kvstore: %s", self._assembly.description)
 
     # -- lookup ------------------------------------------------------------------------
@@ -198,12 +227,14 @@ class KVStoreOffloadingManager(OffloadingManager):
         return self._core.unsaved > 0
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        for event in self._core.take_events():
-            yield OffloadingEvent(
+        return [
+            OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
                 medium=Medium.CPU if event.medium == "host" else Medium.STORAGE,
                 removed=event.removed,
             )
+            for event in self._core.take_events()
+        ]
 
     def reset_cache(self) -> None:
         self._core.reset()
@@ -258,6 +289,20 @@ class KVStoreOffloadingManager(OffloadingManager):
     def _begin_step(self) -> None:
         self._in_step = True
         self._core.poll(time.monotonic(), self._engine.take())
+
+    def _go_on_while_idle(self) -> float:
+        """A step of upkeep, if no step has been for a while; when to look again, in seconds."""
+        if not self._turn.acquire(blocking=False):
+            return IDLE_SECONDS
+        try:
+            now = time.monotonic()
+            if self._closed or self._in_step or now - self._step_ended < IDLE_SECONDS:
+                return IDLE_SECONDS
+            self._core.poll(now, self._engine.take())
+            self._hand_over()
+            return UPKEEP_SECONDS if self._core.in_flight else IDLE_SECONDS
+        finally:
+            self._turn.release()
 
     def _in_order(
         self, keys: Collection[OffloadKey], req_context: ReqContext

@@ -181,6 +181,83 @@ def test_with_several_groups_every_group_of_a_deferred_request_is_deferred(tmp_p
     server.close()
 
 
+# -- an idle server ----------------------------------------------------------------------------
+
+
+def sparse(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
+    """A cache whose segments hold few chunks each: what to open it with, and the chunks."""
+    from kvstore.upkeep import purge
+
+    tier = {"type": "disk", "path": str(folder), "capacity_bytes": "4MiB"}
+    extra = {"tiers": [{**tier, "segment_bytes": 100 * 1024}]}
+    keys = keys_of("a", 160)
+    first = Server(folder, rows=64, **extra)
+    for start in range(0, len(keys), 16):
+        assert first.store(f"w{start}", keys[start : start + 16]) == 16
+        first.settle()
+    first.close()
+    for number, key in enumerate(keys):
+        if number % 8:
+            purge(folder, key=key)
+    extra["tiers"][0]["compaction_rate"] = "1GiB"
+    return extra, keys[::8]
+
+
+def segments(folder: Path) -> int:
+    return len(list(folder.rglob("segment-*")))
+
+
+def test_compaction_goes_on_while_nothing_is_asked_of_the_server(tmp_path: Path) -> None:
+    extra, kept = sparse(tmp_path)
+    before = segments(tmp_path)
+    assert before >= 6
+    server = Server(tmp_path, rows=64, **extra)
+    end = time.monotonic() + 10
+    while segments(tmp_path) > 3:
+        assert time.monotonic() < end, f"{segments(tmp_path)} of {before} segments are left"
+        assert not server.manager.has_pending_work(), "a server that is idle shall rest"
+        time.sleep(0.02)
+    assert [server.load(f"r{key!r}", [key]) for key in kept] == [[key] for key in kept]
+    server.close()
+
+
+def test_compaction_of_an_idle_server_keeps_out_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.vllm import manager
+
+    monkeypatch.setattr(manager, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(manager, "UPKEEP_SECONDS", 0.0)
+    extra, kept = sparse(tmp_path)
+    server = Server(tmp_path, rows=8, **extra)
+    turns = 0
+    poll = server.manager._core.poll
+
+    def watched(*args: Any) -> None:
+        nonlocal turns
+        turns += 1
+        assert server.manager._turn.acquire(blocking=False), "somebody else's turn"
+        poll(*args)
+        server.manager._turn.release()
+
+    monkeypatch.setattr(server.manager._core, "poll", watched)
+    for round in range(5):
+        for key in kept:
+            assert server.load(f"r{round}-{key!r}", [key]) == [key]
+    server.close()
+    assert turns > 100
+
+
+def test_without_compaction_an_idle_server_does_nothing(server: Server) -> None:
+    polls: list[float] = []
+    server.manager._core.poll = lambda now, done=(): polls.append(now)
+    time.sleep(0.6)
+    assert polls == []
+
+
+# -- the order of a prompt ---------------------------------------------------------------------
+
+
 def position(request: Any, *groups: list[bytes]) -> Any:
     """The request as vLLM's scheduler knows it: with the place of each key in its prompt."""
     for keys in groups:
