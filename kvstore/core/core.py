@@ -589,8 +589,8 @@ class Core:
     ) -> tuple[list[Chunk] | None, int]:
         """Get rows for `new`, those of `offered` that are not here and not `declined`.
 
-        Where they fit, the policy says chunk by chunk who enters and who leaves; what
-        it does not want is added to `declined`. What can never fit is cut to what does first.
+        Where they fit, or never will, the policy says chunk by chunk who enters and who
+        leaves. Of what fits, those whom it does not want are added to `declined`.
 
         Returns:
             The chunks that have entered, or None where nobody has yet; and for how
@@ -600,36 +600,41 @@ class Core:
         if self.line.starving:
             # Rows that a request in line waits for are not for stores.
             return None, 0
-        self._tell_hits(len(new))
-        wanted = offered
+        hindered = self._tell_hits(len(new))
         fits = pool.room >= len(new)
-        if not fits and not may_fit and pool.demote is None and pool.policy.declines:
-            wanted = offered[: pool.reach(offered, declined)]
-            new = [key for key in wanted if key not in pool.chunks and key not in declined]
-            fits = True
-        if not fits:
+        if not fits and (may_fit or pool.demote is not None or not pool.policy.declines):
             # What is there already keeps its place, and the head goes first.
             pool.keep(offered)
             return None, pool.make_room(len(new), shed_unsaved=False, incoming=new[::-1])
-        chunks, all_asked = pool.enter(wanted, frozenset(declined))
-        if wanted is not offered:
+        wanted = offered
+        if not fits and hindered:
+            # The policy is asked about what can come in beside those that have to stay.
+            wanted = offered[: pool.reach(offered, declined)]
+            new = [key for key in wanted if key not in pool.chunks and key not in declined]
+        chunks, all_asked = pool.enter(wanted, frozenset(declined), from_head=hindered)
+        if not fits:
             pool.keep(wanted)
-        if len(chunks) == len(new) or not all_asked:
+        if len(chunks) == len(new) or not all_asked or not (fits or hindered):
             return chunks, len(chunks)
         entered = {chunk.key for chunk in chunks}
         declined += [key for key in new if key not in entered]
         return chunks, len(new)
 
-    def _tell_hits(self, count: int) -> None:
-        """The pool hears of this step's hits, unless it has room for `count` in any case."""
+    def _tell_hits(self, count: int) -> bool:
+        """The pool hears of this step's hits, unless it has room for `count` in any case.
+
+        Returns:
+            Whether anybody in host memory may not leave now.
+        """
         pool, listed = self.pool, self._listed
         untold = sum(len(keys) - told for keys, told in listed)
-        if not untold or pool.room - untold >= count or pool.demote is not None:
-            return
-        for index, (keys, told) in enumerate(listed):
-            if told < len(keys):
-                pool.mark(keys[told:])
-                listed[index] = (keys, len(keys))
+        if untold and pool.room - untold < count and pool.demote is None:
+            for index, (keys, told) in enumerate(listed):
+                if told < len(keys):
+                    pool.mark(keys[told:])
+                    listed[index] = (keys, len(keys))
+            untold = 0
+        return untold > 0 or pool.busy > 0 or pool.unsaved > 0 or pool.marked > 0
 
     def _forget_put_off(self, request: Request) -> None:
         if request.put_off:

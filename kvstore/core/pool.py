@@ -165,15 +165,24 @@ class HostPool:
         return len(keys)
 
     def enter(
-        self, keys: Sequence[bytes], unwanted: Collection[bytes] = ()
+        self,
+        keys: Sequence[bytes],
+        unwanted: Collection[bytes] = (),
+        *,
+        from_head: bool = False,
     ) -> tuple[list[Chunk], bool]:
         """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
 
         They go to the policy tail first, each right after the eviction that
         makes room for it, and may be evicted for those that follow: so it is
-        the policy that says how many of a store are worth a row. Which, says the
-        prompt: nobody enters behind one who does not. A chunk of `keys` that is given up and
-        whose turn is still to come takes its place in the policy anew, and has never been away.
+        the policy that says which of a store are worth a row, and with LRU it is
+        the head that fits. A chunk of `keys` that is given up and whose turn is still
+        to come takes its place in the policy anew, and has never been away.
+
+        Args:
+            from_head: nobody enters behind one who does not. The policy says how many
+                enter and the prompt says which: for when those who may not leave have
+                narrowed the policy's choice.
 
         Returns:
             The chunks, head first; and whether all had their turn: otherwise those
@@ -216,7 +225,7 @@ class HostPool:
                 chunks[key] = back
             else:
                 entering[key] = None
-        if own or not all_asked:
+        if not all_asked or (own and from_head):
             entering = self._from_the_head(keys, unwanted, entering, given_up)
         for chunk in given_up.values():
             chunks[chunk.key] = chunk

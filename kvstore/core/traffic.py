@@ -252,6 +252,7 @@ class Traffic:
     ) -> None:
         totals = self.totals[tier.index]
         newest = -1
+        unread = set(completion.unread)
         for place, (key, ok) in enumerate(zip(move.keys, completion.ok, strict=True)):
             chunk = self._pool.chunks[key]
             newest = chunk.order
@@ -266,7 +267,7 @@ class Traffic:
             else:
                 self._line.failed(chunk, self.now)
                 self._pool.discard(chunk)
-                if place not in completion.unread or not tier.unread(key):
+                if place not in unread or not tier.unread(key):
                     tier.forget(key)
                 totals.failed_reads += not isinstance(tier, FollowedDirectory)
         self._line.passed(newest, self.now)

@@ -337,6 +337,10 @@ class World:
             chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
             for chunk in pool.chunks.values()
         )
+        hindered = any(
+            chunk.status != READY or chunk.step == pool.step or chunk.unsaved
+            for chunk in pool.chunks.values()
+        )
         grant = core.prepare_store(client.keys, client.id)
         client.forget()
         room = pool.free + sum(
@@ -344,6 +348,10 @@ class World:
             for chunk in pool.chunks.values()
         )
         kept = all(key in pool.chunks for key in present)
+        if not kept and grant is not None and self.policy != "lru":
+            # Some policies prefer the head of a prompt to what they have of its tail.
+            here = [key in pool.chunks for key in client.keys]
+            kept = not any(here[here.index(False) :])
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
             in_line = any(r.granted < len(r.keys) for r in core.line.waiting.values())
@@ -354,6 +362,10 @@ class World:
             return
         client.put_off = False
         assert grant.keys == [key for key in new if key in grant.keys], "not in prefix order"
+        missing = next((n for n, key in enumerate(client.keys) if key not in pool.chunks), None)
+        if missing is not None and hindered:
+            behind = set(client.keys[missing:])
+            assert not behind & set(grant.keys), "a tail without its head"
         if self.policy == "lru":
             # Other policies may prefer what is there already to some of a long prompt.
             wanted = [key for key in new if key not in grant.declined]

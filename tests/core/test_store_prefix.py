@@ -63,7 +63,8 @@ def test_chunks_that_answered_hit_and_were_not_loaded_cost_a_store_its_tail_only
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_store_leaves_a_hole_in_its_prompt(policy: str, early: bool) -> None:
+def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) -> None:
+    tried = 0
     for seed in range(40):
         rng = random.Random(seed)
         rows = rng.choice((3, 5, 8, 13))
@@ -78,13 +79,18 @@ def test_no_store_leaves_a_hole_in_its_prompt(policy: str, early: bool) -> None:
                     rig.load(asked[:hits], name)
                     loading.append((name, asked[:hits]))
             keys = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
+            chunks = rig.core.pool.chunks.values()
+            hindered = any(c.status or c.step == rig.core.pool.step for c in chunks)
             free = [k for k in keys if k not in rig.core.pool.chunks]
             grant = offered_last(rig, keys, early, f"w-{step}")
             if grant is not None:
                 assert grant.keys == [key for key in keys if key in grant.keys]
                 assert set(grant.keys).isdisjoint(grant.declined)
                 assert {*grant.keys, *grant.declined} <= set(free)
-                assert_no_hole(rig, keys, grant)
+                if hindered:
+                    # Otherwise the policy alone has chosen.
+                    assert_no_hole(rig, keys, grant)
+                tried += hindered
                 rig.core.complete_store(grant.keys, f"w-{step}")
             rig.core.on_request_finished(f"w-{step}")
             while loading and rng.random() < 0.5:
@@ -92,6 +98,7 @@ def test_no_store_leaves_a_hole_in_its_prompt(policy: str, early: bool) -> None:
                 rig.core.complete_load(loaded, name)
                 rig.core.on_request_finished(name)
             rig.step(0.01)
+    assert tried > 500
 
 
 def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
