@@ -105,6 +105,7 @@ def _assemble(
             io=tier_config.io,
             io_threads=tier_config.io_threads,
             lane=tier_config.lane,
+            strict_modes=tier_config.strict_modes,
         )
         opening = disk.open(region)
         tiers.append(disk)

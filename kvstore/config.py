@@ -64,6 +64,8 @@ class DiskConfig:
         compaction_rate: bytes per second that may be copied to empty sparse segments while
             serving, so that their files can be removed; 0 for never.
         flow: when chunks are written: write-through, demote or exclusive; see `Flow`.
+        strict_modes: whether folders and files that users other than this process's and
+            root own, or may write to, are refused.
     """
 
     path: Path | tuple[Path, ...]
@@ -77,6 +79,7 @@ class DiskConfig:
     compaction_rate: int = 0
     admission: tuple[Choice, ...] = ()
     flow: Flow = Flow.WRITE_THROUGH
+    strict_modes: bool = True
 
     def __post_init__(self) -> None:
         _check(self, _DISK)
@@ -371,6 +374,7 @@ _DISK: Mapping[str, _Check] = {
     "compaction_rate": _size(0),
     "admission": check_filters,
     "flow": _flow,
+    "strict_modes": _flag,
 }
 
 _CONFIG: Mapping[str, _Check] = {

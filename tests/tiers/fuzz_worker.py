@@ -70,11 +70,12 @@ async def serve(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in lane 0, without the lock and what is called like a probe."""
+    """Bytes of the disk that lane 0 takes, without the lock and what is called like a probe."""
     lane = lane_of(path)
     files = [file for file in lane.iterdir() if file.is_file()] if lane.is_dir() else []
     skipped = ("lock", ".probe-")
-    return sum(f.lstat().st_size for f in files if not f.name.startswith(skipped))
+    found = [f.lstat() for f in files if not f.name.startswith(skipped)]
+    return sum(min(stat.st_size, 512 * stat.st_blocks) for stat in found)
 
 
 async def follow(path: Path) -> None:

@@ -431,11 +431,18 @@ async def test_foreign_files_that_fill_the_capacity_leave_no_room_for_a_segment(
 async def test_any_other_file_in_the_lane_counts_against_the_capacity(
     stored: Path, open_bench: OpenBench
 ) -> None:
-    (lane_of(stored) / "core.4711").write_bytes(b"x" * SEGMENT)
-    (lane_of(stored) / "segment-02.safetensors.old").write_bytes(b"x" * 10)
+    (lane_of(stored) / "core.4711").write_bytes(b"x" * (SEGMENT - 10))
     bench = open_bench()
     await fill_up(bench)
     assert lane_bytes(stored) <= 3 * SEGMENT
+    assert await served(bench) == ALL
+    bench.abandon()
+    (lane_of(stored) / "segment-02.safetensors.old").write_bytes(b"x" * 11)
+    before = lane_bytes(stored)
+    again = open_bench()
+    await fill_up(again)
+    assert lane_bytes(stored) == before, "neither more than there was, nor a segment less"
+    assert await served(again) == ALL
 
 
 async def test_a_probe_that_was_left_by_a_kill_costs_nothing(

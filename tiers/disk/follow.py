@@ -187,10 +187,11 @@ class FollowedLanes(Tier):
         gone: set[bytes] = set()
         present: set[Path] = set()
         lanes: list[Path] = []
+        trust = self._own.trust
         for volume in self._own.volumes:
             own = volume.lane.folder
             try:
-                lanes += [folder for _, folder in lane_folders(own.parent) if folder != own]
+                lanes += [folder for _, folder in lane_folders(own.parent, trust) if folder != own]
             except OSError as error:
                 logger.debug("cannot follow other lanes: %s", error)
         for folder in lanes:
@@ -253,7 +254,7 @@ class FollowedLanes(Tier):
         if header.namespace != self._own.namespace_digest or not same:
             return None
         allow_descriptors(2 + SPARE_DESCRIPTORS, "following other lanes")
-        segment = Segment.follow(path, header, self._backend)
+        segment = Segment.follow(path, header, self._backend, self._own.trust)
         followed = _Followed(
             self._next, segment, inode, 0, 0, np.zeros(header.geometry.slots, np.uint32), {}
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -13,9 +13,11 @@ import weakref
 from pathlib import Path
 
 from kvstore.errors import LaneBusyError, PathUnusableError
-from tiers.disk.namespace import make_folder
+from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
 __all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner"]
+
+logger = logging.getLogger("kvstore.disk")
 
 MAX_LANES = 64
 LOCK_NAME = "lock"
@@ -32,18 +34,18 @@ class Lane:
         _owned.add(self)
 
     @classmethod
-    def acquire(cls, namespace: Path, number: int | None = None) -> Lane:
+    def acquire(cls, namespace: Path, number: int | None = None, trust: Trust = STRICT) -> Lane:
         """Own lane `number`, or the first that is free.
 
         Raises:
             LaneBusyError: if the lane, or every lane, is owned by a living process.
-            PathUnusableError: if the folder cannot be used.
+            PathUnusableError: if the folder cannot be used, or is not to be trusted.
         """
         candidates = range(MAX_LANES) if number is None else (number,)
         for candidate in candidates:
             folder = namespace / f"lane-{candidate}"
-            make_folder(folder)
-            lock = _lock(folder)
+            make_folder(folder, trust, own=True)
+            lock = _lock(folder, trust)
             if lock is not None:
                 return cls(folder, candidate, lock)
         if number is None:
@@ -71,14 +73,31 @@ def _abandon_in_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_child)
 
 
-def lane_folders(namespace: Path) -> list[tuple[int, Path]]:
-    """The lanes of a namespace that exist, by number."""
+def lane_folders(namespace: Path, trust: Trust = ANYBODYS) -> list[tuple[int, Path]]:
+    """The lanes of a namespace that exist and are to be trusted, by number."""
     lanes = []
     for folder in namespace.iterdir():
         match = re.fullmatch(r"lane-(\d{1,4})", folder.name)
-        if match and folder.is_dir() and not folder.is_symlink():
-            lanes.append((int(match[1]), folder))
+        if not match:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            found = folder.lstat()
+            doubt = trust.doubt(found)
+            if doubt is not None:
+                _tell(f"{folder} {doubt}; it is not read")
+            elif stat.S_ISDIR(found.st_mode):
+                lanes.append((int(match[1]), folder))
     return sorted(lanes)
+
+
+def _tell(text: str) -> None:
+    """Log a line once, however often it is said."""
+    if text not in _told:
+        _told.add(text)
+        logger.warning("disk tier: %s", text)
+
+
+_told: set[str] = set()
 
 
 def lane_owner(folder: Path) -> int | None:
@@ -95,16 +114,19 @@ def lane_owner(folder: Path) -> int | None:
     return None
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, trust: Trust) -> int | None:
     try:
         fd = os.open(
             folder / LOCK_NAME,
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK,
             0o600,
         )
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        fault = trust.file_fault(fd, written=True)
+        if fault is not None:
             os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file")
+            raise PathUnusableError(f"{folder / LOCK_NAME} cannot be used: {fault}")
+    except PathUnusableError:
+        raise
     except OSError as error:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"

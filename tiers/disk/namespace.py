@@ -9,15 +9,15 @@ import json
 import os
 import re
 import secrets
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError, ForeignFileError, NamespaceMismatchError, PathUnusableError
+from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
-__all__ = ["Namespace", "make_folder", "read_namespace"]
+__all__ = ["Namespace", "read_namespace"]
 
 FILE_NAME = "namespace.json"
 _LEFTOVER = re.compile(r"\.namespace\.json\.(\d{1,10})-[0-9a-f]{8}")
@@ -48,12 +48,12 @@ class Namespace:
         """SHA-256 of the identity in canonical JSON, in hex: what segments carry."""
         return _digest(self.identity)
 
-    def establish(self, root: Path) -> Path:
+    def establish(self, root: Path, trust: Trust = STRICT) -> Path:
         """Make sure that ``root/name`` exists and is this namespace; returns the folder.
 
         Raises:
             NamespaceMismatchError: if the folder belongs to another identity.
-            PathUnusableError: if it cannot be made, read or written.
+            PathUnusableError: if it cannot be made, read or written, or is not to be trusted.
             ConfigError: if the identity cannot be written as JSON.
         """
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
@@ -67,9 +67,9 @@ class Namespace:
             "digest": self.digest,
             "identity": self.identity,
         }
-        make_folder(root)
+        make_folder(root, trust, own=False)
         folder = root / self.name
-        make_folder(folder)
+        make_folder(folder, trust, own=True)
         _remove_leftovers(folder)
         file = folder / FILE_NAME
         if not os.path.lexists(file):
@@ -78,7 +78,7 @@ class Namespace:
             if not os.path.lexists(file):
                 # Taken for a leftover by a process that does not see this one's number.
                 self._publish(file, told)
-        found = read_namespace(folder)
+        found = read_namespace(folder, trust)
         if found.get("digest") != self.digest or found.get("identity") != _plain(self.identity):
             raise NamespaceMismatchError(
                 f"{folder} belongs to another namespace: {_difference(found, self.identity)}. "
@@ -115,28 +115,32 @@ class Namespace:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what processes left that were killed while they published."""
-    with contextlib.suppress(OSError):
-        for path in folder.glob(f".{FILE_NAME}.*-*"):
-            match = _LEFTOVER.fullmatch(path.name)
-            if match and not os.path.exists(f"/proc/{match[1]}"):
-                path.unlink(missing_ok=True)
+    for path in folder.glob(f".{FILE_NAME}.*-*"):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            # A folder of that name, say, stays.
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
-def read_namespace(folder: Path) -> dict[str, Any]:
+def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
     """What ``namespace.json`` in `folder` says.
 
     Raises:
         ForeignFileError: if it is not a namespace file of this format.
-        PathUnusableError: if it cannot be read.
+        PathUnusableError: if it cannot be read, or is not to be trusted.
     """
     file = folder / FILE_NAME
     try:
         # A pipe in its place must not hold anybody up.
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as handle:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
+            fault = trust.file_fault(fd, written=False)
+            if fault is not None:
+                raise PathUnusableError(f"{file}: {fault}")
             raw = handle.read(MAX_FILE_BYTES + 1)
+    except PathUnusableError:
+        raise
     except OSError as error:
         raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
     try:
@@ -154,31 +158,6 @@ def read_namespace(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ForeignFileError(f"{file}: not a namespace file ({error})") from error
     return found
-
-
-def make_folder(folder: Path) -> None:
-    """Make `folder` (mode 0700) if it does not exist, and check that it can be used.
-
-    Raises:
-        PathUnusableError: if it is a file or a symbolic link, or cannot be made or written.
-    """
-    try:
-        if folder.is_symlink():
-            raise PathUnusableError(f"{folder} is a symbolic link; give the folder itself")
-        if folder.exists() and not folder.is_dir():
-            raise PathUnusableError(f"{folder} is a file, not a folder")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(folder, os.R_OK | os.X_OK):
-            raise PathUnusableError(f"{folder} is not readable by this user")
-        probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        # Who owns the lane removes probes that it finds there.
-        probe.unlink(missing_ok=True)
-    except PathUnusableError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import Geometry, LiveRecords
+from tiers.disk.format import ALIGN, Geometry, LiveRecords
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import LOCK_NAME
 from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
+from tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Recovered", "lane_geometry", "recover"]
 
@@ -29,7 +31,7 @@ class Recovered:
         sequences: theirs, ascending.
         sequence: higher than that of every record found, absurd ones excepted.
         foreign: files that occupy space but cannot be used, with the reason.
-        foreign_bytes: their size.
+        foreign_bytes: what they take of the disk.
         damaged: records that were neither empty nor valid.
         removed: names of leftovers and surplus segments that were removed.
     """
@@ -63,13 +65,19 @@ def lane_geometry(folder: Path, namespace: str, wanted: Geometry) -> Geometry:
 
 
 def recover(
-    folder: Path, namespace: str, geometry: Geometry, capacity_bytes: int, backend: IOBackend
+    folder: Path,
+    namespace: str,
+    geometry: Geometry,
+    capacity_bytes: int,
+    backend: IOBackend,
+    trust: Trust = STRICT,
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
-    Whatever else lies in the folder is left alone and counts against the
-    capacity. When the lane holds more segments than the capacity allows,
-    those whose chunks are coldest are removed.
+    Whatever else lies in the folder is left alone. It takes room for growth, as
+    much as it has on the disk, and never costs a segment. When the segments
+    alone are more than the capacity allows, those whose chunks are coldest are
+    removed.
     """
     removed = remove_leftovers(folder)
     segments: dict[int, Segment] = {}
@@ -77,21 +85,21 @@ def recover(
     foreign: list[str] = []
     foreign_bytes = 0
     damaged = 0
-    for path, size in _other_files(folder):
+    for path in _other_files(folder):
         foreign.append(f"{path}: no file of a lane")
-        foreign_bytes += size
+        foreign_bytes += _disk_bytes(path)
     for number, path in segment_files(folder):
         try:
-            segment, records = _open(path, namespace, geometry, backend)
+            segment, records = _open(path, namespace, geometry, backend, trust)
         except (ForeignFileError, OSError) as error:
             known = isinstance(error, ForeignFileError)
             foreign.append(str(error) if known else f"{path}: {error}")
-            foreign_bytes += path.lstat().st_size
+            foreign_bytes += _disk_bytes(path)
             continue
         damaged += len(records.damaged)
         segments[number] = segment
         found[number] = records
-    while segments and len(segments) * geometry.file_bytes + foreign_bytes > capacity_bytes:
+    while segments and len(segments) * geometry.file_bytes > capacity_bytes:
         coldest = min(segments, key=lambda number: _warmth(found[number]))
         segment = segments.pop(coldest)
         del found[coldest]
@@ -107,10 +115,10 @@ def recover(
 
 
 def _open(
-    path: Path, namespace: str, geometry: Geometry, backend: IOBackend
+    path: Path, namespace: str, geometry: Geometry, backend: IOBackend, trust: Trust
 ) -> tuple[Segment, LiveRecords]:
     """Open a segment, read its index and erase what is damaged in it."""
-    segment = Segment.open(path, namespace, geometry, backend)
+    segment = Segment.open(path, namespace, geometry, backend, trust)
     try:
         records = segment.live_records(0, geometry.slots)
         for slot in records.damaged:
@@ -121,16 +129,24 @@ def _open(
     return segment, records
 
 
-def _other_files(folder: Path) -> list[tuple[Path, int]]:
-    """What lies in a lane and is named like none of its files, with its size."""
+def _other_files(folder: Path) -> list[Path]:
+    """What lies in a lane and is named like none of its files."""
     known = {LOCK_NAME, *(path.name for _, path in segment_files(folder))}
-    others = []
-    for path in sorted(folder.iterdir()):
-        # Processes that look for a free lane make probes here, for an instant.
-        if path.name not in known and not is_probe(path):
-            with contextlib.suppress(FileNotFoundError):
-                others.append((path, path.lstat().st_size))
-    return others
+    # Processes that look for a free lane make probes here, for an instant.
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.name not in known and not is_probe(path) and os.path.lexists(path)
+    ]
+
+
+def _disk_bytes(path: Path) -> int:
+    """What a file takes of the disk: its holes cost nobody anything."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        # Some file systems keep what is small beside the name, in no block of its own.
+        return max(found.st_blocks * 512, found.st_size if found.st_size < ALIGN else 0)
+    return 0
 
 
 def _warmth(records: LiveRecords) -> int:

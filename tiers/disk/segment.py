@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import weakref
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tiers.disk.format import (
 )
 from tiers.disk.io import IOBackend
 from tiers.disk.records import RecordFile
+from tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Segment", "is_probe", "read_header", "segment_files"]
 
@@ -95,11 +97,19 @@ class Segment:
         return cls(number, path, header, backend, data, RecordFile(fd, geometry.blocks_offset))
 
     @classmethod
-    def open(cls, path: Path, namespace: str, geometry: Geometry, backend: IOBackend) -> Segment:
+    def open(
+        cls,
+        path: Path,
+        namespace: str,
+        geometry: Geometry,
+        backend: IOBackend,
+        trust: Trust = STRICT,
+    ) -> Segment:
         """Open an existing segment. A file that was cut short, or added to, gets its size back.
 
         Raises:
-            ForeignFileError: if it is not a segment, or one of another namespace or geometry.
+            ForeignFileError: if it is not a segment, or one of another namespace or geometry,
+                or not to be trusted.
             OSError: as the system says.
         """
         header = read_header(path)
@@ -111,6 +121,7 @@ class Segment:
         assert match is not None
         meta = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
+            _check(path, meta, trust, written=True)
             size = os.fstat(meta).st_size
             if size < geometry.file_bytes:
                 _allocate(meta, geometry.file_bytes)
@@ -124,19 +135,23 @@ class Segment:
         return cls(int(match[1]), path, header, backend, data, records)
 
     @classmethod
-    def follow(cls, path: Path, header: Header, backend: IOBackend) -> Segment:
+    def follow(
+        cls, path: Path, header: Header, backend: IOBackend, trust: Trust = STRICT
+    ) -> Segment:
         """Open a segment of another process, for reading only.
 
         It closes its files when nobody refers to it any more, so that a read
         that is under way can finish whatever becomes of the file.
 
         Raises:
+            ForeignFileError: if it is not to be trusted.
             OSError: as the system says.
         """
         match = _NAME.fullmatch(path.name)
         assert match is not None
         meta = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
+            _check(path, meta, trust, written=False)
             data = backend.open(path, writable=False)
         except BaseException:
             os.close(meta)
@@ -200,6 +215,12 @@ class Segment:
         _close_both(self.backend, self.data, self._records)
 
 
+def _check(path: Path, fd: int, trust: Trust, *, written: bool) -> None:
+    fault = trust.file_fault(fd, written=written)
+    if fault is not None:
+        raise ForeignFileError(f"{path}: {fault}")
+
+
 def _close_both(backend: IOBackend, data: int, records: RecordFile) -> None:
     backend.close(data)
     records.close()
@@ -245,9 +266,12 @@ def remove_leftovers(folder: Path) -> list[str]:
     """
     removed = []
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+        if _TEMPORARY.fullmatch(path.name):
+            # What is no file is nobody's leftover, and what cannot be removed counts as foreign.
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
+                    removed.append(path.name)
     return removed
 
 

@@ -17,6 +17,7 @@ from tiers.disk.format import Geometry
 from tiers.disk.io import IOBackend
 from tiers.disk.namespace import Namespace
 from tiers.disk.relocation import Place, relocate
+from tiers.disk.trust import Trust
 from tiers.disk.volume import Job, Volume
 from tiers.pinned import PinnedRegion
 
@@ -44,6 +45,7 @@ class DiskTier(Tier):
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O, for each path.
         lane: number of the lane; by default the first that is free.
+        strict_modes: whether folders and files that others own or may write are refused.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class DiskTier(Tier):
         io: str = "auto",
         io_threads: int = 4,
         lane: int | None = None,
+        strict_modes: bool = True,
     ) -> None:
         self._paths = [paths] if isinstance(paths, Path) else list(paths)
         self._namespace = namespace
@@ -66,6 +69,7 @@ class DiskTier(Tier):
         self._io = io
         self._thread_count = io_threads
         self._lane = lane
+        self.trust = Trust(strict_modes)
         self._sequence = 0
         self._moving = 0
         self._still = asyncio.Event()
@@ -92,6 +96,7 @@ class DiskTier(Tier):
                     io=self._io,
                     io_threads=self._thread_count,
                     lane=self._lane,
+                    trust=self.trust,
                 )
                 self.volumes.append(volume)
                 if volume.geometry != self.volumes[0].geometry:

@@ -32,6 +32,7 @@ from tiers.disk.namespace import Namespace
 from tiers.disk.recovery import Recovered, lane_geometry, recover
 from tiers.disk.segment import Segment
 from tiers.disk.threads import IOThreads
+from tiers.disk.trust import Trust
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Job", "Volume"]
@@ -72,6 +73,7 @@ class Volume:
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
+        trust: whose folders and files are taken.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -87,6 +89,7 @@ class Volume:
         io: str,
         io_threads: int,
         lane: int | None,
+        trust: Trust,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.segments: dict[int, Segment] = {}
@@ -95,8 +98,9 @@ class Volume:
         self._reads: dict[int, npt.NDArray[np.uint32]] = {}
         self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
         self._growth = threading.Lock()
-        folder = namespace.establish(path)
-        self.lane = Lane.acquire(folder, lane)
+        self._trust = trust
+        folder = namespace.establish(path, trust)
+        self.lane = Lane.acquire(folder, lane, trust)
         try:
             self.recovered = self._open(wanted, io)
         except BaseException as error:
@@ -120,7 +124,9 @@ class Volume:
         most = self.capacity_bytes // geometry.file_bytes
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
-        recovered = recover(folder, self._digest, geometry, self.capacity_bytes, self.backend)
+        recovered = recover(
+            folder, self._digest, geometry, self.capacity_bytes, self.backend, self._trust
+        )
         self.segments = recovered.segments
         for reason in recovered.foreign:
             logger.warning("disk tier: left alone and counted against its capacity: %s", reason)

@@ -1,0 +1,405 @@
+"""What strangers own or may write to is refused by name; accidents cost no data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import PathUnusableError
+from kvstore.testing.tier import TierBench, key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
+from tiers.disk.follow import FollowedLanes
+from tiers.disk.tier import DiskTier
+from tiers.disk.trust import Trust
+
+KEYS = [key_of(n) for n in range(SLOTS)]
+STRANGER = 65534
+
+StartChild = Callable[..., Child]
+
+
+@pytest.fixture
+def as_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder like /tmp: everybody may make files there."""
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def stored(folder: Path, open_bench: OpenBench) -> Path:
+    """A cache that holds KEYS in its only segment; there is room for two more."""
+    bench = open_bench()
+    assert all((await bench.store(KEYS, range(SLOTS))).ok)
+    await bench.close([(key, slot) for slot, key in enumerate(KEYS)])
+    return folder
+
+
+async def served(bench: TierBench) -> int:
+    """How many of KEYS are served."""
+    entries = dict(bench.opening.entries)
+    keys = [key for key in KEYS if key in entries]
+    return sum(await bench.fetch(keys, [entries[key] for key in keys]))
+
+
+def refusal(open_bench: OpenBench, path: Path) -> str:
+    with pytest.raises(PathUnusableError) as caught:
+        open_bench(path)
+    return str(caught.value)
+
+
+BECOME_STRANGER = f"""
+os.setgroups([])
+os.setgid({STRANGER})
+os.setuid({STRANGER})
+"""
+
+PLANT = (
+    BECOME_STRANGER
+    + """
+async def plant():
+    opened = bench(sys.argv[1])
+    keys = [key_of(n) for n in range(8)]
+    assert all((await opened.store(keys, range(8))).ok)
+    await opened.close(list(zip(keys, range(8))))
+    say("planted")
+asyncio.run(plant())
+"""
+)
+
+
+# -- strangers -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_root")
+def test_what_another_user_planted_is_refused_with_owner_and_way_out(
+    public: Path, child: StartChild, open_bench: OpenBench
+) -> None:
+    assert child(PLANT, public).line() == "planted"
+    message = refusal(open_bench, public)
+    assert message.startswith(f"{public / NAMESPACE.name} belongs to user nobody")
+    assert "root" in message
+    assert "chown" in message
+    assert "strict_modes = false" in message
+
+
+@pytest.mark.usefixtures("as_root")
+async def test_what_another_user_planted_is_served_to_who_says_that_it_is_trusted(
+    public: Path, child: StartChild, open_bench: OpenBench
+) -> None:
+    assert child(PLANT, public).line() == "planted"
+    assert await served(open_bench(public, strict_modes=False)) == SLOTS
+
+
+@pytest.mark.usefixtures("as_root")
+def test_a_cache_of_ones_own_below_a_folder_like_tmp_is_used(
+    public: Path, child: StartChild, open_bench: OpenBench
+) -> None:
+    open_bench(public / "ours")
+    assert child(PLANT, public / "theirs").line() == "planted"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o2777, 0o703])
+def test_a_parent_that_every_user_may_write_to_is_refused(
+    folder: Path, open_bench: OpenBench, mode: int
+) -> None:
+    parent = folder / "open"
+    parent.mkdir(parents=True)
+    parent.chmod(mode)
+    for path in (parent, parent / "cache", parent / "deep" / "er"):
+        message = refusal(open_bench, path)
+        assert f"{parent} may be written by every user (mode {mode:04o})" in message
+        assert "chmod" in message
+    assert not any(parent.iterdir()), "something was made in a folder that was refused"
+
+
+@pytest.mark.usefixtures("as_root")
+def test_a_folder_that_a_group_may_write_to_is_refused(folder: Path, open_bench: OpenBench) -> None:
+    folder.mkdir()
+    os.chown(folder, -1, STRANGER)
+    folder.chmod(0o770)
+    message = refusal(open_bench, folder)
+    assert "may be written by group " in message
+    assert "(mode 0770)" in message
+
+
+def test_the_group_that_a_user_has_alone_is_that_user(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grp
+    import pwd
+
+    owner = pwd.getpwuid(os.geteuid())
+    folder.mkdir()
+    os.chown(folder, -1, owner.pw_gid)
+    folder.chmod(0o770)
+    found = [owner.pw_name, "x", owner.pw_gid, []]
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(found))
+    open_bench().abandon()
+    found[3] = [owner.pw_name, "somebody"]
+    assert "may be written by group" in refusal(open_bench, folder)
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("part", ["path", "parent", "namespace", "lane", "namespace.json", "lock"])
+def test_what_belongs_to_another_user_is_refused_by_name(
+    tmp_path: Path, open_bench: OpenBench, part: str
+) -> None:
+    folder = tmp_path / "parent" / "cache"
+    open_bench(folder).abandon()
+    lane = lane_of(folder)
+    target = {
+        "path": folder,
+        "parent": folder.parent,
+        "namespace": lane.parent,
+        "lane": lane,
+        "namespace.json": lane.parent / "namespace.json",
+        "lock": lane / "lock",
+    }[part]
+    os.chown(target, STRANGER, -1)
+    message = refusal(open_bench, folder)
+    assert str(target) in message
+    assert "belongs to user nobody" in message
+
+
+@pytest.mark.parametrize("part", ["namespace", "lane", "namespace.json", "lock"])
+def test_what_others_may_write_to_is_refused_by_name(
+    folder: Path, open_bench: OpenBench, part: str
+) -> None:
+    open_bench().abandon()
+    lane = lane_of(folder)
+    target = {
+        "namespace": lane.parent,
+        "lane": lane,
+        "namespace.json": lane.parent / "namespace.json",
+        "lock": lane / "lock",
+    }[part]
+    # Sticky is no excuse where nobody else has any business.
+    target.chmod(0o1777 if target.is_dir() else 0o666)
+    message = refusal(open_bench, folder)
+    assert str(target) in message
+    assert "may be written by every user" in message
+    open_bench(strict_modes=False)
+
+
+def give_away(segment: Path) -> None:
+    os.chown(segment, STRANGER, -1)
+
+
+def open_up(segment: Path) -> None:
+    segment.chmod(0o606)
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("change", [give_away, open_up])
+async def test_a_segment_that_others_own_or_may_write_to_is_left_alone(
+    stored: Path,
+    open_bench: OpenBench,
+    change: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    change(segment_of(stored))
+    before = segment_of(stored).read_bytes()
+    bench = open_bench()
+    assert await served(bench) == 0
+    assert str(segment_of(stored)) in caplog.text
+    assert segment_of(stored).read_bytes() == before
+    bench.abandon()
+    assert await served(open_bench(strict_modes=False)) == SLOTS
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("part", ["lane", "segment"])
+async def test_lanes_and_segments_of_other_users_are_not_followed(
+    stored: Path, open_bench: OpenBench, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = open_bench(lane=1)
+    target = lane_of(stored) if part == "lane" else segment_of(stored)
+    assert len(followed(second)) == SLOTS
+    os.chown(target, STRANGER, -1)
+    assert followed(second) == []
+    assert followed(second) == []
+    assert caplog.text.count("it is not read") == (part == "lane"), "said once"
+    second.abandon()
+    assert len(followed(open_bench(lane=1, strict_modes=False))) == SLOTS
+
+
+def followed(bench: TierBench) -> list[tuple[bytes, int]]:
+    assert isinstance(bench.tier, DiskTier)
+    others = FollowedLanes(bench.tier)
+    entries = list(others.open(bench.region).entries)
+    others.abandon()
+    return entries
+
+
+@pytest.mark.usefixtures("as_root")
+def test_links_on_the_way_are_followed_where_their_owner_is_trusted(
+    tmp_path: Path, open_bench: OpenBench
+) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "absolute").symlink_to(tmp_path / "real")
+    (tmp_path / "relative").symlink_to("absolute/deep/../deep")
+    open_bench(tmp_path / "relative" / "cache")
+    assert (tmp_path / "real" / "deep" / "cache" / NAMESPACE.name).is_dir()
+    os.chown(tmp_path / "absolute", STRANGER, -1, follow_symlinks=False)
+    message = refusal(open_bench, tmp_path / "relative" / "cache")
+    assert f"{tmp_path / 'absolute'} is a symbolic link that belongs to user nobody" in message
+
+
+def test_where_a_link_leads_is_looked_at_too(tmp_path: Path, open_bench: OpenBench) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to("open")
+    assert f"{tmp_path / 'open'} may be" in refusal(open_bench, tmp_path / "link" / "cache")
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path, open_bench: OpenBench) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert "Too many levels" in refusal(open_bench, tmp_path / "a" / "cache")
+
+
+def test_what_is_made_passes_whatever_the_mask(folder: Path, open_bench: OpenBench) -> None:
+    old = os.umask(0)
+    try:
+        open_bench(folder / "deep" / "er").abandon()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((folder / "deep").stat().st_mode) == 0o755
+    open_bench(folder / "deep" / "er")
+
+
+def test_a_walk_leaves_no_descriptor(tmp_path: Path, open_bench: OpenBench) -> None:
+    before = os.listdir("/proc/self/fd")
+    open_bench(tmp_path / "cache").abandon()
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    refusal(open_bench, tmp_path / "open" / "cache")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_user_trusts_root_and_none_but_itself_beside_it() -> None:
+    def found(owner: int, mode: int) -> os.stat_result:
+        return os.stat_result([stat.S_IFDIR | mode, 1, 1, 1, owner, STRANGER, 0, 0, 0, 0])
+
+    me, strict = os.geteuid(), Trust()
+    for owner in (0, me):
+        assert strict.doubt(found(owner, 0o755)) is None
+        assert strict.doubt(found(owner, 0o1777), sticky=True) is None
+        assert strict.doubt(found(owner, 0o1777)) is not None
+        assert strict.doubt(found(owner, 0o775), sticky=True) is not None
+    assert "belongs to" in (strict.doubt(found(me + 4321, 0o1777), sticky=True) or "")
+    assert Trust(strict=False).doubt(found(me + 4321, 0o777)) is None
+
+
+# -- links, pipes and folders in the place of files ---------------------------------------------
+
+
+def test_a_lock_with_a_second_name_is_refused_and_its_target_kept(
+    folder: Path, open_bench: OpenBench, tmp_path: Path
+) -> None:
+    open_bench().abandon()
+    precious = tmp_path / "precious"
+    precious.write_text("somebody's")
+    lock = lane_of(folder) / "lock"
+    lock.unlink()
+    os.link(precious, lock)
+    message = refusal(open_bench, folder)
+    assert str(lock) in message
+    assert "2 names (hard links)" in message
+    assert precious.read_text() == "somebody's"
+
+
+async def test_a_segment_with_a_second_name_is_left_alone(
+    stored: Path, open_bench: OpenBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.link(segment_of(stored), tmp_path / "backup")
+    before = (tmp_path / "backup").read_bytes()
+    bench = open_bench()
+    assert await served(bench) == 0
+    assert "2 names (hard links)" in caplog.text
+    await bench.tier.clear()
+    assert (tmp_path / "backup").read_bytes() == before
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "inside").write_text("somebody's")
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("segment-0.safetensors")
+
+
+LEFTOVERS = [".segment-0.0123abcd.tmp", ".probe-4711-0123abcd", ".probe-4711-0123"]
+
+
+@pytest.mark.parametrize("make", [a_folder, os.mkfifo, a_link], ids=["folder", "pipe", "link"])
+@pytest.mark.parametrize("name", LEFTOVERS)
+async def test_what_is_named_like_a_leftover_and_is_no_file_stays_and_stops_nobody(
+    stored: Path, open_bench: OpenBench, make: Callable[[Path], None], name: str
+) -> None:
+    odd = lane_of(stored) / name
+    make(odd)
+    assert await served(open_bench()) == SLOTS
+    assert os.path.lexists(odd)
+
+
+async def test_a_folder_named_like_an_unpublished_namespace_stops_nobody(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    folder = lane_of(stored).parent
+    # The name of a process that cannot be.
+    a_folder(folder / ".namespace.json.9999999-00000000")
+    left = folder / ".namespace.json.9999998-00000000"
+    left.write_text("left by a process that was killed")
+    assert await served(open_bench()) == SLOTS
+    assert not left.exists()
+
+
+# -- foreign files and the capacity --------------------------------------------------------
+
+
+async def test_a_huge_file_of_nothing_costs_no_chunk_and_no_room(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    with (lane_of(stored) / "core.1234").open("wb") as file:
+        file.truncate(2**40)
+    bench = open_bench()
+    assert await served(bench) == SLOTS
+    assert bench.opening.max_segments == 3
+
+
+async def test_foreign_files_larger_than_the_capacity_cost_room_and_never_data(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    (lane_of(stored) / "core.1234").write_bytes(b"x" * 10 * SEGMENT)
+    bench = open_bench()
+    assert await served(bench) == SLOTS
+    assert await bench.tier.grow() == (None, "the capacity is used up")
+
+
+async def test_a_foreign_file_takes_the_room_that_it_has_on_the_disk(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    with (lane_of(stored) / "core.1234").open("wb") as file:
+        file.write(b"x" * SEGMENT)
+        file.truncate(2**40)
+    bench = open_bench()
+    assert await served(bench) == SLOTS
+    assert (await bench.tier.grow())[0] == 1
+    assert await bench.tier.grow() == (None, "the capacity is used up")

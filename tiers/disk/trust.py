@@ -1,0 +1,221 @@
+"""Whose files are taken: who can write to a cache can make up what it serves.
+
+Digests tell damage from data, not a stranger's data from one's own. So every
+folder on the way to a cache, and every file in it, has to belong to the user
+of this process or to root, and nobody else may be able to write to it: what
+sshd asks of a user's keys. A parent that everybody may write to is good enough
+where it is sticky, as /tmp is, because there nobody can rename or remove what
+belongs to others.
+
+The way is walked from the root of the file system, each folder opened within
+the one that was looked at before it. When the walk has ended, nobody but the
+owner and root can change where the path leads, so that it may be used by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import secrets
+import stat
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import PathUnusableError
+
+__all__ = ["ANYBODYS", "STRICT", "Trust", "make_folder", "open_folder"]
+
+MAX_LINKS = 40
+"""Symbolic links on one way, as the kernel has it."""
+
+WAY_OUT = (
+    "take a path of your own, or set strict_modes = false where all who can write there are trusted"
+)
+
+_AS_IS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What is asked of folders and files before they are used.
+
+    Attributes:
+        strict: whether owner and mode count. Kinds always do: a folder, a regular file
+            with one name, no symbolic link.
+    """
+
+    strict: bool = True
+
+    def owner_doubt(self, found: os.stat_result) -> str | None:
+        """Why the owner of what `found` describes is not to be trusted, or None."""
+        me = os.geteuid()
+        if not self.strict or found.st_uid in (0, me):
+            return None
+        others = "" if not me else f" or to {_user(me)}, the user of this process"
+        return f"belongs to {_user(found.st_uid)} and has to belong to root{others}: chown"
+
+    def doubt(self, found: os.stat_result, *, sticky: bool = False) -> str | None:
+        """Why what `found` describes is not to be trusted, or None.
+
+        Args:
+            sticky: whether others may write to it where it is sticky.
+        """
+        reason = self.owner_doubt(found)
+        mode = stat.S_IMODE(found.st_mode)
+        if reason or not self.strict or (sticky and mode & stat.S_ISVTX):
+            return reason
+        if mode & stat.S_IWOTH:
+            return f"may be written by every user (mode {mode:04o}): chmod go-w"
+        if mode & stat.S_IWGRP and not _is_private(found.st_gid, found.st_uid):
+            return f"may be written by {_group(found.st_gid)} (mode {mode:04o}): chmod g-w"
+        return None
+
+    def file_fault(self, fd: int, *, written: bool) -> str | None:
+        """Why an open file is not to be used as one of the cache's own, or None.
+
+        Args:
+            written: whether it is going to be written to.
+
+        Raises:
+            OSError: as the system says.
+        """
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return "not a regular file"
+        if written and found.st_nlink > 1:
+            # Whoever knows it by its other name does not expect it to be written to.
+            return f"has {found.st_nlink} names (hard links)"
+        return self.doubt(found)
+
+
+STRICT = Trust()
+"""What is asked by default."""
+
+ANYBODYS = Trust(strict=False)
+"""What is asked by whoever only looks, and trusts nothing that is found."""
+
+
+def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> int:
+    """A descriptor (O_PATH) of the folder `path`, every step to it looked at.
+
+    Args:
+        own: whether only this process's user may write to it; otherwise others may,
+            too, where it is sticky.
+        make: whether what is missing is made: the folder with mode 0700, its parents
+            with 0755 less the process's mask.
+
+    Raises:
+        PathUnusableError: if a step is not to be trusted, or `path` is a symbolic link
+            or no folder.
+        OSError: as the system says.
+    """
+    path = path.absolute()
+    with contextlib.ExitStack() as opened:
+
+        def enter(name: str, parent: int | None = None, mode: int = 0) -> int:
+            try:
+                fd = os.open(name, _AS_IS, dir_fd=parent)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, mode, dir_fd=parent)
+                fd = os.open(name, _AS_IS, dir_fd=parent)
+            opened.callback(os.close, fd)
+            return fd
+
+        steps, links = deque(path.parts[1:]), 0
+        here, shown = enter("/"), Path("/")
+        _check(here, shown, trust, sticky=True)
+        while steps:
+            name = steps.popleft()
+            step = enter(name, here, 0o755 if steps else 0o700)
+            kind = stat.S_IFMT(os.fstat(step).st_mode)
+            if kind == stat.S_IFLNK and steps:
+                links += 1
+                if links > MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                target = Path(_target(step, shown / name, trust))
+                if target.is_absolute():
+                    here, shown = enter("/"), Path("/")
+                steps.extendleft(reversed(target.parts[target.is_absolute() :]))
+                continue
+            shown /= name
+            if kind == stat.S_IFLNK:
+                raise PathUnusableError(f"{shown} is a symbolic link; give the folder itself")
+            if kind != stat.S_IFDIR:
+                below = "" if shown == path else f"{path}: "
+                raise PathUnusableError(f"{below}{shown} is a file, not a folder")
+            here = step
+            _check(here, shown, trust, sticky=bool(steps) or not own)
+        return os.dup(here)
+
+
+def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
+    """Make `folder` (mode 0700) if it does not exist, and check that it can be used.
+
+    Args:
+        own: as in `open_folder`.
+
+    Raises:
+        PathUnusableError: if it is a file or a symbolic link, cannot be made or written,
+            or could have been filled by somebody else.
+    """
+    try:
+        place = open_folder(folder, trust, own=own, make=True)
+        try:
+            os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place))
+            probe = f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            os.close(os.open(probe, flags, 0o600, dir_fd=place))
+            # Who owns the lane removes probes that it finds there.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(probe, dir_fd=place)
+        finally:
+            os.close(place)
+    except PathUnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
+
+
+def _check(fd: int, shown: Path, trust: Trust, *, sticky: bool) -> None:
+    reason = trust.doubt(os.fstat(fd), sticky=sticky)
+    if reason is not None:
+        raise PathUnusableError(f"{shown} {reason}, {WAY_OUT}")
+
+
+def _target(link: int, shown: Path, trust: Trust) -> str:
+    reason = trust.owner_doubt(os.fstat(link))
+    if reason is not None:
+        raise PathUnusableError(f"{shown} is a symbolic link that {reason}; {WAY_OUT}")
+    return os.readlink("", dir_fd=link)
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return f"group {grp.getgrgid(number).gr_name}"
+    except KeyError:
+        return f"group {number}"
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Whether the group is that which systems make for one user alone, by the user's name."""
+    try:
+        found, owner = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    alone = set(found.gr_mem) <= {owner.pw_name}
+    return alone and found.gr_name == owner.pw_name and owner.pw_gid == group
