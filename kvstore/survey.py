@@ -7,18 +7,20 @@ self-validating, so a lane may be read while a process writes to it.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from tiers.disk.fault import Fault
 from tiers.disk.index import read_index
 from tiers.disk.lane import lane_folders, lane_owner
 from tiers.disk.namespace import FILE_NAME, read_namespace
-from tiers.disk.segment import read_header, segment_files
+from tiers.disk.segment import segment_files
 
 __all__ = [
     "Fault",
@@ -26,28 +28,13 @@ __all__ = [
     "NamespaceSurvey",
     "Progress",
     "SegmentSurvey",
+    "check_folder",
     "survey",
     "verify",
 ]
 
 READ_BYTES = 8 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class Fault:
-    """Something that is not as it should be.
-
-    Attributes:
-        path: the file or folder.
-        slot: the slot in that segment, or None when the whole file is meant.
-        what: what is wrong, in words.
-        key: the key of the chunk that is lost, in hex, where it is known.
-    """
-
-    path: str
-    slot: int | None
-    what: str
-    key: str | None = None
+"""Payload that is read between two reports of progress, and at once at most."""
 
 
 @dataclass(slots=True)
@@ -97,27 +84,63 @@ class Progress:
     chunks: int
 
 
-def survey(path: Path) -> list[NamespaceSurvey]:
+def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
     """Namespaces at `path`: the folder given to a disk tier, or one namespace in it.
+
+    A namespace that is a symbolic link is named, as a fault, and not looked into.
 
     Raises:
         PathUnusableError: if `path` is no folder, cannot be read, or holds no namespace.
     """
-    if not path.is_dir():
-        raise PathUnusableError(f"{path} is not a folder")
+    folder = check_folder(path)
+    folders: list[Path] = []
+    unreadable: Path | None = None
     try:
-        if (path / FILE_NAME).exists():
-            folders = [path]
-        else:
-            folders = sorted(f for f in path.iterdir() if (f / FILE_NAME).exists())
+        if _holds_namespace(folder):
+            return [_namespace(folder)]
+        for one in sorted(folder.iterdir()):
+            try:
+                if _holds_namespace(one):
+                    folders.append(one)
+            except PermissionError:
+                unreadable = unreadable or one
     except OSError as error:
         raise PathUnusableError(f"{path} cannot be read: {error.strerror}") from error
     if not folders:
-        raise PathUnusableError(f"{path} holds no kvstore namespace")
-    return [_namespace(folder) for folder in folders]
+        told = f"; {unreadable} cannot be read" if unreadable else ""
+        raise PathUnusableError(f"{path} holds no kvstore namespace{told}")
+    return [_namespace(one) for one in folders]
 
 
-def verify(path: Path) -> Iterator[Fault | Progress]:
+def check_folder(path: str | os.PathLike[str]) -> Path:
+    """`path`, if it is a folder.
+
+    Raises:
+        PathUnusableError: if it is none.
+    """
+    try:
+        folder = Path(path)
+        mode = folder.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise PathUnusableError(f"{path} is not a folder") from error
+    except OSError as error:
+        raise PathUnusableError(f"{path} cannot be read: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise PathUnusableError(f"{path!r} is not the path of a folder") from error
+    if not stat.S_ISDIR(mode):
+        raise PathUnusableError(f"{path} is not a folder")
+    return folder
+
+
+def _holds_namespace(folder: Path) -> bool:
+    try:
+        os.lstat(folder / FILE_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
     """Read every payload at `path` against its digest.
 
     Yields faults as they are found, and progress in between. A chunk that a
@@ -135,46 +158,70 @@ def verify(path: Path) -> Iterator[Fault | Progress]:
         for lane in namespace.lanes:
             for segment in lane.segments:
                 yield from _verify_segment(Path(segment.path), progress)
-    progress.done_bytes = total
+    progress.total_bytes = progress.done_bytes
     yield progress
 
 
 def _namespace(folder: Path) -> NamespaceSurvey:
-    found = NamespaceSurvey(folder.name, str(folder), {})
+    found = NamespaceSurvey(folder.name or str(folder), str(folder), {})
+    if folder.is_symlink():
+        found.faults.append(Fault(str(folder), None, "is a symbolic link; it is not followed"))
+        return found
     digest: str | None = None
     try:
         told = read_namespace(folder)
         found.identity, digest = told["identity"], told["digest"]
     except KVStoreError as error:
-        found.faults.append(Fault(str(folder / FILE_NAME), None, str(error)))
-    for number, lane_folder in lane_folders(folder):
+        found.faults.append(Fault.of(folder / FILE_NAME, error))
+    try:
+        lanes = lane_folders(folder)
+    except OSError as error:
+        found.faults.append(Fault.of(folder, error))
+        return found
+    for number, lane_folder in lanes:
         lane = LaneSurvey(number, str(lane_folder), lane_owner(lane_folder))
         found.lanes.append(lane)
-        for _, path in segment_files(lane_folder):
-            try:
-                segment, faults = _segment(path, digest)
-            except ForeignFileError as error:
-                found.faults.append(Fault(str(path), None, str(error)))
-                continue
-            except FileNotFoundError:
-                continue  # Compaction or eviction of a running server took it.
-            lane.segments.append(segment)
-            found.faults += faults
+        found.faults += _lane(lane, digest)
     return found
 
 
+def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
+    """Look at every segment of a lane; returns what is wrong with them."""
+    try:
+        paths = [path for _, path in segment_files(Path(lane.path))]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [Fault.of(Path(lane.path), error)]
+    faults: list[Fault] = []
+    for path in paths:
+        try:
+            segment, its_faults = _segment(path, namespace)
+        except FileNotFoundError:
+            continue  # Compaction or eviction of a running server took it.
+        except (ForeignFileError, OSError) as error:
+            faults.append(Fault.of(path, error))
+            continue
+        lane.segments.append(segment)
+        faults += its_faults
+    return faults
+
+
 def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fault]]:
-    header = read_header(path)
+    header, live, size = read_index(path)
     geometry = header.geometry
     faults: list[Fault] = []
     if namespace is not None and header.namespace != namespace:
         faults.append(Fault(str(path), None, "belongs to another namespace"))
-    _, live, size = read_index(path)
     if size < geometry.file_bytes:
         faults.append(
             Fault(str(path), None, f"cut short: {size} of {geometry.file_bytes} bytes are left")
         )
-    faults += [Fault(str(path), slot, "damaged record") for slot in live.damaged]
+    damaged = live.damaged
+    if damaged:
+        # A record that a running server was just writing is whole by now.
+        damaged = sorted(set(damaged) & set(read_index(path)[1].damaged))
+    faults += [Fault(str(path), slot, "damaged record") for slot in damaged]
     stored = live.records["stored_ms"]
     count = len(live.slots)
     return SegmentSurvey(
@@ -184,7 +231,7 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
         slot_bytes=geometry.slot_bytes,
         chunk_bytes=geometry.chunk_bytes,
         live=count,
-        damaged=len(live.damaged),
+        damaged=len(damaged),
         live_bytes=count * geometry.chunk_bytes,
         oldest_ms=int(stored.min()) if count else 0,
         newest_ms=int(stored.max()) if count else 0,
@@ -193,40 +240,58 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
 
 
 def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress]:
-    try:
-        geometry = read_header(path).geometry
-        _, live, _ = read_index(path)
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (ForeignFileError, FileNotFoundError):
-        return
     suspects: list[tuple[int, bytes, str]] = []
     try:
-        batch = max(1, READ_BYTES // geometry.slot_bytes)
-        for slot, key, digest in zip(live.slots, live.keys(), live.digests(), strict=True):
-            what = None
-            try:
-                payload = os.pread(
-                    fd, geometry.chunk_bytes, geometry.blocks_offset + slot * geometry.slot_bytes
-                )
-                if len(payload) < geometry.chunk_bytes:
-                    what = f"only {len(payload)} of {geometry.chunk_bytes} bytes are there"
-                elif xxh3_128_digest(payload) != digest:
-                    what = "payload does not match its digest"
-            except OSError as error:
-                what = f"cannot be read: {error.strerror}"
+        header, live, _ = read_index(path)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (ForeignFileError, OSError) as error:
+        if os.path.lexists(path):
+            yield Fault.of(path, error)
+        return
+    geometry = header.geometry
+    digests = live.digests()
+    try:
+        unreported = 0
+        for slot, key, digest in zip(live.slots, live.keys(), digests, strict=True):
+            offset = geometry.blocks_offset + slot * geometry.slot_bytes
+            what = _payload_fault(fd, offset, geometry.chunk_bytes, digest)
             if what is not None:
                 suspects.append((slot, key, what))
             progress.chunks += 1
             progress.done_bytes += geometry.chunk_bytes
-            if progress.chunks % batch == 0:
+            unreported += geometry.chunk_bytes
+            if unreported >= READ_BYTES:
+                unreported = 0
                 yield progress
     finally:
         os.close(fd)
-    if suspects:
-        # A record that has changed since belongs to a newer chunk.
+    if not suspects:
+        return
+    try:
         _, again, _ = read_index(path)
-        before = dict(zip(live.slots, live.digests(), strict=True))
-        after = dict(zip(again.slots, again.digests(), strict=True))
-        for slot, key, what in suspects:
-            if after.get(slot) == before[slot]:
-                yield Fault(str(path), slot, what, key.hex())
+    except (ForeignFileError, OSError) as error:
+        if os.path.lexists(path):
+            yield Fault.of(path, error)
+        return
+    # A record that has changed since belongs to a newer chunk.
+    before = dict(zip(live.slots, digests, strict=True))
+    after = dict(zip(again.slots, again.digests(), strict=True))
+    for slot, key, what in suspects:
+        if after.get(slot) == before[slot]:
+            yield Fault(str(path), slot, what, key.hex())
+
+
+def _payload_fault(fd: int, offset: int, size: int, digest: bytes) -> str | None:
+    """What is wrong with a payload, or None. However long it claims to be, it is read in pieces."""
+    found = xxh3_128()
+    done = 0
+    try:
+        while done < size:
+            piece = os.pread(fd, min(READ_BYTES, size - done), offset + done)
+            if not piece:
+                return f"only {done} of {size} bytes are there"
+            found.update(piece)
+            done += len(piece)
+    except (OSError, OverflowError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None if found.digest() == digest else "payload does not match its digest"

@@ -1,40 +1,58 @@
 """Changing a cache on disk that nobody uses: compaction and purging.
 
 Each function takes the lanes that it changes, one at a time, and refuses those
-that a living process owns.
+that a living process owns, and those that others than this user could have
+filled. A lane that fails does not keep the next one from being done.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
-from kvstore.survey import survey
+from kvstore.errors import (
+    ConfigError,
+    ForeignFileError,
+    KVStoreError,
+    LaneBusyError,
+    PathUnusableError,
+)
+from kvstore.survey import NamespaceSurvey, check_folder, survey
+from kvstore.types import check_key
 from tiers.disk.compaction import Compaction, LaneLayout, compact_lane, lane_layout
+from tiers.disk.fault import Fault
 from tiers.disk.format import RECORD_BYTES
 from tiers.disk.index import read_index
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import read_namespace
 from tiers.disk.segment import segment_files
+from tiers.disk.trust import Trust, open_folder
 
 __all__ = [
     "CompactedLane",
+    "Compaction",
     "Layout",
     "PurgedLane",
     "compact",
     "layouts",
+    "layouts_of",
     "purge",
 ]
+
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(slots=True)
 class Layout:
     """Layout of one lane, and how full its segments are.
 
-    `occupancy` counts segments by tenths of their slots in use: ten numbers.
+    Attributes:
+        lane: its folder.
+        layout: how well its chunks lie.
+        occupancy: segments by tenths of their slots in use: ten numbers.
     """
 
     lane: str
@@ -44,125 +62,207 @@ class Layout:
 
 @dataclass(slots=True)
 class CompactedLane:
-    """What was done to a lane. `refused` says why nothing was, or is None."""
+    """What was done to a lane.
+
+    Attributes:
+        lane: its folder, or that of its namespace where that could not be read.
+        result: None where there was nothing to do or nothing could be done.
+        refused: why nothing was done, or None.
+        failed: what went wrong on the way, or None; what was done until then holds.
+    """
 
     lane: str
     result: Compaction | None
     refused: str | None = None
+    failed: str | None = None
 
 
 @dataclass(slots=True)
 class PurgedLane:
-    """What was purged from a lane. `refused` says why nothing was, or is None."""
+    """What was purged from a lane.
+
+    Attributes:
+        lane: its folder, or that of its namespace where that could not be read.
+        chunks: chunks forgotten.
+        bytes: their payload.
+        refused: why nothing was done, or None.
+        failed: what went wrong on the way, or None; what was done until then holds.
+        faults: segments that could not be purged.
+    """
 
     lane: str
     chunks: int
     bytes: int
     refused: str | None = None
+    failed: str | None = None
+    faults: list[Fault] = field(default_factory=list)
 
 
-def layouts(path: Path) -> list[Layout]:
+def layouts(path: PathLike) -> list[Layout]:
     """Layout of every lane at `path`; may be called beside a running server."""
-    found = []
-    for namespace in survey(path):
+    return layouts_of(survey(path))
+
+
+def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
+    """Layout of every lane that a survey has found."""
+    told = []
+    for namespace in found:
         for lane in namespace.lanes:
             occupancy = [0] * 10
             for segment in lane.segments:
                 occupancy[min(9, 10 * segment.live // segment.slots)] += 1
-            found.append(Layout(lane.path, lane_layout(Path(lane.path)), occupancy))
-    return found
+            told.append(Layout(lane.path, lane_layout(Path(lane.path)), occupancy))
+    return told
 
 
 def compact(
-    path: Path,
+    path: PathLike,
     *,
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda moved, live: None,
+    strict_modes: bool = True,
 ) -> list[CompactedLane]:
     """Compact every lane at `path` that no process owns.
 
     Args:
         dry_run: only say what would be gained.
         progress: called with the chunks moved so far and the chunks alive in a lane.
+        strict_modes: refuse lanes that others own or may write to.
+
+    Raises:
+        PathUnusableError: if `path` is no folder or holds no namespace.
     """
+    trust = Trust(strict_modes)
     done = []
-    for namespace in survey(path):
-        digest = read_namespace(Path(namespace.path))["digest"]
+    for namespace in _namespaces(path):
+        if Path(namespace.path).is_symlink():
+            done.append(CompactedLane(namespace.path, None, refused=_link(namespace)))
+            continue
+        try:
+            digest = read_namespace(Path(namespace.path))["digest"]
+        except KVStoreError as error:
+            done.append(CompactedLane(namespace.path, None, failed=str(error)))
+            continue
         for lane in namespace.lanes:
-            folder = Path(lane.path)
+            folder, one = Path(lane.path), CompactedLane(lane.path, None)
+            done.append(one)
             try:
                 if dry_run:
-                    result = compact_lane(folder, digest, dry_run=True)
+                    one.result = compact_lane(folder, digest, dry_run=True)
+                    if one.result is not None:
+                        one.result.faults = [
+                            fault
+                            for fault in namespace.faults
+                            if folder in (Path(fault.path), Path(fault.path).parent)
+                        ]
                 else:
-                    with _owned(folder, lane.number):
-                        result = compact_lane(folder, digest, progress=progress)
-                done.append(CompactedLane(lane.path, result))
+                    with _owned(folder, lane.number, trust):
+                        one.result = compact_lane(folder, digest, progress=progress, trust=trust)
             except LaneBusyError as error:
-                done.append(CompactedLane(lane.path, None, str(error)))
-            except OSError as error:
-                raise PathUnusableError(f"{folder}: {error.strerror}") from error
+                one.refused = str(error)
+            except (KVStoreError, OSError) as error:
+                one.failed = _told(folder, error)
     return done
 
 
 def purge(
-    path: Path,
+    path: PathLike,
     *,
     namespace: str | None = None,
     key: bytes | None = None,
-    unused_since_ms: int | None = None,
+    unused_since_ms: float | None = None,
     dry_run: bool = False,
+    strict_modes: bool = True,
 ) -> list[PurgedLane]:
     """Forget chunks: those to which all the given conditions apply.
+
+    The files keep their size: `compact` gives the space back.
 
     Args:
         namespace: only in the namespace of that name.
         key: only the chunk of that key.
         unused_since_ms: only chunks neither stored nor read since, ms since 1970.
         dry_run: only count them.
+        strict_modes: refuse lanes that others own or may write to.
 
     Raises:
-        KVStoreError: if no namespace has that name.
+        KVStoreError: if no namespace has that name, or a condition is none.
     """
-    found = survey(path)
+    if key is not None:
+        check_key(key)
+    since = unused_since_ms
+    if since is not None and (isinstance(since, bool) or not isinstance(since, (int, float))):
+        raise ConfigError(f"unused_since_ms = {since!r}: must be a number of ms since 1970")
+    trust = Trust(strict_modes)
+    found = _namespaces(path)
     if namespace is not None:
         names = [one.name for one in found]
         found = [one for one in found if one.name == namespace]
         if not found:
             raise KVStoreError(f"no namespace {namespace!r} in {path}; there are: {names}")
     done = []
-    for one in found:
-        for lane in one.lanes:
-            folder = Path(lane.path)
+    for its in found:
+        if Path(its.path).is_symlink():
+            done.append(PurgedLane(its.path, 0, 0, refused=_link(its)))
+        for lane in its.lanes:
+            folder, one = Path(lane.path), PurgedLane(lane.path, 0, 0)
+            done.append(one)
             try:
                 if dry_run:
-                    chunks, size = _purge_lane(folder, key, unused_since_ms, erase=False)
+                    _purge_lane(folder, one, key, since, None)
                 else:
-                    with _owned(folder, lane.number):
-                        chunks, size = _purge_lane(folder, key, unused_since_ms, erase=True)
-                done.append(PurgedLane(lane.path, chunks, size))
+                    with _owned(folder, lane.number, trust):
+                        _purge_lane(folder, one, key, since, trust)
             except LaneBusyError as error:
-                done.append(PurgedLane(lane.path, 0, 0, str(error)))
+                one.refused = str(error)
+            except (KVStoreError, OSError) as error:
+                one.failed = _told(folder, error)
     return done
 
 
+def _namespaces(path: PathLike) -> list[NamespaceSurvey]:
+    """What a survey finds at a path that is to be changed, and so may be no symbolic link."""
+    folder = check_folder(path)
+    if folder.is_symlink():
+        raise PathUnusableError(f"{folder} is a symbolic link; give the folder itself")
+    return survey(folder)
+
+
+def _link(namespace: NamespaceSurvey) -> str:
+    return f"{namespace.path} is a symbolic link; it is not followed"
+
+
 @contextmanager
-def _owned(folder: Path, number: int) -> Iterator[None]:
-    lane = Lane.acquire(folder.parent, number)
+def _owned(folder: Path, number: int, trust: Trust) -> Iterator[None]:
+    os.close(open_folder(folder.parent, trust, own=True))
+    lane = Lane.acquire(folder.parent, number, trust)
     try:
         yield
     finally:
         lane.release()
 
 
+def _told(folder: Path, error: Exception) -> str:
+    if isinstance(error, KVStoreError) or not isinstance(error, OSError):
+        return str(error)
+    return f"{error.filename or folder}: {error.strerror or error}"
+
+
 def _purge_lane(
-    folder: Path, key: bytes | None, unused_since_ms: int | None, *, erase: bool
-) -> tuple[int, int]:
-    chunks = size = 0
+    folder: Path,
+    done: PurgedLane,
+    key: bytes | None,
+    unused_since_ms: float | None,
+    trust: Trust | None,
+) -> None:
+    """Count chunks into `done`, and erase them where `trust` says whose files are taken."""
     for _, path in segment_files(folder):
         try:
             header, live, _ = read_index(path)
-        except (KVStoreError, OSError):
+        except (ForeignFileError, OSError) as error:
+            done.faults.append(Fault.of(path, error))
             continue
+        geometry = header.geometry
         used_ms = [
             max(stored, read)
             for stored, read in zip(
@@ -175,11 +275,30 @@ def _purge_lane(
             if (key is None or its_key == key)
             and (unused_since_ms is None or used < unused_since_ms)
         ]
-        chunks += len(slots)
-        size += len(slots) * header.geometry.chunk_bytes
-        if erase and slots:
-            with path.open("r+b", buffering=0) as file:
-                for slot in slots:
-                    file.seek(header.geometry.index_offset + slot * RECORD_BYTES)
-                    file.write(bytes(RECORD_BYTES))
-    return chunks, size
+        if trust is not None and slots:
+            try:
+                _erase(path, [geometry.index_offset + slot * RECORD_BYTES for slot in slots], trust)
+            except ForeignFileError as error:
+                done.faults.append(Fault.of(path, error))
+                continue
+        done.chunks += len(slots)
+        done.bytes += len(slots) * geometry.chunk_bytes
+
+
+def _erase(path: Path, offsets: list[int], trust: Trust) -> None:
+    """Write zeros over records, for good.
+
+    Raises:
+        ForeignFileError: if the file is not to be written to.
+        OSError: as the system says.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fault = trust.file_fault(fd, written=True)
+        if fault is not None:
+            raise ForeignFileError(f"{path}: {fault}")
+        for offset in offsets:
+            os.pwrite(fd, bytes(RECORD_BYTES), offset)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

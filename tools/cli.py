@@ -1,12 +1,16 @@
 """The `kvstore` command.
 
 Exit status: 0 all is well, 1 something wrong was found, 2 the command could
-not be carried out (usage, a path that holds no cache).
+not be carried out (usage, a path that holds no cache, a disk that fails, an
+output that nobody reads to its end).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +29,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks is no reason to break off.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KVStoreError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error))
     except BrokenPipeError:
-        return 0
+        _drop_output()
+        return 2
+    except OSError as error:
+        _drop_output()
+        about = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{about}{error.strerror or error}")
     except KeyboardInterrupt:
         return 130
+
+
+def _drop_output() -> None:
+    """Where nobody takes the output, the interpreter is not to try once more at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(text: str) -> int:
+    with contextlib.suppress(OSError):
+        print(f"kvstore: {text}", file=sys.stderr)
+    return 2
+
+
+def _folder(text: str) -> Path:
+    """The path of a folder; "" is none, however a shell came by it."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must be the path of a folder, not empty")
+    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,12 +87,20 @@ def _parser() -> argparse.ArgumentParser:
         ("purge", run_purge, "forget chunks by namespace, age or key"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, help="folder of the cache, or one namespace in it")
+        command.add_argument(
+            "path", type=_folder, help="folder of the cache, or one namespace in it"
+        )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
         command.set_defaults(run=run)
         if run in (run_compact, run_purge):
             command.add_argument(
                 "--dry-run", action="store_true", help="only say what would be done"
+            )
+            command.add_argument(
+                "--no-strict-modes",
+                dest="strict_modes",
+                action="store_false",
+                help="take lanes that other users own or may write to, too",
             )
         if run is run_purge:
             command.add_argument("--namespace", help="only in the namespace of that name")

@@ -41,8 +41,7 @@ def _print(namespace: NamespaceSurvey) -> None:
         )
         _print_segments(lane)
     for fault in namespace.faults:
-        where = f" slot {fault.slot}" if fault.slot is not None else ""
-        print(f"  WRONG {fault.path}{where}: {fault.what}")
+        print(f"  WRONG {fault}")
 
 
 def _print_segments(lane: LaneSurvey) -> None:

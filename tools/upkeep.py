@@ -11,19 +11,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.errors import ConfigError
+from kvstore.errors import BlockKeyError, ConfigError
 from kvstore.sizes import format_size
-from kvstore.upkeep import CompactedLane, PurgedLane, compact, layouts, purge
+from kvstore.survey import survey
+from kvstore.types import check_key
+from kvstore.upkeep import CompactedLane, Compaction, PurgedLane, compact, layouts_of, purge
 
 __all__ = ["run_compact", "run_purge", "run_stat"]
 
 
 def run_stat(options: argparse.Namespace) -> int:
-    """Print the layout of every lane."""
-    found = layouts(options.path)
+    """Print the layout of every lane; 1 when something was wrong."""
+    namespaces = survey(options.path)
+    found = layouts_of(namespaces)
+    faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        _print_json([{**dataclasses.asdict(one), **_derived(one.layout)} for one in found])
-        return 0
+        lanes = [{**dataclasses.asdict(one), **_derived(one.layout)} for one in found]
+        told = {"lanes": lanes, "faults": [dataclasses.asdict(fault) for fault in faults]}
+        print(json.dumps(told, indent=2))
+        return 1 if faults else 0
     for one in found:
         layout = one.layout
         print(f"{one.lane}")
@@ -36,17 +42,27 @@ def run_stat(options: argparse.Namespace) -> int:
         )
         tenths = "  ".join(f"{count}" for count in one.occupancy)
         print(f"  segments by occupancy, 0-10 % to 90-100 %:  {tenths}")
-    return 0
+    for fault in faults:
+        print(f"WRONG {fault}")
+    return 1 if faults else 0
 
 
 def run_compact(options: argparse.Namespace) -> int:
-    """Compact lanes that nobody uses; 1 when one was refused or chunks were damaged."""
+    """Compact lanes that nobody uses.
+
+    1 when one was refused or something was damaged, 2 when one could not be compacted.
+    """
 
     def progress(moved: int, live: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{moved} chunks moved, {live} alive   ", end="", file=sys.stderr)
 
-    done = compact(options.path, dry_run=options.dry_run, progress=progress)
+    done = compact(
+        options.path,
+        dry_run=options.dry_run,
+        progress=progress,
+        strict_modes=options.strict_modes,
+    )
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if options.json:
@@ -54,21 +70,24 @@ def run_compact(options: argparse.Namespace) -> int:
     else:
         for one in done:
             _print_compacted(one, options.dry_run)
-    bad = any(one.refused or (one.result and one.result.dropped) for one in done)
-    return 1 if bad else 0
+    bad = any(one.refused or (one.result and one.result.faults) for one in done)
+    return _status(bad, done)
 
 
 def run_purge(options: argparse.Namespace) -> int:
-    """Forget chunks; 1 when a lane was refused."""
-    if not (options.all or options.namespace or options.key or options.unused):
+    """Forget chunks; 1 when a lane or a segment was refused, 2 when one could not be purged."""
+    conditions = (options.namespace, options.key, options.unused)
+    if not options.all and all(one is None for one in conditions):
         raise ConfigError("say what to purge: --namespace, --unused, --key, or --all")
     unused_since = None
-    if options.unused:
+    if options.unused is not None:
         unused_since = int((time.time() - parse_age(options.unused)) * 1000)
     key = None
-    if options.key:
+    if options.key is not None:
         try:
-            key = bytes.fromhex(options.key)
+            key = check_key(bytes.fromhex(options.key))
+        except BlockKeyError as error:
+            raise ConfigError(f"--key {options.key!r}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"--key {options.key!r}: must be the key in hex") from error
     done = purge(
@@ -77,13 +96,22 @@ def run_purge(options: argparse.Namespace) -> int:
         key=key,
         unused_since_ms=unused_since,
         dry_run=options.dry_run,
+        strict_modes=options.strict_modes,
     )
     if options.json:
         _print_json([dataclasses.asdict(one) for one in done])
     else:
         for one in done:
             _print_purged(one, options.dry_run)
-    return 1 if any(one.refused for one in done) else 0
+        if not options.dry_run and any(one.chunks for one in done):
+            print("the files keep their size; kvstore compact gives the space back")
+    return _status(any(one.refused or one.faults for one in done), done)
+
+
+def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:
+    if any(one.failed for one in done):
+        return 2
+    return 1 if bad else 0
 
 
 def parse_age(text: str) -> float:
@@ -99,8 +127,8 @@ def parse_age(text: str) -> float:
 
 
 def _print_compacted(one: CompactedLane, dry_run: bool) -> None:
-    if one.refused:
-        print(f"REFUSED {one.refused}")
+    if one.refused or one.failed:
+        _print_not_done(one)
     elif one.result is None:
         print(f"{one.lane}: empty")
     else:
@@ -110,16 +138,36 @@ def _print_compacted(one: CompactedLane, dry_run: bool) -> None:
             f"{one.lane}: {'would give' if dry_run else 'gave'} back {format_size(gained)}, "
             f"segments {before.segments} -> {after.segments}, "
             f"extents {before.extents} -> {after.extents}; "
-            f"{one.result.moved} chunks moved, {one.result.dropped} damaged and dropped"
+            f"{one.result.moved} chunks moved, {_damage(one.result)}"
         )
+        for fault in one.result.faults:
+            print(f"WRONG {fault}")
+
+
+def _damage(result: Compaction) -> str:
+    """What was found to be wrong, in one phrase; what stayed where it was was not read."""
+    records = sum(fault.slot is not None and fault.key is None for fault in result.faults)
+    files = sum(fault.slot is None for fault in result.faults)
+    told = f"{result.dropped} damaged and dropped"
+    if records:
+        told += f", {records} damaged records"
+    if files:
+        told += f", {files} segments with faults"
+    return told
 
 
 def _print_purged(one: PurgedLane, dry_run: bool) -> None:
-    if one.refused:
-        print(f"REFUSED {one.refused}")
-    else:
+    if one.refused or one.failed:
+        _print_not_done(one)
+    if one.chunks or not (one.refused or one.failed):
         what = "would forget" if dry_run else "forgot"
         print(f"{one.lane}: {what} {one.chunks} chunks, {format_size(one.bytes)}")
+    for fault in one.faults:
+        print(f"WRONG {fault}")
+
+
+def _print_not_done(one: CompactedLane | PurgedLane) -> None:
+    print(f"REFUSED {one.refused}" if one.refused else f"FAILED {one.failed}")
 
 
 def _derived(layout: Any) -> dict[str, float]:

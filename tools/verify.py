@@ -27,9 +27,7 @@ def verify(options: argparse.Namespace) -> int:
         else:
             faults.append(found)
             if not options.json:
-                where = f" slot {found.slot}" if found.slot is not None else ""
-                key = f" (key {found.key})" if found.key else ""
-                print(f"WRONG {found.path}{where}: {found.what}{key}")
+                print(f"WRONG {found}")
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if options.json:

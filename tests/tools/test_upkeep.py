@@ -186,7 +186,7 @@ async def test_purge_by_age_key_and_namespace(tmp_path: Path) -> None:
     assert namespace in told.stderr
     assert purge(tmp_path, namespace=namespace, dry_run=True)[0].chunks == 9
     assert await survivors(tmp_path) == set(KEYS[:10]) - {KEYS[3]}
-    done = command("purge", str(tmp_path), "--unused", "1s", "--json")
+    done = command("purge", str(tmp_path), "--unused", "1h", "--json")
     assert json.loads(done.stdout)["lanes"][0]["chunks"] == 0
     assert command("purge", str(tmp_path), "--all").returncode == 0
     assert await survivors(tmp_path) == set()

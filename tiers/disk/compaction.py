@@ -9,14 +9,15 @@ nothing to give back either, and the lane stays as it is.
 No space beyond the files that exist is used. A chunk is moved by writing its
 payload, then its new record, then erasing the old one, so a crash at any point
 leaves each chunk at its old place, at its new place, or at both with the same
-bytes. A chunk whose payload does not match its digest is dropped.
+bytes. A chunk that is to be moved and whose payload does not match its digest
+is dropped. Chunks that stay where they are are not read.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,11 +25,13 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvstore.errors import ForeignFileError
+from tiers.disk.fault import Fault
 from tiers.disk.format import Geometry, reseal_records
 from tiers.disk.index import read_index
 from tiers.disk.io import choose_backend
 from tiers.disk.recovery import recover
 from tiers.disk.segment import Segment, read_header, segment_files
+from tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Compaction", "LaneLayout", "compact_lane", "lane_layout"]
 
@@ -64,21 +67,32 @@ class LaneLayout:
 
 @dataclass(slots=True)
 class Compaction:
-    """What compacting a lane did, or would do: the layout before and after, chunks moved."""
+    """What compacting a lane did, or would do.
+
+    Attributes:
+        before: the layout before.
+        after: the layout after.
+        moved: chunks that were moved.
+        dropped: chunks that were to be moved and were damaged.
+        faults: all that was found to be wrong: chunks dropped, damaged records erased,
+            segments that were cut short, segments that cannot be used and were left alone.
+    """
 
     before: LaneLayout
     after: LaneLayout
     moved: int
     dropped: int
+    faults: list[Fault] = field(default_factory=list)
 
 
 class _Lane:
     """Segments, who is where, and moving."""
 
-    def __init__(self, folder: Path, namespace: str, geometry: Geometry) -> None:
+    def __init__(self, folder: Path, namespace: str, geometry: Geometry, trust: Trust) -> None:
         self.geometry = geometry
         self.backend = choose_backend(folder)
-        recovered = recover(folder, namespace, geometry, NO_LIMIT, self.backend)
+        recovered = recover(folder, namespace, geometry, NO_LIMIT, self.backend, trust)
+        self.faults = recovered.faults
         self.segments = recovered.segments
         self.order = [key for key, _ in recovered.entries]
         self.slot_of = dict(recovered.entries)
@@ -158,6 +172,8 @@ class _Lane:
             else:
                 del self.slot_of[key]
                 self.dropped += 1
+                told = "payload does not match its digest"
+                self.faults.append(Fault(str(origin.path), from_slot, told, key.hex()))
             origin.erase_records(from_slot, 1)
 
     def _at(self, slot: int) -> Segment:
@@ -202,16 +218,20 @@ def compact_lane(
     *,
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda moved, live: None,
+    trust: Trust = STRICT,
 ) -> Compaction | None:
     """Compact a lane that the caller owns. None when it holds no segment.
 
     Args:
         dry_run: only say what would be given back; nothing is changed.
         progress: called with the chunks moved so far and the chunks alive.
+        trust: whose files are taken.
     """
-    geometry = _geometry(folder, namespace)
+    faults: list[Fault] = []
+    geometry = _geometry(folder, namespace, faults)
     if geometry is None:
-        return None
+        layout = lane_layout(folder)
+        return Compaction(layout, layout, 0, 0, faults) if faults else None
     if dry_run:
         before = lane_layout(folder)
         room = before.slots - before.live >= geometry.slots
@@ -225,13 +245,13 @@ def compact_lane(
             before.needed,
         )
         return Compaction(before, after, 0, 0)
-    lane = _Lane(folder, namespace, geometry)
+    lane = _Lane(folder, namespace, geometry, trust)
     try:
         before = lane.layout()
         _put_in_order(lane, progress)
         for number in [n for n in lane.segments if not lane.count(n)]:
             lane.remove(number)
-        return Compaction(before, lane.layout(), lane.moved, lane.dropped)
+        return Compaction(before, lane.layout(), lane.moved, lane.dropped, lane.faults)
     finally:
         lane.close()
 
@@ -291,14 +311,17 @@ def _layout(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLayo
     )
 
 
-def _geometry(folder: Path, namespace: str) -> Geometry | None:
+def _geometry(folder: Path, namespace: str, faults: list[Fault]) -> Geometry | None:
+    """That of the first segment that can be used; those before it are put into `faults`."""
     for _, path in segment_files(folder):
         try:
             header = read_header(path)
-        except ForeignFileError:
+        except ForeignFileError as error:
+            faults.append(Fault.of(path, error))
             continue
         if header.namespace == namespace:
             return header.geometry
+        faults.append(Fault(str(path), None, "belongs to another namespace"))
     return None
 
 

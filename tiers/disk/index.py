@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from tiers.disk.format import (
+    ALIGN,
     RECORD,
     RECORD_BYTES,
     Header,
     LiveRecords,
     decode_records,
+    parse_header,
     segment_seed,
 )
-from tiers.disk.segment import read_header
 
 __all__ = ["read_index"]
 
@@ -30,10 +31,11 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
         ForeignFileError: if it is not a segment.
         OSError: as the system says.
     """
-    header = read_header(path)
-    geometry = header.geometry
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # A pipe in its place must not hold anybody up.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        header = parse_header(os.pread(fd, ALIGN, 0), str(path))
+        geometry = header.geometry
         size = os.fstat(fd).st_size
         # A header can claim any number of slots: read no more than the file has.
         slots = min(geometry.slots, max(0, size - geometry.index_offset) // RECORD_BYTES)

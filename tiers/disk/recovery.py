@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
+from tiers.disk.fault import Fault
 from tiers.disk.format import ALIGN, Geometry, LiveRecords
 from tiers.disk.io import IOBackend
 from tiers.disk.lane import LOCK_NAME
@@ -32,7 +33,8 @@ class Recovered:
         sequence: higher than that of every record found, absurd ones excepted.
         foreign: files that occupy space but cannot be used, with the reason.
         foreign_bytes: what they take of the disk.
-        damaged: records that were neither empty nor valid.
+        faults: segments that cannot be used or were cut short, and records that were
+            neither empty nor valid and have been erased.
         removed: names of leftovers and surplus segments that were removed.
     """
 
@@ -42,8 +44,13 @@ class Recovered:
     sequence: int
     foreign: list[str]
     foreign_bytes: int
-    damaged: int
+    faults: list[Fault]
     removed: list[str]
+
+    @property
+    def damaged(self) -> int:
+        """Records that were neither empty nor valid."""
+        return sum(fault.slot is not None for fault in self.faults)
 
 
 def lane_geometry(folder: Path, namespace: str, wanted: Geometry) -> Geometry:
@@ -84,19 +91,24 @@ def recover(
     found: dict[int, LiveRecords] = {}
     foreign: list[str] = []
     foreign_bytes = 0
-    damaged = 0
+    faults: list[Fault] = []
     for path in _other_files(folder):
         foreign.append(f"{path}: no file of a lane")
         foreign_bytes += _disk_bytes(path)
     for number, path in segment_files(folder):
         try:
+            size = path.lstat().st_size
             segment, records = _open(path, namespace, geometry, backend, trust)
         except (ForeignFileError, OSError) as error:
+            faults.append(Fault.of(path, error))
             known = isinstance(error, ForeignFileError)
             foreign.append(str(error) if known else f"{path}: {error}")
             foreign_bytes += _disk_bytes(path)
             continue
-        damaged += len(records.damaged)
+        if size < geometry.file_bytes:
+            told = f"cut short: {size} of {geometry.file_bytes} bytes are left"
+            faults.append(Fault(str(path), None, told))
+        faults += [Fault(str(path), slot, "damaged record") for slot in records.damaged]
         segments[number] = segment
         found[number] = records
     while segments and len(segments) * geometry.file_bytes > capacity_bytes:
@@ -110,7 +122,7 @@ def recover(
     # No lane ever comes near the limit: a record that claims to have is not counted on from.
     sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
     return Recovered(
-        segments, entries, sequences, sequence, foreign, foreign_bytes, damaged, removed
+        segments, entries, sequences, sequence, foreign, foreign_bytes, faults, removed
     )
 
 

@@ -1,0 +1,513 @@
+"""The command over caches that are damaged, planted, read-only, in use or somebody else's.
+
+Whatever it meets it says in words, and its exit status tells: 0 all is well, 1 something is wrong,
+2 it could not be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.errors import KVStoreError
+from kvstore.survey import Fault, survey, verify
+from kvstore.upkeep import compact, layouts, purge
+from tests.tools.test_command import CHUNK, KEYS, command, config, flip, segments
+from tests.tools.test_upkeep import sparse_cache
+from tiers.disk.format import ALIGN, RECORD_BYTES
+from tools.cli import main
+
+STRANGER = 65534
+
+READING = [
+    ["inspect"],
+    ["verify"],
+    ["stat"],
+    ["compact", "--dry-run"],
+    ["purge", "--all", "--dry-run"],
+]
+CHANGING = [["compact"], ["purge", "--all"]]
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; its exit status and all that it says."""
+
+    def one(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        told = capsys.readouterr()
+        return status, told.out + told.err
+
+    return one
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache of 30 chunks in two segments and a half."""
+
+    async def fill() -> None:
+        async with kvstore.open(config(tmp_path / "cache")) as store:
+            await store.put(KEYS, [bytes([index]) * CHUNK for index in range(30)])
+
+    asyncio.run(fill())
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def read_only(cache: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    place = cache.with_name("mounted")
+    place.mkdir()
+    for arguments in (["--bind", cache, place], ["-o", "remount,ro,bind", place]):
+        done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def namespace_of(cache: Path) -> Path:
+    (folder,) = (one for one in cache.iterdir() if one.is_dir() and not one.is_symlink())
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wrong(cache: Path) -> set[tuple[str, int | None]]:
+    return {(one.path, one.slot) for one in verify(cache) if isinstance(one, Fault)}
+
+
+# -- what must not be followed ---------------------------------------------------------------
+
+
+def test_purge_and_compact_do_not_follow_a_namespace_that_is_a_link(
+    cache: Path, tmp_path: Path, run: Run
+) -> None:
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    (trap / "linked").symlink_to(namespace_of(cache))
+    before = contents(cache)
+    for arguments in (["purge", trap, "--all"], ["compact", trap], ["verify", trap]):
+        status, told = run(*arguments)
+        assert status in (1, 2)
+        assert "linked" in told
+        assert "symbolic link" in told
+    assert contents(cache) == before
+
+
+@pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
+def test_a_path_that_is_a_link_is_not_changed(
+    cache: Path, tmp_path: Path, run: Run, arguments: list[str]
+) -> None:
+    (tmp_path / "link").symlink_to(cache)
+    before = contents(cache)
+    status, told = run(*arguments, tmp_path / "link")
+    assert status == 2
+    assert "is a symbolic link; give the folder itself" in told
+    assert contents(cache) == before
+    assert run("verify", tmp_path / "link")[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [*READING, *CHANGING], ids=" ".join)
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_not_the_current_folder(
+    cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], path: str
+) -> None:
+    monkeypatch.chdir(cache)
+    before = contents(cache)
+    status, told = run(arguments[0], path, *arguments[1:])
+    assert status == 2
+    assert "must be the path of a folder, not empty" in told
+    assert contents(cache) == before
+
+
+@pytest.mark.parametrize("option", ["--namespace", "--unused", "--key"])
+def test_an_empty_condition_is_no_condition_that_all_fulfil(
+    cache: Path, run: Run, option: str
+) -> None:
+    name = namespace_of(cache).name
+    for more in ([], ["--namespace", name], ["--all"]):
+        assert run("purge", cache, *more, option, "")[0] == 2
+    assert wrong(cache) == set()
+    assert sum(one.layout.live for one in layouts(cache)) == 30
+
+
+def test_a_segment_with_a_second_name_is_not_purged(cache: Path, tmp_path: Path, run: Run) -> None:
+    first = segments(cache)[0]
+    os.link(first, tmp_path / "backup")
+    before = first.read_bytes()
+    status, told = run("purge", cache, "--all")
+    assert status == 1
+    assert f"WRONG {first}: has 2 names (hard links)" in told
+    assert first.read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
+def test_a_cache_that_others_could_have_filled_is_changed_on_request_alone(
+    cache: Path, run: Run, arguments: list[str]
+) -> None:
+    (namespace_of(cache) / "lane-0").chmod(0o777)
+    before = contents(cache)
+    status, told = run(*arguments, cache)
+    assert status == 2
+    assert "FAILED" in told
+    assert "may be written by every user (mode 0777)" in told
+    assert contents(cache) == before
+    assert run(*arguments, cache, "--no-strict-modes")[0] == 0
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+async def test_compact_tells_all_the_damage_that_it_meets_and_verify_the_rest(
+    tmp_path: Path, run: Run
+) -> None:
+    await sparse_cache(tmp_path)
+    found = [s for n in survey(tmp_path) for lane in n.lanes for s in lane.segments]
+    for segment in found:
+        # The last slot's payload, and a record.
+        flip(Path(segment.path), segment.file_bytes - segment.slots * segment.slot_bytes)
+        flip(Path(segment.path), ALIGN + 5 * RECORD_BYTES + 64)
+    cut = Path(found[-1].path)
+    os.truncate(cut, found[-1].file_bytes - CHUNK // 2)
+    flip(Path(found[0].path), 30)
+    before = wrong(tmp_path)
+    assert (found[0].path, None) in before
+    assert (str(cut), None) in before
+    dry = json.loads(run("compact", tmp_path, "--dry-run", "--json")[1])["lanes"][0]["result"]
+    status, told = run("compact", tmp_path, "--json")
+    assert status == 1
+    result = json.loads(told)["lanes"][0]["result"]
+    met = {(fault["path"], fault["slot"]) for fault in result["faults"]}
+    assert result["dropped"] == sum(fault["key"] is not None for fault in result["faults"])
+    after = wrong(tmp_path)
+    assert met, "compact met no damage"
+    assert met | after == before
+    assert {(fault["path"], fault["slot"]) for fault in dry["faults"]} <= before
+    # What is left is what was not read, and the segment that is none.
+    assert met & after == {(found[0].path, None)}
+
+
+def test_a_damaged_record_that_compact_erases_is_told_and_counts(cache: Path, run: Run) -> None:
+    first = segments(cache)[0]
+    for slot in (1, 4):
+        flip(first, ALIGN + slot * RECORD_BYTES + 64)
+    status, told = run("compact", cache)
+    assert status == 1
+    assert "2 damaged records" in told
+    for slot in (1, 4):
+        assert f"WRONG {first} slot {slot}: damaged record" in told
+    assert run("verify", cache)[0] == 0
+    assert run("compact", cache)[0] == 0
+
+
+def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path, run: Run) -> None:
+    for path in segments(cache):
+        flip(path, 30)
+    for arguments in (
+        ["compact"],
+        ["compact", "--dry-run"],
+        ["stat"],
+        ["verify"],
+        ["purge", "--all"],
+    ):
+        status, told = run(*arguments, cache)
+        assert status == 1, arguments
+        assert told.count("WRONG") == len(segments(cache))
+
+
+def test_a_fault_names_its_path_once(cache: Path, run: Run) -> None:
+    first = segments(cache)[0]
+    flip(first, 30)
+    (line,) = (line for line in run("verify", cache)[1].splitlines() if "WRONG" in line)
+    assert line.count(str(first)) == 1
+    (namespace_of(cache) / "namespace.json").write_text("{")
+    for line in run("inspect", cache)[1].splitlines():
+        assert line.count("namespace.json") <= 1
+
+
+def test_a_namespace_that_cannot_be_read_does_not_keep_the_others_from_compaction(
+    cache: Path, run: Run
+) -> None:
+    broken = cache / "aaa"
+    broken.mkdir()
+    (broken / "namespace.json").write_text("{")
+    flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
+    status, told = run("compact", cache)
+    assert status == 2
+    assert "FAILED" in told
+    assert "1 damaged records" in told
+
+
+def nothing(path: Path) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def a_link_to_zeros(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+def huge(path: Path) -> None:
+    os.truncate(path, 2**42)
+
+
+ODD = [
+    nothing,
+    a_folder,
+    a_pipe,
+    a_link_to_nothing,
+    a_link_to_itself,
+    a_link_to_zeros,
+    empty,
+    deep,
+    huge,
+]
+
+
+@pytest.mark.parametrize("change", ODD)
+@pytest.mark.parametrize("part", ["namespace.json", "lane-0/lock", "lane-0/segment-1.safetensors"])
+def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
+    cache: Path, run: Run, change: Callable[[Path], None], part: str
+) -> None:
+    change(namespace_of(cache) / part)
+    for arguments in (*READING, *CHANGING, ["stat", "--json"], ["inspect", "--json"]):
+        status, told = run(*arguments, cache)
+        assert status in (0, 1, 2)
+        assert "Traceback" not in told
+        assert status == 0 or told.strip()
+
+
+def test_a_lane_that_is_no_folder_is_none(cache: Path, run: Run) -> None:
+    namespace = namespace_of(cache)
+    (namespace / "lane-1").write_text("a file")
+    (namespace / "lane-2").symlink_to("lane-0")
+    os.mkfifo(namespace / "lane-3")
+    for arguments in (*READING, *CHANGING):
+        assert run(*arguments, cache)[0] == 0
+        assert run(*arguments, namespace)[0] == 0
+
+
+# -- places and outputs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", READING, ids=" ".join)
+def test_what_only_reads_works_on_a_read_only_mount(
+    read_only: Path, run: Run, arguments: list[str]
+) -> None:
+    assert run(*arguments, read_only)[0] == 0
+
+
+@pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
+def test_what_changes_fails_in_words_on_a_read_only_mount(
+    read_only: Path, run: Run, arguments: list[str]
+) -> None:
+    status, told = run(*arguments, read_only)
+    assert status == 2
+    assert "FAILED" in told
+    assert "Read-only file system" in told
+
+
+AS_STRANGER = f"""
+import contextlib, io, json, os, sys
+from tools.cli import main
+os.setgroups([])
+os.setgid({STRANGER})
+os.setuid({STRANGER})
+told = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            status = main(arguments)
+    told.append([status, out.getvalue() + err.getvalue()])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("part", ["cache", "namespace", "lane", "segment"])
+def test_a_cache_that_this_user_may_not_read_is_told_in_words(cache: Path, part: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    tree = [cache, namespace_of(cache), namespace_of(cache) / "lane-0", segments(cache)[0]]
+    hidden = ["cache", "namespace", "lane", "segment"].index(part)
+    for parent in [*cache.parents, *tree[:hidden]]:
+        if not parent.stat().st_mode & 0o001:
+            parent.chmod(0o755)
+    (namespace_of(cache) / "namespace.json").chmod(0o644)
+    commands = [[*arguments, str(cache)] for arguments in (*READING, *CHANGING)]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_STRANGER, json.dumps(commands)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
+        assert status in (1, 2), (arguments, told)
+        assert "Permission denied" in told or "cannot be read" in told, (arguments, told)
+
+
+def test_an_output_that_nobody_reads_is_no_success(cache: Path) -> None:
+    flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
+    reader, writer = os.pipe()
+    os.close(reader)
+    places = [writer, os.open("/dev/full", os.O_WRONLY)]
+    for place in places:
+        done = subprocess.run(
+            [sys.executable, "-m", "tools", "inspect", str(cache)],
+            stdout=place,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(place)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
+def test_without_an_output_the_status_still_tells(cache: Path) -> None:
+    shell = f"{sys.executable} -m tools verify {cache} >&-"
+    assert subprocess.run(shell, shell=True).returncode == 0
+    flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
+    assert subprocess.run(shell, shell=True).returncode == 1
+
+
+def test_names_that_are_no_text_are_shown_and_not_stumbled_over(cache: Path) -> None:
+    odd = os.fsencode(cache.parent) + b"/\xff\xfe \x1b[31m"
+    shutil.copytree(os.fsencode(cache), odd)
+    os.truncate(os.path.join(odd, os.fsencode(segments(cache)[0].relative_to(cache))), 10)
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "tools", "verify", odd, *more],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        )
+        assert done.returncode == 1
+        assert b"Traceback" not in done.stderr
+
+
+def test_a_path_that_no_file_system_takes_is_refused_in_words(run: Run) -> None:
+    for path in ("x" * 5000, "/dev/null/below", "/proc/self/mem", "/dev/null"):
+        for arguments in (*READING, *CHANGING):
+            status, told = run(*arguments, path)
+            assert status == 2
+            assert told.startswith("kvstore: ")
+
+
+# -- a live cache -----------------------------------------------------------------------------
+
+
+async def test_looking_at_a_cache_in_full_flow_finds_nothing_wrong(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        ended = False
+
+        async def churn() -> None:
+            number = 0
+            while not ended:
+                keys = [b"churn-%06d" % (number + n) + b"\0\0\0\0" for n in range(8)]
+                await store.put(keys, [bytes([n]) * CHUNK for n in range(8)])
+                number += 8
+
+        churning = asyncio.ensure_future(churn())
+        try:
+            for _ in range(30):
+                for look in (
+                    wrong,
+                    lambda path: {f for n in survey(path) for f in n.faults},
+                    layouts,
+                ):
+                    found = await asyncio.to_thread(look, tmp_path)
+                    assert look is layouts or found == set()
+        finally:
+            ended = True
+            await churning
+
+
+def test_segments_that_vanish_under_a_survey_are_no_faults(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvstore.survey as module
+
+    read = module.read_index
+    for left in range(6):
+        copy = cache.with_name(f"copy-{left}")
+        shutil.copytree(cache, copy)
+        calls = 0
+
+        def vanishing(path: Path, left: int = left, copy: Path = copy) -> object:
+            nonlocal calls
+            calls += 1
+            if calls > left:
+                shutil.rmtree(namespace_of(copy) / "lane-0", ignore_errors=True)
+            return read(path)
+
+        monkeypatch.setattr(module, "read_index", vanishing)
+        assert wrong(copy) == set()
+
+
+# -- the functions ------------------------------------------------------------------------------
+
+
+def test_the_functions_take_text_and_refuse_what_is_none_by_their_own_error(cache: Path) -> None:
+    assert purge(str(cache), key=KEYS[0])[0].chunks == 1
+    assert compact(str(cache))[0].result is not None
+    for call in (survey, layouts, compact, purge, lambda path: list(verify(path))):
+        for path in (None, 5, b"\xff" * 3, "with\0nul", [], object()):
+            with pytest.raises(KVStoreError):
+                call(path)
+    for wrong_one in ({"key": "text"}, {"key": b""}, {"unused_since_ms": "7d"}, {"namespace": 5}):
+        with pytest.raises(KVStoreError):
+            purge(cache, **wrong_one)  # type: ignore[arg-type]
+
+
+def test_purge_says_how_the_space_comes_back(cache: Path, run: Run) -> None:
+    assert "kvstore compact" not in run("purge", cache, "--all", "--dry-run")[1]
+    before = sum(path.stat().st_size for path in segments(cache))
+    assert "kvstore compact gives the space back" in run("purge", cache, "--all")[1]
+    assert sum(path.stat().st_size for path in segments(cache)) == before
+    assert run("compact", cache)[0] == 0
+    assert segments(cache) == []
+    assert command("verify", str(cache)).returncode == 0

@@ -1,0 +1,37 @@
+"""What is found to be wrong on disk, in the words of whoever reports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Fault"]
+
+
+@dataclass(slots=True)
+class Fault:
+    """Something that is not as it should be.
+
+    Attributes:
+        path: the file or folder.
+        slot: the slot in that segment, or None when the whole file is meant.
+        what: what is wrong, in words.
+        key: the key of the chunk that is lost, in hex, where it is known.
+    """
+
+    path: str
+    slot: int | None
+    what: str
+    key: str | None = None
+
+    @classmethod
+    def of(cls, path: Path, error: Exception) -> Fault:
+        """What `error` says of a whole file, which its path need not be said of twice."""
+        if isinstance(error, OSError) and error.strerror:
+            return cls(str(path), None, f"cannot be read: {error.strerror}")
+        return cls(str(path), None, str(error).removeprefix(f"{path}: "))
+
+    def __str__(self) -> str:
+        where = f" slot {self.slot}" if self.slot is not None else ""
+        key = f" (key {self.key})" if self.key else ""
+        return f"{self.path}{where}: {self.what}{key}"
