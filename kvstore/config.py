@@ -20,7 +20,7 @@ from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
 from kvstore.sizes import parse_size
 
-__all__ = ["Config", "DiskConfig"]
+__all__ = ["Config", "DiskConfig", "check_size"]
 
 _T = TypeVar("_T")
 _Check = Callable[[object], Any]
@@ -236,6 +236,18 @@ def _size(least: int) -> _Check:
         return size
 
     return check
+
+
+def check_size(name: str, value: object, least: int = 0) -> int:
+    """Bytes from `value`, written as everywhere in the configuration.
+
+    Raises:
+        ConfigError: if it is no size; calls it `name`.
+    """
+    try:
+        return int(_size(least)(value))
+    except ValueError as error:
+        raise ConfigError(f"{name} = {_shown(value)}: {error}") from error
 
 
 def _whole(least: int, most: int) -> _Check:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.assembly import Assembly, assemble, rows_for
-from kvstore.config import Config
+from kvstore.config import Config, check_size
 from kvstore.core import CoreStats
 from kvstore.engine import LEAVE_SECONDS, Engine
 from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
@@ -294,19 +294,23 @@ class Store:
         while self._core.in_flight:
             await self._something_moved()
 
-    def compact(self, bytes_per_second: int) -> None:
+    def compact(self, bytes_per_second: int | str) -> None:
         """Give sparse segments of the disk tiers back from now on, copying at most so much.
 
         Goes on until it is called with 0. Copies are made only while nothing else
         moves; what is stored stays available throughout.
+
+        Raises:
+            KVStoreError: if it is no size: bytes, or text such as ``"50MiB"``.
         """
         self._check_open()
+        rate = check_size("bytes_per_second", bytes_per_second)
         for tier in self._core.tiers:
-            tier.relocations_per_second = bytes_per_second / self._region.row_bytes
+            tier.relocations_per_second = rate / self._region.row_bytes
         if self._compacting is not None:
             self._compacting.cancel()
             self._compacting = None
-        if bytes_per_second:
+        if rate:
             self._compacting = asyncio.get_running_loop().create_task(self._compact())
 
     async def _compact(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore.survey import Fault, verify
 from kvstore.upkeep import purge
@@ -188,3 +189,23 @@ async def test_each_tier_keeps_to_its_own_rate(tmp_path: Path) -> None:
         rates = {tier.name: tier.relocations_per_second for tier in store._core.tiers}
     assert rates[f"disk:{tmp_path / 'fast'}"] == 2**20 / CHUNK
     assert rates[f"disk:{tmp_path / 'still'}"] == 0
+
+
+@pytest.mark.parametrize("rate", ["fast", "50 parsecs", -1, None, 1.5, True, object()])
+async def test_a_rate_that_is_no_size_is_refused_as_every_other_setting(
+    tmp_path: Path, rate: object
+) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        with pytest.raises(KVStoreError, match="bytes_per_second = .*allowed|negative"):
+            store.compact(rate)  # type: ignore[arg-type]
+
+
+async def test_a_rate_may_be_written_as_every_other_size(tmp_path: Path) -> None:
+    await fill(tmp_path)
+    left = thin_out([tmp_path])
+    before = len(files(tmp_path))
+    async with kvstore.open(config(tmp_path)) as store:
+        store.compact("50MiB")
+        await until_fewer(tmp_path, before // 2)
+        store.compact("0")
+        assert await served(store, left) == len(left)

@@ -32,6 +32,8 @@ from kvstore.sizes import format_size, parse_size
 
 __all__ = ["add_arguments", "run_simulate"]
 
+DEFAULT_HOST = "10%"
+
 CURVE_POINTS = 12
 CURVE_ACCESSES = 2_000_000
 """A curve is made from about so many accesses, unless told otherwise."""
@@ -47,7 +49,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     several = "several, separated by commas, are all tried"
     command.add_argument("trace", type=Path, help="Mooncake, packed, or kvstore's own recording")
     command.add_argument(
-        "--host", default="10%", help=f"chunks, percent of the trace's, or bytes; {several}"
+        "--host",
+        help=f"chunks, percent of the trace's, or bytes; {several}; 10%% by default",
     )
     command.add_argument("--disk", default="0", help="the same for disk; 0 means none")
     command.add_argument("--policy", default="lru", help=f"for host memory; {several}")
@@ -173,7 +176,11 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
 def _setups(
     options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int
 ) -> list[Setup]:
-    hosts = [_chunks("--host", text, trace, size) for text in _split(options.host)]
+    if options.host is None:
+        # Nobody asked for a share of a trace that has too few chunks for one.
+        hosts = [max(1, _chunks("--host", DEFAULT_HOST, trace, size))]
+    else:
+        hosts = [_chunks("--host", text, trace, size) for text in _split(options.host)]
     disks = [_chunks("--disk", text, trace, size) for text in _split(options.disk)]
     if not hosts or min(hosts) < 1:
         raise ConfigError(f"--host {options.host}: must be at least one chunk")

@@ -223,6 +223,20 @@ def test_a_disk_with_no_room_for_a_segment_is_refused(
     assert not list(path.rglob("*segment*")), "part of a segment was left behind"
 
 
+def test_a_capacity_above_the_size_of_the_disk_is_warned_of_once(
+    small_disk: Callable[[int], Path], open_bench: OpenBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = small_disk(4 * SEGMENT)
+    open_bench(path, segments=3).abandon()
+    assert "more than its file system has" not in caplog.text
+    open_bench(path, segments=5)
+    told = [line for line in caplog.messages if "more than its file system has" in line]
+    assert len(told) == 1
+    assert str(path) in told[0]
+    assert str(5 * SEGMENT) in told[0]
+    assert str(4 * SEGMENT) in told[0]
+
+
 def test_a_full_disk_is_refused(
     small_disk: Callable[[int], Path], refused: Callable[..., str]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from tools.cli import main
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%03d" % index + b"\0\0\0\0" for index in range(30)]
@@ -158,3 +159,11 @@ def test_a_path_without_a_cache_is_a_usage_error(tmp_path: Path, name: str) -> N
 
 def test_an_unknown_command_is_a_usage_error() -> None:
     assert command("frobnicate").returncode == 2
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "stat", "compact", "purge", "simulate"])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: kvstore {name}" in capsys.readouterr().out

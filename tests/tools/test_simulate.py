@@ -130,3 +130,14 @@ def test_a_file_that_is_no_trace_is_named(
     path.write_text("hello\n")
     assert main(["simulate", str(path)]) == 2
     assert f"{path}, line 1: not a trace" in capsys.readouterr().err
+
+
+def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "hash_ids": [1, 2, 3]}) + "\n")
+    (row,) = told(capsys, path)["replays"]
+    assert row["host_chunks"] == 1
+    assert main(["simulate", str(path), "--host", "10%"]) == 2
+    assert "--host 10%: must be at least one chunk" in capsys.readouterr().err

@@ -136,6 +136,7 @@ class Volume:
                 recovered.damaged,
                 folder,
             )
+        _warn_of_size(folder, self.capacity_bytes)
         room = max(0, self.capacity_bytes - recovered.foreign_bytes)
         self.max_segments = room // geometry.file_bytes
         if not self.segments and self.max_segments:
@@ -321,3 +322,17 @@ class Volume:
     def _add_counters(self, number: int) -> None:
         self._reads[number] = np.zeros(self.geometry.slots, np.uint32)
         self._read_ms[number] = np.zeros(self.geometry.slots, np.uint64)
+
+
+def _warn_of_size(folder: Path, capacity_bytes: int) -> None:
+    """Say once that a capacity can never be used up, which is a mistake more often than not."""
+    found = os.statvfs(folder)
+    size = found.f_blocks * found.f_frsize
+    # A file system that does not tell its size says 0.
+    if 0 < size < capacity_bytes:
+        logger.warning(
+            "disk tier: capacity_bytes = %d of %s is more than its file system has: %d bytes",
+            capacity_bytes,
+            folder,
+            size,
+        )
