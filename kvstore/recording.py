@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
+import io
 import json
 import logging
 import lzma
@@ -29,10 +30,10 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
@@ -40,9 +41,11 @@ from kvstore.errors import ConfigError, TraceError
 
 __all__ = [
     "MAGIC",
+    "Progress",
     "RecordedRequest",
     "Recorder",
     "Recording",
+    "RecordingStream",
     "open_compressed",
     "read_recording",
 ]
@@ -61,10 +64,18 @@ MOST_FILES = 64
 WRITE_SECONDS = 0.5
 """How long a request may wait to be written."""
 
+MOST_HEADER = 4096
+"""Longest header of a recording."""
+
+READ_BYTES = 2**20
+"""Bytes that are read at once."""
+
 _HEAD = struct.Struct("<II")
 _BODY = struct.Struct("<dI")
 
 Keys = Sequence[Sequence[bytes]]
+
+Progress = Callable[[int, int], None]
 
 logger = logging.getLogger("kvstore")
 
@@ -230,6 +241,62 @@ class Recording:
     torn: bool = False
 
 
+class RecordingStream:
+    """A recording, with the older file beside it if there is one, read as it is iterated over.
+
+    Iterating raises as `read_recording` does.
+
+    Attributes:
+        chunk_bytes: size of a chunk.
+        torn: whether the end of a file, of those read so far, cut a record off.
+
+    Args:
+        path: the file.
+        progress: called now and then with the bytes of a file that were read, and all.
+
+    Raises:
+        TraceError: if the file is no recording; the message names it.
+        OSError: if it cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        self._path = Path(path)
+        self._progress = progress
+        self.torn = False
+        with open_compressed(self._path) as file:
+            self.chunk_bytes, _ = _read_header(file, self._path)
+
+    def __iter__(self) -> Iterator[RecordedRequest]:
+        older = _old(self._path)
+        for path in [older, self._path] if older.exists() else [self._path]:
+            with open_compressed(path, self._progress) as file:
+                chunk_bytes, position = _read_header(file, path)
+                # Another model's, from before the server was configured anew, is passed over.
+                if chunk_bytes == self.chunk_bytes:
+                    yield from self._records(file, path, position)
+
+    def _records(self, file: IO[bytes], path: Path, position: int) -> Iterator[RecordedRequest]:
+        while head := file.read(_HEAD.size):
+            if len(head) < _HEAD.size:
+                self.torn = True
+                return
+            length, crc = _HEAD.unpack(head)
+            # No record is longer than what is written at once: its length is damaged.
+            body = file.read(length) if length <= MOST_AT_ONCE else b""
+            if len(body) < length <= MOST_AT_ONCE:
+                self.torn = True
+                return
+            request = _decode(body) if len(body) == length and zlib.crc32(body) == crc else None
+            if request is None:
+                raise TraceError(f"{path}: damaged at byte {position}")
+            yield request
+            position += _HEAD.size + length
+
+
 def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a recording, with the older file beside it if there is one.
 
@@ -238,56 +305,58 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
             file and where in it.
         OSError: if it cannot be read.
     """
-    path = Path(path)
-    older = _old(path)
-    parts = [_read(older)] if older.exists() else []
-    parts.append(_read(path))
-    whole = Recording(parts[-1].chunk_bytes)
-    for part in parts:
-        if part.chunk_bytes != whole.chunk_bytes:
-            # Another model's, from before the server was configured anew.
-            continue
-        whole.requests += part.requests
-        whole.torn |= part.torn
-    return whole
+    stream = RecordingStream(path)
+    requests = list(stream)
+    return Recording(stream.chunk_bytes, requests, stream.torn)
 
 
-def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading that may end in ``.xz`` or ``.gz``."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return path.open("rb")
+@contextlib.contextmanager
+def open_compressed(
+    path: Path, progress: Progress = lambda done, total: None
+) -> Iterator[IO[bytes]]:
+    """Open a file for reading that may end in ``.xz`` or ``.gz``.
+
+    Args:
+        progress: called now and then with the bytes of the file that were read, and all.
+    """
+    with io.BufferedReader(_Watched(path, progress), READ_BYTES) as raw:
+        if path.suffix == ".xz":
+            with lzma.open(raw, "rb") as plain:
+                yield plain
+        elif path.suffix == ".gz":
+            with gzip.open(raw, "rb") as plain:
+                yield plain  # type: ignore[misc]
+        else:
+            yield raw
 
 
-def _read(path: Path) -> Recording:
-    with open_compressed(path) as file:
-        data = file.read()
-    if not data.startswith(MAGIC):
+class _Watched(io.FileIO):
+    """A file that tells how far it has been read."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(path, "rb")
+        self._size = os.fstat(self.fileno()).st_size
+        self._progress = progress
+        self._done = 0
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        self._done += count
+        self._progress(self._done, self._size)
+        return count
+
+
+def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
+    """Bytes of a chunk, and the length of the header."""
+    if file.read(len(MAGIC)) != MAGIC:
         raise TraceError(f"{path}: is no recording of kvstore")
-    end = data.find(b"\n", len(MAGIC))
+    line = file.readline(MOST_HEADER)
     try:
-        header = json.loads(data[len(MAGIC) : end])
-        recording = Recording(int(header["chunk_bytes"]))
+        if not line.endswith(b"\n"):
+            raise ValueError("no end of line")
+        return int(json.loads(line)["chunk_bytes"]), len(MAGIC) + len(line)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path}: its header is damaged") from error
-    position = end + 1
-    while position < len(data):
-        if position + _HEAD.size > len(data):
-            recording.torn = True
-            break
-        length, crc = _HEAD.unpack_from(data, position)
-        body = data[position + _HEAD.size : position + _HEAD.size + length]
-        if len(body) < length:
-            recording.torn = True
-            break
-        request = _decode(body) if zlib.crc32(body) == crc else None
-        if request is None:
-            raise TraceError(f"{path}: damaged at byte {position}")
-        recording.requests.append(request)
-        position += _HEAD.size + length
-    return recording
 
 
 def _encode(seconds: float, chains: Keys) -> bytes:

@@ -34,6 +34,9 @@ __all__ = ["add_arguments", "run_simulate"]
 
 DEFAULT_HOST = "10%"
 
+NOTED_BYTES = 8 * 2**20
+"""Reading a trace of so many bytes takes long enough to show how far it is."""
+
 CURVE_POINTS = 12
 CURVE_ACCESSES = 2_000_000
 """A curve is made from about so many accesses, unless told otherwise."""
@@ -82,7 +85,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.sample is not None and not 0 < options.sample <= 1:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
-    trace = read_trace(options.trace, limit=options.limit)
+    trace = read_trace(options.trace, limit=options.limit, progress=_reading)
     size = _chunk_bytes(options, trace)
     if options.curve:
         return _curve(options, trace, policies)
@@ -375,6 +378,11 @@ def _draw_rows(
     if best:
         lines["optimum"] = [(bound["chunks"], bound["hit_ratio"]) for bound in best]
     draw(path, trace.name, lines)
+
+
+def _reading(done: int, total: int) -> None:
+    if total >= NOTED_BYTES:
+        _note(f"{format_size(done)} of {format_size(total)} read")
 
 
 def _note(text: str) -> None:

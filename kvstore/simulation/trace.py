@@ -23,12 +23,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.errors import TraceError
-from kvstore.recording import MAGIC, open_compressed, read_recording
+from kvstore.recording import MAGIC, Progress, RecordingStream, open_compressed
+from kvstore.simulation.numbering import Numbering, hashes_of
 
 __all__ = ["Trace", "read_trace"]
 
 Ids = Sequence[Any]
+
+AT_ONCE = 2**20
+"""Ids that are numbered at once, about."""
 
 MIX = 0x9E3779B97F4A7C15
 """An odd number: multiplying by it gives every 64-bit number once."""
@@ -68,20 +75,53 @@ class Trace:
     def of(cls, name: str, requests: Iterable[tuple[float, Ids]]) -> Trace:
         """The trace of (seconds, ids), whatever the ids are."""
         trace = cls(name)
-        numbers: dict[Any, int] = {}
+        numbering = Numbering()
         latest = 0.0
+        waiting: list[npt.NDArray[np.uint64]] = []
+        count = 0
         for seconds, ids in requests:
             latest = max(latest, seconds)
             trace.times.append(latest)
-            trace.requests.append(
-                array("I", dict.fromkeys([numbers.setdefault(one, len(numbers)) for one in ids]))
-            )
-        trace.unique = len(numbers)
+            waiting.append(hashes_of(ids))
+            count += len(ids)
+            if count >= AT_ONCE:
+                trace.requests += _numbered(numbering, waiting)
+                waiting, count = [], 0
+        trace.requests += _numbered(numbering, waiting)
+        trace.unique = numbering.count
         return trace
 
 
-def read_trace(path: str | os.PathLike[str], *, limit: int | None = None) -> Trace:
+def _numbered(
+    numbering: Numbering, requests: Sequence[npt.NDArray[np.uint64]]
+) -> Iterator[array[int]]:
+    """The chunks of each of `requests`, by number; each once."""
+    if not requests:
+        return
+    numbers = numbering.number(np.concatenate(requests))
+    start = 0
+    for request in requests:
+        part = numbers[start : start + len(request)]
+        start += len(request)
+        ordered = np.sort(part)
+        if (ordered[1:] == ordered[:-1]).any():
+            yield array("I", dict.fromkeys(part.tolist()))
+        else:
+            chunks = array("I")
+            chunks.frombytes(part.tobytes())
+            yield chunks
+
+
+def read_trace(
+    path: str | os.PathLike[str],
+    *,
+    limit: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Trace:
     """Read a trace of any form; the first `limit` requests only, where given.
+
+    Args:
+        progress: called now and then with the bytes of the file that were read, and all.
 
     Raises:
         TraceError: if the file cannot be read, is damaged, or is no trace; the
@@ -89,9 +129,9 @@ def read_trace(path: str | os.PathLike[str], *, limit: int | None = None) -> Tra
     """
     path = Path(path)
     try:
-        with open_compressed(path) as file:
+        with open_compressed(path, progress) as file:
             if file.peek(len(MAGIC))[: len(MAGIC)] == MAGIC:  # type: ignore[attr-defined]
-                trace = _of_recording(path, limit)
+                trace = _of_recording(path, limit, progress)
             else:
                 trace = Trace.of(path.name, _first(_parse(path, file), limit))
     except OSError as error:
@@ -104,10 +144,10 @@ def read_trace(path: str | os.PathLike[str], *, limit: int | None = None) -> Tra
     return trace
 
 
-def _of_recording(path: Path, limit: int | None) -> Trace:
-    recording = read_recording(path)
+def _of_recording(path: Path, limit: int | None, progress: Progress) -> Trace:
+    recording = RecordingStream(path, progress)
     # The groups of a hybrid model are loaded and stored each on its own.
-    chains = ((each.time, chain) for each in recording.requests for chain in each.chains)
+    chains = ((each.time, chain) for each in recording for chain in each.chains)
     trace = Trace.of(path.name, _first(chains, limit))
     trace.chunk_bytes = recording.chunk_bytes
     return trace

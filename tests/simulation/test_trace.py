@@ -5,12 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import struct
+import tracemalloc
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.errors import TraceError
+from kvstore.recording import MAGIC
 from kvstore.simulation import Trace, read_trace, sample
+from kvstore.simulation.numbering import Numbering
 from tests.simulation.traces import conversations
 
 REQUESTS = [[7, 8, 9], [7, 8, 10], [11]]
@@ -97,3 +105,80 @@ def test_a_sample_keeps_conversations_whole() -> None:
     assert len(sample(trace, 1.0).requests) == len(trace.requests)
     assert sample(trace, 0.3, seed=1).times != part.times
     assert len(sample(trace, 1e-9).requests) >= 1
+
+
+# -- large traces ----------------------------------------------------------------------------
+
+HASHES = st.lists(st.lists(st.integers(0, 30) | st.sampled_from([2**63, 2**64 - 1])))
+
+
+@given(HASHES)
+def test_hashes_are_numbered_in_order_of_first_appearance(batches: list[list[int]]) -> None:
+    numbering = Numbering()
+    numbers: dict[int, int] = {}
+    for batch in batches:
+        expected = [numbers.setdefault(one, len(numbers)) for one in batch]
+        assert numbering.number(np.array(batch, np.uint64)).tolist() == expected
+    assert numbering.count == len(numbers)
+
+
+@given(st.lists(st.lists(st.integers(-3, 3) | st.sampled_from(["1", "a", 2**70, "\ud800"]))))
+def test_ids_of_any_kind_keep_apart(requests: list[list[int | str]]) -> None:
+    trace = Trace.of("t", [(0.0, ids) for ids in requests])
+    numbers: dict[int | str, int] = {}
+    expected = [
+        list(dict.fromkeys(numbers.setdefault(one, len(numbers)) for one in ids))
+        for ids in requests
+    ]
+    assert [list(chunks) for chunks in trace.requests] == expected
+    assert trace.unique == len(numbers)
+
+
+def large_recording(path: Path, size: int) -> None:
+    """Conversations whose prompts grow: one chunk in six is new."""
+    rng = np.random.default_rng(1)
+    data = bytearray(MAGIC + b'{"chunk_bytes": 4096}\n')
+    while len(data) < size:
+        session = rng.integers(0, 2**64, 600, dtype=np.uint64)
+        for end in range(60, 601, 60):
+            body = struct.pack("<dII", 0.0, 1, end) + session[:end].tobytes()
+            data += struct.pack("<II", len(body), zlib.crc32(body)) + body
+    path.write_bytes(data)
+
+
+def test_a_recording_is_read_in_less_memory_than_it_has_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, size = tmp_path / "large", 2**23
+    large_recording(path, size)
+    monkeypatch.setattr("kvstore.simulation.trace.AT_ONCE", 2**14)
+    monkeypatch.setattr("kvstore.recording.READ_BYTES", 2**16)
+    tracemalloc.start()
+    try:
+        trace = read_trace(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert trace.accesses > size / 10
+    assert peak < size
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"trace{suffix}"
+    large_recording(tmp_path / "plain", 2**16)
+    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    path.write_bytes(pack((tmp_path / "plain").read_bytes()))
+    told: list[tuple[int, int]] = []
+    read_trace(path, progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1] == (path.stat().st_size, path.stat().st_size)
+
+
+def test_a_limit_reads_no_more_than_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    large_recording(path, 2**22)
+    told = [0]
+    trace = read_trace(path, limit=3, progress=lambda done, _: told.append(done))
+    assert len(trace.requests) == 3
+    assert max(told) < 2**22

@@ -141,3 +141,15 @@ def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(
     assert row["host_chunks"] == 1
     assert main(["simulate", str(path), "--host", "10%"]) == 2
     assert "--host 10%: must be at least one chunk" in capsys.readouterr().err
+
+
+def test_reading_shows_how_far_it_is_on_a_terminal_alone(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.simulate.NOTED_BYTES", 0)
+    told(capsys, trace)
+    assert "read" not in capsys.readouterr().err
+    monkeypatch.setattr("tools.simulate.sys.stderr.isatty", lambda: True)
+    assert main(["simulate", str(trace)]) == 0
+    size = trace.stat().st_size
+    assert f"{size} B of {size} B read" in capsys.readouterr().err
