@@ -77,6 +77,18 @@ IOC_SHUTDOWN = 0x8004587D
 """The GOINGDOWN call, the same of both."""
 WITHOUT_FLUSH = 2
 
+FREEZE = """
+import fcntl, os, select, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.ioctl(fd, 0xC0045877, 0)
+try:
+    print("frozen", flush=True)
+    select.select([sys.stdin], [], [], float(sys.argv[2]))
+finally:
+    fcntl.ioctl(fd, 0xC0045878, 0)
+"""
+"""Freezes until it is told to thaw, or whoever would tell it is gone, or the time is over."""
+
 
 class Device:
     """A file system on a loop device over a file; it can lose its power and come back."""
@@ -108,6 +120,29 @@ class Device:
             pytest.skip(f"this file system cannot be shut down: {error}")
         finally:
             os.close(fd)
+
+    @contextmanager
+    def frozen(self, seconds: float) -> Iterator[None]:
+        """The file system is frozen, as for a snapshot, for `seconds` at most.
+
+        Another process freezes and thaws it: this one may be what stands still.
+        """
+        other = subprocess.Popen(
+            [sys.executable, "-c", FREEZE, self.place, str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            if other.stdout.readline() != "frozen\n":
+                pytest.skip("this file system cannot be frozen")
+            yield
+        finally:
+            other.stdin.close()
+            other.wait()
+            other.stdout.close()
 
     def turn_read_only(self) -> None:
         """What the kernel does by itself when it finds the file system damaged."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.support import Caller, calling
+from tiers.disk.io import Run
 
 __all__ = ["Neighbour", "strike"]
 
@@ -36,7 +37,7 @@ def strike(targets: str, when: str, count: int, number: int) -> None:
     Args:
         targets: ``module:name`` or ``module:Class.name``, several with a space in between.
         when: "before" it, "after" it, or "half" way: the last argument that is
-            bytes or a list of buffers is halved, and then comes the signal.
+            bytes, a list of buffers or of runs is halved, and then comes the signal.
     """
     calls = itertools.count(1)
     for target in targets.split():
@@ -74,9 +75,15 @@ def _halved(arguments: Sequence[Any]) -> list[Any]:
             break
         if isinstance(halved[index], (bytes, list)) and halved[index]:
             (whole,) = halved[index]
-            halved[index] = [whole[: len(whole) // 2]]
+            halved[index] = [_half(whole)]
             break
     return halved
+
+
+def _half(whole: Any) -> Any:
+    if isinstance(whole, Run):
+        return whole._replace(buffers=_halved([list(whole.buffers)])[0])
+    return whole[: len(whole) // 2]
 
 
 class Neighbour:

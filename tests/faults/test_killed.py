@@ -35,7 +35,10 @@ from tests.faults.support import (
 Start = Callable[..., Neighbour]
 
 SEGMENT = "tiers.disk.segment:Segment"
-PAYLOAD = "tiers.disk.io.direct:DirectIO.write tiers.disk.io.buffered:BufferedIO.write"
+PAYLOAD = (
+    "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
+    "tiers.disk.io.buffered:BufferedIO.write"
+)
 COMPACTION = "tiers.disk.compaction:_Lane"
 
 

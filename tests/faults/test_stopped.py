@@ -27,8 +27,14 @@ from tests.faults.support import (
 
 Start = Callable[..., Neighbour]
 
-READ = "tiers.disk.io.direct:DirectIO.read tiers.disk.io.buffered:BufferedIO.read"
-WRITE = "tiers.disk.io.direct:DirectIO.write tiers.disk.io.buffered:BufferedIO.write"
+READ = (
+    "tiers.disk.io.aio:AioIO.read_all tiers.disk.io.direct:DirectIO.read "
+    "tiers.disk.io.buffered:BufferedIO.read"
+)
+WRITE = (
+    "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
+    "tiers.disk.io.buffered:BufferedIO.write"
+)
 RECORDS = "tiers.disk.segment:Segment.write_records"
 ALL = range(SLOTS)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,19 @@ class TestUring(DiskTierContract):
 
 class TestMapped(DiskTierContract):
     io = "mmap"
+
+
+class TestMappedInMemory(DiskTierContract):
+    """Where files are memory they are mapped."""
+
+    io = "mmap"
+
+    @pytest.fixture
+    def folder(self) -> Iterator[Path]:
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("there is no tmpfs at /dev/shm")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+            yield Path(place) / "tier"
 
 
 class TestBuffered(DiskTierContract):

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,11 +44,15 @@ def memory() -> Iterator[PinnedRegion]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A file of `PAGES` pages of zeros."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(PAGES * PAGE))
-    return path
+def file(backend: IOBackend, tmp_path: Path) -> Iterator[Path]:
+    """A file of `PAGES` pages of zeros; in memory where that makes a difference."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=memory if backend.name == "mmap" and os.access(memory, os.W_OK) else tmp_path
+    ) as place:
+        path = Path(place) / "file"
+        path.write_bytes(bytes(PAGES * PAGE))
+        yield path
 
 
 def rows(memory: PinnedRegion, *numbers: int) -> list[memoryview]:

@@ -94,7 +94,7 @@ class Segment:
             with contextlib.suppress(OSError):
                 name.unlink()
             raise
-        return cls(number, path, header, backend, data, RecordFile(fd, geometry.blocks_offset))
+        return cls(number, path, header, backend, data, RecordFile(fd))
 
     @classmethod
     def open(
@@ -131,8 +131,7 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        records = RecordFile(meta, geometry.blocks_offset)
-        return cls(int(match[1]), path, header, backend, data, records)
+        return cls(int(match[1]), path, header, backend, data, RecordFile(meta))
 
     @classmethod
     def follow(
@@ -156,7 +155,7 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        records = RecordFile(meta, None)
+        records = RecordFile(meta)
         segment = cls(int(match[1]), path, header, backend, data, records)
         weakref.finalize(segment, _close_both, backend, data, records)
         return segment
@@ -182,17 +181,7 @@ class Segment:
         Raises:
             OSError: as the system says.
         """
-        offset = self.geometry.index_offset + first * RECORD_BYTES
-        try:
-            self._records.write(offset, records)
-        except OSError as error:
-            if error.errno != errno.EFAULT:
-                raise
-            # Somebody has cut the file short: what it held is lost, its place is not.
-            if os.fstat(self.data).st_size >= self.geometry.file_bytes:
-                raise
-            _allocate(self.data, self.geometry.file_bytes)
-            self._records.write(offset, records)
+        self._records.write(self.geometry.index_offset + first * RECORD_BYTES, records)
 
     def erase_records(self, first: int, count: int) -> None:
         """Mark slots as holding nothing."""

@@ -1,31 +1,35 @@
-"""Memory-mapped files: for file systems that are memory already (tmpfs, DAX).
+"""Memory-mapped files: for file systems that are memory already (tmpfs, ramfs).
 
-On a disk this is the slow way: every page is a fault, and a medium error is a
-signal that ends the process. It is therefore never chosen for a folder unless
-asked for.
+A mapping of any other file is a trap: every page is a fault, which waits for the
+medium while it holds the lock of the address space, and a medium error is a
+signal that ends the process. There the bytes go through the page cache by plain
+calls, which is what a mapping of DAX memory comes to as well.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from tiers.disk.io.base import IOBackend
+from tiers.disk.io.buffered import BufferedIO
 
 __all__ = ["MappedIO"]
 
 Pages = npt.NDArray[np.uint8]
 
+MEMORY = {0x01021994, 0x858458F6}
+"""What tmpfs and ramfs are called by ``fstatfs``: they can be neither slow nor frozen."""
 
-class MappedIO(IOBackend):
-    """Copies between a mapping of the file and host memory.
+
+class MappedIO(BufferedIO):
+    """Copies between a mapping of the file and host memory, where files are memory.
 
     A mapping belongs to a descriptor and is made at its first use. The size of
     the file is looked at before every copy, so that one which was cut short is
@@ -35,12 +39,8 @@ class MappedIO(IOBackend):
     name = "mmap"
 
     def __init__(self) -> None:
-        self._maps: dict[int, tuple[Pages, int]] = {}
+        self._maps: dict[int, tuple[Pages, int] | None] = {}
         self._lock = threading.Lock()
-
-    def open(self, path: Path, *, writable: bool = True) -> int:
-        mode = os.O_RDWR if writable else os.O_RDONLY
-        return os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def close(self, fd: int) -> None:
         with self._lock:
@@ -48,7 +48,10 @@ class MappedIO(IOBackend):
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        pages, size = self._pages(fd)
+        mapped = self._pages(fd)
+        if mapped is None:
+            return super().read(fd, buffers, offset)
+        pages, size = mapped
         done = 0
         for buffer in buffers:
             count = max(0, min(len(buffer), size - offset - done))
@@ -61,25 +64,47 @@ class MappedIO(IOBackend):
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         end = offset + sum(len(buffer) for buffer in buffers)
-        if os.fstat(fd).st_size < end:
-            os.posix_fallocate(fd, 0, end)
-        pages, _ = self._pages(fd)
+        mapped = self._pages(fd, end)
+        if mapped is None:
+            super().write(fd, buffers, offset)
+            return
+        pages, _ = mapped
         for buffer in buffers:
             np.copyto(pages[offset : offset + len(buffer)], np.frombuffer(buffer, np.uint8))
             offset += len(buffer)
 
-    def _pages(self, fd: int) -> tuple[Pages, int]:
-        """The mapping of the file behind `fd`, and the file's size now."""
-        size = os.fstat(fd).st_size
+    def _pages(self, fd: int, least: int = 0) -> tuple[Pages, int] | None:
+        """The mapping of the file behind `fd`, and its size now; None where none may be made.
+
+        The file is given `least` bytes before.
+        """
         with self._lock:
-            held = self._maps.get(fd)
-            if held is None or held[1] < size:
+            if fd not in self._maps:
+                self._maps[fd] = _NOTHING if _is_memory(fd) else None
+            held = self._maps[fd]
+            if held is None:
+                return None
+            size = os.fstat(fd).st_size
+            if size < least:
+                os.posix_fallocate(fd, 0, least)
+                size = least
+            if held[1] < size:
                 writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
                 mapping = mmap.mmap(
                     fd,
                     size,
                     prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
                 )
-                held = (np.frombuffer(mapping, np.uint8), size)
-                self._maps[fd] = held
+                held = self._maps[fd] = (np.frombuffer(mapping, np.uint8), size)
         return held[0], size
+
+
+_NOTHING: tuple[Pages, int] = (np.zeros(0, np.uint8), -1)
+
+
+def _is_memory(fd: int) -> bool:
+    # ``struct statfs`` begins with the kind of the file system, as a long.
+    told = (ctypes.c_long * 64)()
+    if ctypes.CDLL(None).fstatfs(fd, told):
+        return False
+    return int(told[0]) & 0xFFFFFFFF in MEMORY
