@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Device
-from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, running_loop, until
+from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop, until
 from tiers.disk.io import IO_BACKENDS, Run, choose_backend
 
 FROZEN_SECONDS = 1.0
@@ -73,12 +73,18 @@ async def test_a_neighbour_is_followed_while_the_file_system_is_frozen(device: D
 async def test_a_store_that_is_closed_while_the_file_system_is_frozen_ends_in_time(
     device: Device,
 ) -> None:
+    before = descriptors()
     with contextlib.ExitStack() as frozen:
         async with running_loop(STILL_SECONDS), calling(device.place) as caller:
             await caller.save(ALL)
             # For longer than closing may take.
             frozen.enter_context(device.frozen(20.0))
             await caller.put(range(100, 108))
+    # A call that was left behind ends at the thaw, and then its files are closed.
+    await until(lambda: descriptors() <= before)
+    async with calling(device.place) as again:
+        assert again.lane == 0
+        assert await again.each(ALL) == set(ALL)
 
 
 async def test_a_store_is_opened_on_a_frozen_file_system_as_soon_as_it_thaws(

@@ -22,7 +22,7 @@ import pytest
 from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
-from tiers.disk.io import IO_BACKENDS
+from tiers.disk.io import IO_BACKENDS, IOBackend, Run
 from tiers.disk.io.buffered import BufferedIO
 
 KEYS = [key_of(n) for n in range(SLOTS)]
@@ -455,3 +455,67 @@ async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(
     assert done.error is not None
     assert f"(and {SLOTS - 1} more chunks)" in done.error
     await asyncio.wait_for(bench.close([]), 10)
+
+
+# -- whose rows and files they are ---------------------------------------------------------
+
+
+class Held:
+    """The `read_all` of a backend, waiting until it may go on."""
+
+    def __init__(self, backend: IOBackend, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on, self.ended = (threading.Event() for _ in range(3))
+        self._works = backend.read_all
+        patch.setattr(backend, "read_all", self._read_all)
+
+    def _read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
+        self.begun.set()
+        assert self.go_on.wait(20)
+        try:
+            return self._works(runs)
+        finally:
+            self.ended.set()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_read_that_breaks_on_one_path_ends_when_the_other_has_let_go_of_its_rows(
+    tmp_path: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    bench = open_bench([tmp_path / "one", tmp_path / "other"], segments=2)
+    slots = list(range(2 * SLOTS))
+    keys = [key_of(n) for n in slots]
+    assert all((await bench.store(keys, slots)).ok)
+    one, other = bench.tier.volumes  # type: ignore[attr-defined]
+
+    def breaks(runs: Sequence[Run]) -> list[int | OSError]:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(one.backend, "read_all", breaks)
+    held = Held(other.backend, monkeypatch)
+    reading = asyncio.ensure_future(bench.tier.read(keys, slots, slots))
+    assert await asyncio.to_thread(held.begun.wait, 10)
+    for _ in range(3):
+        if cancelled:
+            reading.cancel()
+        await asyncio.wait({reading}, timeout=0.05)
+        assert not reading.done(), "rows are given back while a thread fills them"
+    held.go_on.set()
+    with pytest.raises((RuntimeError, asyncio.CancelledError)):
+        await reading
+    assert held.ended.is_set()
+
+
+async def test_files_of_a_tier_that_is_abandoned_stay_open_for_a_call_that_uses_them(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    assert (await bench.store(KEYS, ALL)).ok == [True] * SLOTS
+    (volume,) = bench.tier.volumes  # type: ignore[attr-defined]
+    held = Held(volume.backend, monkeypatch)
+    reading = asyncio.ensure_future(bench.tier.read(KEYS, ALL, ALL))
+    assert await asyncio.to_thread(held.begun.wait, 10)
+    bench.tier.abandon()
+    held.go_on.set()
+    assert (await reading).ok == [True] * SLOTS
+    again = open_bench()
+    assert len(again.opening.entries) == SLOTS

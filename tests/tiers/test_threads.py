@@ -277,3 +277,40 @@ loop.run_until_complete(main())
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True)
     assert done.returncode == 0
+
+
+async def test_the_last_thread_to_end_does_what_is_to_be_done_then() -> None:
+    threads, gate = IOThreads(3, "test"), Gate()
+    told: list[str] = []
+    job = asyncio.ensure_future(threads.run([gate], load=True))
+    await begun(gate)
+    ending = asyncio.ensure_future(
+        threads.end(lambda: told.append(threading.current_thread().name))
+    )
+    for _ in range(3):
+        await asyncio.wait({ending}, timeout=0.02)
+        ending.cancel()
+        await asyncio.sleep(0)
+        assert not ending.done()
+    assert told == []
+    gate.opened.set()
+    assert await job == ["through"]
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert len(told) == 1
+    assert told[0].startswith("test-io-")
+
+
+async def test_what_is_to_be_done_at_the_end_is_done_after_a_call_that_was_left() -> None:
+    threads, gate = IOThreads(2, "test"), Gate()
+    done = threading.Event()
+    job = asyncio.ensure_future(threads.run([gate], load=True))
+    await begun(gate)
+    threads.leave()
+    with pytest.raises(TimeoutError):
+        await job
+    with pytest.raises(TimeoutError):
+        await threads.end(done.set)
+    assert not done.is_set()
+    gate.opened.set()
+    assert await asyncio.to_thread(done.wait, 10)

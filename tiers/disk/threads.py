@@ -47,7 +47,7 @@ class _Job:
         self.results = [None] * len(operations)
         self.left = len(operations)
         if not operations:
-            self._end()
+            self.end()
         return operations
 
     def perform(self, index: int, operation: Operation) -> None:
@@ -59,7 +59,7 @@ class _Job:
             self.left -= 1
             last = not self.left
         if last:
-            self._end()
+            self.end()
 
     def leave(self) -> None:
         """Nobody waits for the operations any more."""
@@ -67,7 +67,8 @@ class _Job:
             self.error = TimeoutError("an I/O call does not return")
             self._wake()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Tell the loop."""
         # Once the loop is closed nobody waits any more.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._wake)
@@ -93,10 +94,12 @@ class IOThreads:
         self._wake = threading.Condition()
         self._closed = False
         self._left = False
+        self._alive = count
+        self._at_end: Callable[[], None] | None = None
         self._running: set[_Job] = set()
         self._idle = asyncio.Event()
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-io-{index}", daemon=True)
+            threading.Thread(target=self._serve, name=f"{name}-io-{index}", daemon=True)
             for index in range(count)
         ]
         for thread in self._threads:
@@ -133,6 +136,15 @@ class IOThreads:
             queue = self._before_stores if ahead else self._loads if load else self._stores
             queue.append((job, -1, cut))
             self._wake.notify()
+        await self._ended(job)
+        return job.results  # type: ignore[return-value]
+
+    async def _ended(self, job: _Job) -> None:
+        """Wait for the end of `job`, cancelled or not.
+
+        Raises:
+            TimeoutError: after `leave`.
+        """
         self._running.add(job)
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -150,7 +162,6 @@ class IOThreads:
             raise cancelled
         if job.error is not None:
             raise job.error
-        return job.results  # type: ignore[return-value]
 
     async def idle(self) -> None:
         """Wait until every job that was begun has ended."""
@@ -167,15 +178,51 @@ class IOThreads:
         for job in self._running:
             job.leave()
 
-    def close(self, timeout: float = 5.0) -> bool:
-        """Let the threads end once the queues are empty; False if one still runs at `timeout`."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
+    async def end(self, at_end: Callable[[], None]) -> None:
+        """Let the threads end once the queues are empty; the last to end calls `at_end`.
+
+        Raises:
+            TimeoutError: after `leave`; `at_end` is called whenever they end.
+        """
+        job = _Job(asyncio.get_running_loop())
+
+        def last() -> None:
+            try:
+                at_end()
+            except Exception as error:
+                job.error = error
+            job.end()
+
+        self._close(last)
+        if self._left:
+            raise TimeoutError("an earlier I/O call did not return")
+        await self._ended(job)
+
+    def close(self, timeout: float = 5.0, at_end: Callable[[], None] | None = None) -> bool:
+        """The same for who has no loop; False if a thread still runs after `timeout` seconds."""
+        self._close(at_end)
         end = time.monotonic() + (0.0 if self._left else timeout)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _close(self, at_end: Callable[[], None] | None) -> None:
+        with self._wake:
+            self._closed = True
+            alive = self._alive > 0
+            if alive and self._at_end is None:
+                self._at_end = at_end
+            self._wake.notify_all()
+        if not alive and at_end is not None:
+            at_end()
+
+    def _serve(self) -> None:
+        self._work()
+        with self._wake:
+            self._alive -= 1
+            at_end = self._at_end if not self._alive else None
+        if at_end is not None:
+            at_end()
 
     def _work(self) -> None:
         while True:

@@ -221,8 +221,12 @@ class DiskTier(Tier):
             for index, volume in enumerate(self.volumes)
             if (volumes == index).any()
         ]
-        told = await asyncio.gather(*parts)
-        return next((error for error in told if error is not None), None)
+        # Whatever one of them raises: the rows are theirs until all have ended.
+        told = await asyncio.gather(*parts, return_exceptions=True)
+        for error in told:
+            if isinstance(error, BaseException):
+                raise error
+        return next((error for error in told if isinstance(error, str)), None)
 
     # -- the rest ----------------------------------------------------------------------
 
@@ -306,8 +310,8 @@ class DiskTier(Tier):
 
     def abandon(self) -> None:
         for volume in self.volumes:
-            volume.threads.close(1.0)
-            volume.close_files()
+            # Files of a call that does not return stay open until it does.
+            volume.threads.close(1.0, volume.close_files)
         self.volumes = []
 
 
@@ -323,7 +327,7 @@ async def _close(volume: Volume, order: Sequence[tuple[int, int]]) -> None:
     except TimeoutError as error:
         logger.warning("disk tier: recency is not saved: %s", error)
     finally:
-        if volume.threads.close():
-            volume.close_files()
-        else:
-            logger.warning("disk tier: an I/O call does not return; its files stay open")
+        try:
+            await volume.threads.end(volume.close_files)
+        except TimeoutError:
+            logger.warning("disk tier: an I/O call does not return; files stay open until it does")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -304,7 +305,8 @@ class Volume:
     def close_files(self) -> None:
         """Let go of the files and the lane; nothing runs any more."""
         for segment in self.segments.values():
-            segment.close()
+            with contextlib.suppress(OSError):
+                segment.close()
         self.segments = {}
         self.lane.release()
 
