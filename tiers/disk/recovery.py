@@ -101,8 +101,8 @@ def recover(
             segment, records = _open(path, namespace, geometry, backend, trust)
         except (ForeignFileError, OSError) as error:
             faults.append(Fault.of(path, error))
-            known = isinstance(error, ForeignFileError)
-            foreign.append(str(error) if known else f"{path}: {error}")
+            told = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            foreign.append(told)
             foreign_bytes += _disk_bytes(path)
             continue
         if size < geometry.file_bytes:

@@ -107,7 +107,8 @@ class Volume:
         except BaseException as error:
             self.close_files()
             if isinstance(error, OSError) and not isinstance(error, KVStoreError):
-                raise PathUnusableError(f"{self.lane.folder}: {error}") from error
+                where = error.filename or self.lane.folder
+                raise PathUnusableError(f"{where}: {error.strerror or error}") from error
             raise
         self.threads = IOThreads(io_threads, "kvstore-disk")
 
