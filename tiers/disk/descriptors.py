@@ -7,7 +7,10 @@ import logging
 import os
 import resource
 
-__all__ = ["allow_descriptors"]
+__all__ = ["SPARE_DESCRIPTORS", "allow_descriptors"]
+
+SPARE_DESCRIPTORS = 128
+"""For everything else that the process opens."""
 
 logger = logging.getLogger("kvstore.disk")
 

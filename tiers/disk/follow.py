@@ -3,92 +3,78 @@
 The owners are never asked and never disturbed. What their lanes hold is
 learned from the index tensors: records are self-validating, and what is read
 is verified against the record that was there just before, so a slot that its
-owner rewrites meanwhile is a miss and nothing worse.
-
-Following is cheap: a segment whose modification time has not changed is not
-read again, and of one that has changed only the records that differ are
-decoded.
+owner rewrites meanwhile is a miss and nothing worse. A chunk that several lanes
+keep is read from any of them that still has it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
+import asyncio
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.errors import ForeignFileError
 from kvstore.types import News, TierOpening
 from tiers.base import Tier, Transfer
-from tiers.disk.descriptors import allow_descriptors
 from tiers.disk.extents import Extent, cut_batches, cut_extents, read_extents
-from tiers.disk.format import RECORD, RECORD_BYTES, decode_records
-from tiers.disk.io import IOBackend
-from tiers.disk.lane import lane_folders
-from tiers.disk.segment import Segment, read_header, segment_files
+from tiers.disk.places import Places
 from tiers.disk.tier import DiskTier
-from tiers.disk.volume import SPARE_DESCRIPTORS
+from tiers.disk.volume import Volume
+from tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
 from tiers.pinned import PinnedRegion
 
 __all__ = ["FollowedLanes"]
 
-logger = logging.getLogger("kvstore.disk")
 
-SLOTS_PER_SEGMENT = 2**24
-"""Places are numbered as if every followed segment had this many slots."""
+class _Known:
+    """All that is known of other lanes: a watch for each path, and where each key lies.
 
-SETTLED_SECONDS = 2.0
-"""A file changed less than this ago may have changed again within its time stamp's grain."""
+    Segments of path p have the numbers p, p + n, p + 2n, n being the number of paths.
+    """
 
-
-@dataclass(slots=True)
-class _Followed:
-    """A segment of another process, and what is known of its index."""
-
-    number: int
-    segment: Segment
-    inode: int
-    changed_ns: int
-    checked_ns: int
-    crcs: npt.NDArray[np.uint32]
-    keys: dict[int, bytes]
+    def __init__(self, volumes: Sequence[Volume], namespace: str, not_before_ms: int) -> None:
+        self.places = Places()
+        self.watches = [
+            Watch(
+                volume,
+                namespace,
+                itertools.count(index, len(volumes)),
+                self.places,
+                not_before_ms,
+            )
+            for index, volume in enumerate(volumes)
+        ]
 
 
 class FollowedLanes(Tier):
     """The lanes beside the one that `own` writes to; read only.
 
     Args:
-        own: an open disk tier; its namespace is followed, its threads are used.
+        own: an open disk tier; its namespace is followed, its threads are used, those
+            of each path for what lies there.
     """
 
     follows = True
 
     def __init__(self, own: DiskTier) -> None:
         self._own = own
-        self._followed: dict[Path, _Followed] = {}
-        self._by_number: dict[int, _Followed] = {}
-        self._place_of: dict[bytes, int] = {}
-        self._next = 0
-        self._not_before_ms = 0
-        self._lock = threading.Lock()
-        self._generation = 0
+        self._volumes: list[Volume] = []
+        self._known = _Known([], "", 0)
 
     def open(self, region: PinnedRegion) -> TierOpening:
         self._region = region
-        self._backend: IOBackend = self._own.backend
-        self._threads = self._own.volumes[0].threads
-        news = self._look()
+        self._volumes = list(self._own.volumes)
+        self._known = self._nothing_since(0)
+        for watch in self._known.watches:
+            for _ in watch.look():
+                pass
         return TierOpening(
             name=f"{self._own.name}:others",
             medium="disk",
-            entries=news.appeared,
+            entries=self._known.places.news().appeared,
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
@@ -97,44 +83,125 @@ class FollowedLanes(Tier):
 
     @property
     def description(self) -> str:
-        lanes = {path.parent for path in self._followed}
-        return f"{len(lanes)} lanes of other processes"
+        lanes = sum(watch.lanes for watch in self._known.watches)
+        return f"{lanes} lanes of other processes"
+
+    # -- reading -------------------------------------------------------------------------
 
     async def read(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
+        known = self._known
         ok = [False] * len(keys)
-        extents = cut_extents(slots, SLOTS_PER_SEGMENT, self._region.row_bytes, self._threads.count)
-        batches = cut_batches(extents, self._region.row_bytes, self._threads.count)
+        told = await self._read_at(known, keys, slots, rows, ok)
+        tried: dict[int, set[int]] = {}
+        while True:
+            # What its owner has rewritten may lie elsewhere too.
+            again: list[tuple[int, int]] = []
+            for index in (index for index, one in enumerate(ok) if not one):
+                seen = tried.setdefault(index, {slots[index]})
+                place = next((p for p in known.places.of(keys[index]) if p not in seen), None)
+                if place is not None:
+                    seen.add(place)
+                    again.append((index, place))
+            if not again:
+                return Transfer(ok, None if all(ok) else told)
+            found = [False] * len(again)
+            error = await self._read_at(
+                known,
+                [keys[index] for index, _ in again],
+                [place for _, place in again],
+                [rows[index] for index, _ in again],
+                found,
+            )
+            told = told or error
+            for (index, _), one in zip(again, found, strict=True):
+                ok[index] = one
 
-        def read_batch(batch: Sequence[Sequence[int]]) -> str | None:
-            reached: list[Sequence[int]] = []
-            wanted: list[Extent] = []
-            for extent in batch:
-                number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
-                followed = self._by_number.get(number)
-                if followed is None:
-                    continue  # The segment is gone; so are its chunks.
-                reached.append(extent)
-                wanted.append(
-                    Extent(
-                        followed.segment,
-                        first,
-                        [keys[index] for index in extent],
-                        [self._region.row(rows[index]) for index in extent],
-                    )
+    async def _read_at(
+        self,
+        known: _Known,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        rows: Sequence[int],
+        ok: list[bool],
+    ) -> str | None:
+        """Read each key at its place, by the threads of its path; what went wrong first."""
+        count = len(self._volumes)
+        paths = np.array(slots, np.int64) // SLOTS_PER_SEGMENT % count
+        shares = [np.nonzero(paths == index)[0].tolist() for index in range(count)]
+
+        def cut(
+            volume: Volume, watch: Watch, share: Sequence[int]
+        ) -> list[Callable[[], str | None]]:
+            size, threads = self._region.row_bytes, volume.threads.count
+            extents = cut_extents(
+                [slots[index] for index in share], SLOTS_PER_SEGMENT, size, threads
+            )
+            return [
+                partial(
+                    self._read_batch,
+                    volume,
+                    watch,
+                    [[share[index] for index in extent] for extent in batch],
+                    (keys, slots, rows, ok),
                 )
-            told: str | None = None
-            for extent, outcome in zip(reached, read_extents(self._backend, wanted), strict=True):
-                for index, one in zip(extent, outcome.ok, strict=True):
-                    ok[index] = one
-                # That an owner rewrote a slot is its right, not an error.
-                if not outcome.wrong:
-                    told = told or outcome.error
-            return told
+                for batch in cut_batches(extents, size, threads)
+            ]
 
-        told = await self._threads.run([partial(read_batch, batch) for batch in batches], load=True)
-        return Transfer(ok, next((error for error in told if error is not None), None))
+        # Whatever one of them raises: the rows are theirs until all have ended.
+        outcomes = await asyncio.gather(
+            *(
+                volume.threads.run_cut(partial(cut, volume, watch, share), load=True)
+                for volume, watch, share in zip(self._volumes, known.watches, shares, strict=True)
+                if share
+            ),
+            return_exceptions=True,
+        )
+        told: str | None = None
+        for outcome in outcomes:
+            if isinstance(outcome, TimeoutError):
+                told = told or str(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                told = told or next((error for error in outcome if error is not None), None)
+        return told
+
+    def _read_batch(
+        self,
+        volume: Volume,
+        watch: Watch,
+        batch: Sequence[Sequence[int]],
+        job: tuple[Sequence[bytes], Sequence[int], Sequence[int], list[bool]],
+    ) -> str | None:
+        keys, slots, rows, ok = job
+        reached: list[Sequence[int]] = []
+        wanted: list[Extent] = []
+        for extent in batch:
+            number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
+            segment = watch.find(number)
+            if segment is None:
+                continue  # The segment is gone; so are its chunks.
+            reached.append(extent)
+            wanted.append(
+                Extent(
+                    segment,
+                    first,
+                    [keys[index] for index in extent],
+                    [self._region.row(rows[index]) for index in extent],
+                )
+            )
+        told: str | None = None
+        for extent, outcome in zip(reached, read_extents(volume.backend, wanted), strict=True):
+            for index, one in zip(extent, outcome.ok, strict=True):
+                ok[index] = one
+            # That an owner rewrote a slot is its right, not an error.
+            if not outcome.wrong:
+                told = told or outcome.error
+        return told
+
+    # -- what a tier that is only read refuses ---------------------------------------------
 
     async def write(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
@@ -144,130 +211,49 @@ class FollowedLanes(Tier):
     async def grow(self) -> tuple[int | None, str | None]:
         return None, "lanes of other processes do not grow"
 
+    # -- following -----------------------------------------------------------------------
+
     async def clear(self) -> list[int] | None:
         """Forget what others hold now; what they store from now on will be seen."""
-
-        def forget() -> bool:
-            self._not_before_ms = time.time_ns() // 1_000_000
-            self._forget_all()
-            return True
-
-        await self._threads.run([forget], load=False)
+        await self._forget(self._nothing_since(time.time_ns() // 1_000_000))
         return []
 
     async def refresh(self) -> News:
-        generation = self._generation
-        (news,) = await self._threads.run([self._look], load=False)
+        known = self._known
+
+        async def look(volume: Volume, watch: Watch) -> None:
+            steps = watch.look()
+            while (await volume.threads.run([partial(_step, steps)], load=False))[0]:
+                pass
+
+        outcomes = await asyncio.gather(
+            *map(look, self._volumes, known.watches), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, TimeoutError):
+                raise outcome
         # What was seen before the tier was cleared is not news any more.
-        return news if generation == self._generation else News()
+        return known.places.news() if known is self._known else News()
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
-        self._forget_all()
+        await self._forget(_Known([], "", 0))
 
     def abandon(self) -> None:
-        self._forget_all()
+        self._known = _Known([], "", 0)
 
-    # -- following -----------------------------------------------------------------------
+    def _nothing_since(self, not_before_ms: int) -> _Known:
+        return _Known(self._volumes, self._own.namespace_digest, not_before_ms)
 
-    def _forget_all(self) -> None:
-        # Segments close their files when the last read that uses them has ended.
-        with self._lock:
-            self._generation += 1
-            self._followed.clear()
-            self._by_number.clear()
-            self._place_of.clear()
+    async def _forget(self, known: _Known) -> None:
+        """Know only what `known` does from now on."""
+        before = [self._known]
+        self._known = known
+        # Segments close their files when the last that uses them has ended: not on the loop.
+        await asyncio.get_running_loop().run_in_executor(None, before.clear)
 
-    def _look(self) -> News:
-        """Bring what is known up to date; returns what has changed."""
-        with self._lock:
-            return self._look_locked()
 
-    def _look_locked(self) -> News:
-        appeared: dict[bytes, int] = {}
-        gone: set[bytes] = set()
-        present: set[Path] = set()
-        lanes: list[Path] = []
-        trust = self._own.trust
-        for volume in self._own.volumes:
-            own = volume.lane.folder
-            try:
-                lanes += [folder for _, folder in lane_folders(own.parent, trust) if folder != own]
-            except OSError as error:
-                logger.debug("cannot follow other lanes: %s", error)
-        for folder in lanes:
-            with contextlib.suppress(OSError):
-                for _, path in segment_files(folder):
-                    present.add(path)
-                    with contextlib.suppress(OSError, ForeignFileError):
-                        self._look_at(path, appeared, gone)
-        for path in self._followed.keys() - present:
-            self._lose(path, gone)
-        return News(list(appeared.items()), [key for key in gone if key not in self._place_of])
-
-    def _look_at(self, path: Path, appeared: dict[bytes, int], gone: set[bytes]) -> None:
-        stat = path.stat()
-        followed = self._followed.get(path)
-        if followed is not None and followed.inode != stat.st_ino:
-            self._lose(path, gone)
-            followed = None
-        if followed is None:
-            followed = self._begin(path, stat.st_ino)
-            if followed is None:
-                return
-        settled = followed.checked_ns - followed.changed_ns > SETTLED_SECONDS * 1e9
-        if settled and stat.st_mtime_ns == followed.changed_ns:
-            return
-        followed.checked_ns = time.time_ns()
-        followed.changed_ns = stat.st_mtime_ns
-        geometry = followed.segment.geometry
-        raw = followed.segment.read_records(0, geometry.slots)
-        records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
-        crcs = np.zeros(geometry.slots, np.uint32)
-        crcs[: len(records)] = records["crc"]
-        (changed,) = np.nonzero(crcs != followed.crcs)
-        followed.crcs = crcs
-        first = followed.number * SLOTS_PER_SEGMENT
-        for slot in changed.tolist():
-            old = followed.keys.pop(slot, None)
-            if old is not None and self._place_of.get(old) == first + slot:
-                del self._place_of[old]
-                gone.add(old)
-                appeared.pop(old, None)
-            live = decode_records(
-                raw[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES],
-                slot,
-                geometry.chunk_bytes,
-                followed.segment.seed,
-            )
-            if live.slots and live.records["stored_ms"][0] >= self._not_before_ms:
-                (key,) = live.keys()
-                followed.keys[slot] = key
-                self._place_of[key] = appeared[key] = first + slot
-
-    def _begin(self, path: Path, inode: int) -> _Followed | None:
-        header = read_header(path)
-        own = self._own.geometry
-        same = (header.geometry.slot_bytes, header.geometry.chunk_bytes) == (
-            own.slot_bytes,
-            own.chunk_bytes,
-        )
-        if header.namespace != self._own.namespace_digest or not same:
-            return None
-        allow_descriptors(2 + SPARE_DESCRIPTORS, "following other lanes")
-        segment = Segment.follow(path, header, self._backend, self._own.trust)
-        followed = _Followed(
-            self._next, segment, inode, 0, 0, np.zeros(header.geometry.slots, np.uint32), {}
-        )
-        self._next += 1
-        self._followed[path] = followed
-        self._by_number[followed.number] = followed
-        return followed
-
-    def _lose(self, path: Path, gone: set[bytes]) -> None:
-        followed = self._followed.pop(path)
-        self._by_number.pop(followed.number, None)
-        first = followed.number * SLOTS_PER_SEGMENT
-        for slot, key in followed.keys.items():
-            if self._place_of.get(key) == first + slot:
-                del self._place_of[key]
-                gone.add(key)
+def _step(steps: Iterator[None]) -> bool:
+    """Go on looking; whether there is more to do."""
+    for _ in steps:
+        return True
+    return False

@@ -48,6 +48,7 @@ __all__ = [
     "Geometry",
     "Header",
     "LiveRecords",
+    "decode_at",
     "decode_records",
     "encode_header",
     "encode_records",
@@ -339,7 +340,13 @@ def decode_records(raw: bytes, first_slot: int, length: int, seed: int) -> LiveR
     A record counts only when its CRC, version, slot and payload `length` are
     right; a record of zeros is an empty slot; all else is damaged.
     """
-    count = len(raw) // RECORD_BYTES
+    slots = np.arange(first_slot, first_slot + len(raw) // RECORD_BYTES)
+    return decode_at(raw, slots, length, seed)
+
+
+def decode_at(raw: bytes, slots: npt.NDArray[np.int64], length: int, seed: int) -> LiveRecords:
+    """The same for the records of any `slots`, ascending."""
+    count = len(slots)
     records = np.frombuffer(raw, RECORD, count)
     words = np.frombuffer(raw, "<u8", count * WORDS).reshape(count, WORDS)
     (used,) = np.nonzero(words.any(axis=1))
@@ -354,13 +361,13 @@ def decode_records(raw: bytes, first_slot: int, length: int, seed: int) -> LiveR
         (found["crc"] == crc)
         & (found["version"] == VERSION)
         & (found["state"] == LIVE)
-        & (found["slot"] == used + first_slot)
+        & (found["slot"] == slots[used])
         & (found["length"] == length)
         & (found["key_length"] >= 1)
         & (found["key_length"] <= MAX_KEY_BYTES)
     )
     return LiveRecords(
-        (used[valid] + first_slot).tolist(),
+        slots[used[valid]].tolist(),
         found[valid],
-        (used[~valid] + first_slot).tolist(),
+        slots[used[~valid]].tolist(),
     )

@@ -53,6 +53,14 @@ class Lane:
         owner = lane_owner(folder)
         raise LaneBusyError(f"lane {number} of {namespace} is in use by process {owner or '?'}")
 
+    def touch(self) -> None:
+        """Tell those who follow the lane that what it holds has changed."""
+        if self._lock is not None:
+            # A time of our own: two that the system gives may be the same.
+            now = time.time_ns()
+            with contextlib.suppress(OSError):
+                os.utime(self._lock, ns=(now, now))
+
     def release(self) -> None:
         """Let others own the lane."""
         _owned.discard(self)

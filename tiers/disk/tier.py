@@ -254,10 +254,16 @@ class DiskTier(Tier):
         sources = [self._place(slot) for slot in slots]
         homes = [self._place(slot) for slot in targets]
         volume = self.volumes[slots[0] // self.geometry.slots % len(self.volumes)]
+        changed = {self._locate(slot)[0] for slot in targets}
+
+        def copy() -> tuple[list[bool], str | None]:
+            done = relocate(keys, sources, homes)
+            for index in changed:
+                self.volumes[index].lane.touch()
+            return done
+
         try:
-            ((ok, told),) = await volume.threads.run(
-                [partial(relocate, keys, sources, homes)], load=False
-            )
+            ((ok, told),) = await volume.threads.run([copy], load=False)
         except TimeoutError as error:
             return Transfer([False] * len(keys), str(error))
         return Transfer(ok, error_of(told, ok))

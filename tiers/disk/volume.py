@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
-from tiers.disk.descriptors import allow_descriptors
+from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
 from tiers.disk.extents import (
     Extent,
     Outcome,
@@ -37,9 +37,6 @@ from tiers.disk.trust import Trust
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Job", "Volume"]
-
-SPARE_DESCRIPTORS = 128
-"""For everything else that the process opens."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -99,7 +96,7 @@ class Volume:
         self._reads: dict[int, npt.NDArray[np.uint32]] = {}
         self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
         self._growth = threading.Lock()
-        self._trust = trust
+        self.trust = trust
         folder = namespace.establish(path, trust)
         self.lane = Lane.acquire(folder, lane, trust)
         try:
@@ -127,7 +124,7 @@ class Volume:
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
         recovered = recover(
-            folder, self._digest, geometry, self.capacity_bytes, self.backend, self._trust
+            folder, self._digest, geometry, self.capacity_bytes, self.backend, self.trust
         )
         self.segments = recovered.segments
         for reason in recovered.foreign:
@@ -193,6 +190,7 @@ class Volume:
                         job.unread.add(index)
         else:
             outcomes = write_extents(self.backend, extents, sequence)
+            self.lane.touch()
         for indices, outcome in zip(places, outcomes, strict=True):
             for index, ok in zip(indices, outcome.ok, strict=True):
                 job.ok[index] = ok
@@ -272,6 +270,8 @@ class Volume:
         except OSError as error:
             logger.warning("disk tier: cannot erase %s: %s", segment.path, error.strerror)
             return False
+        finally:
+            self.lane.touch()
         return True
 
     def save_recency(self, coldest_first: Sequence[tuple[int, int]]) -> None:
@@ -302,6 +302,7 @@ class Volume:
             whole = np.frombuffer(raw, records.dtype).copy()
             whole[where] = np.frombuffer(reseal_records(records, segment.seed), records.dtype)
             segment.write_records(0, whole.tobytes())
+        self.lane.touch()
 
     def close_files(self) -> None:
         """Let go of the files and the lane; nothing runs any more."""

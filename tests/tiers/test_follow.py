@@ -1,0 +1,291 @@
+"""Following the lanes of others: every place of a chunk, cheap looks, nobody held up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.testing.tier import TierBench, key_of
+from kvstore.types import News
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
+from tiers.disk import DiskTier, FollowedLanes, watch
+from tiers.disk.places import Places
+from tiers.disk.watch import IN_TURN
+
+KEYS = [key_of(n) for n in range(SLOTS)]
+ALL = list(range(SLOTS))
+
+
+class Follower:
+    """What a process knows of the lanes beside that of `bench`, as its core keeps it."""
+
+    def __init__(self, bench: TierBench) -> None:
+        self.bench = bench
+        assert isinstance(bench.tier, DiskTier)
+        self.tier = FollowedLanes(bench.tier)
+        self.entries = dict(self.tier.open(bench.region).entries)
+
+    async def look(self) -> News:
+        news = await self.tier.refresh()
+        for key in news.gone:
+            del self.entries[key]
+        self.entries.update(news.appeared)
+        return news
+
+    async def read(self, *keys: bytes) -> list[bool]:
+        """Which of the chunks come, whole."""
+        rows = list(range(len(keys)))
+        self.bench.smear(rows)
+        done = await self.tier.read(keys, [self.entries[key] for key in keys], rows)
+        for key, row, ok in zip(keys, rows, done.ok, strict=True):
+            assert not ok or self.bench.holds(row, key)
+        assert done.error is None
+        return done.ok
+
+
+Follow = Callable[..., Follower]
+
+
+@pytest.fixture
+async def follow(open_bench: OpenBench) -> AsyncIterator[Follow]:
+    """Opens a tier and follows the lanes beside its own."""
+    followers: list[Follower] = []
+
+    def begin(*arguments: Any, **options: Any) -> Follower:
+        followers.append(Follower(open_bench(*arguments, **options)))
+        return followers[-1]
+
+    yield begin
+    for follower in followers:
+        follower.tier.abandon()
+
+
+@pytest.fixture
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stamps are taken for exact, so that what rests is left alone at once."""
+    monkeypatch.setattr(watch, "SETTLED_NS", -(10**18))
+
+
+# -- places --------------------------------------------------------------------------------
+
+_CHANGES = st.lists(
+    st.tuples(st.sampled_from(KEYS[:3]), st.integers(0, 4), st.booleans()), max_size=40
+)
+
+
+@given(_CHANGES)
+def test_places_are_what_came_less_what_went(changes: list[tuple[bytes, int, bool]]) -> None:
+    places, model, told = Places(), dict[bytes, set[int]](), dict[bytes, int]()
+    for number, (key, place, gone) in enumerate(changes):
+        if gone:
+            places.change([(key, place)], ())
+            model.setdefault(key, set()).discard(place)
+        else:
+            places.change((), [(key, place)])
+            model.setdefault(key, set()).add(place)
+        assert set(places.of(key)) == model[key]
+        if number % 3 == 0:
+            news = places.news()
+            assert all(key in told for key in news.gone)
+            for key in news.gone:
+                del told[key]
+            told.update(news.appeared)
+            assert told.keys() == {key for key, held in model.items() if held}
+            assert all(place in model[key] for key, place in told.items())
+
+
+# -- chunks that several lanes keep ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("looks", [True, False], ids=["after a look", "before a look"])
+async def test_a_chunk_is_served_while_any_lane_keeps_it(
+    open_bench: OpenBench, follow: Follow, first: int, looks: bool
+) -> None:
+    owners = [open_bench(), open_bench()]
+    follower = follow()
+    for slot, owner in enumerate(owners):
+        await owner.store(KEYS[:1], [slot])
+        await follower.look()
+    assert await follower.read(KEYS[0]) == [True]
+    for owner in (owners[first], owners[1 - first]):
+        assert await follower.read(KEYS[0]) == [True]
+        await owner.store(KEYS[1:2], [owners.index(owner)])
+        if looks:
+            await follower.look()
+    if looks:
+        assert KEYS[0] not in follower.entries
+    else:
+        assert await follower.read(KEYS[0]) == [False]
+
+
+async def test_a_chunk_whose_file_is_removed_is_served_from_another_lane(
+    folder: Path, open_bench: OpenBench, follow: Follow
+) -> None:
+    owners = [open_bench(), open_bench()]
+    for owner in owners:
+        await owner.store(KEYS, ALL)
+    follower = follow()
+    for number in range(2):
+        assert await follower.read(*KEYS) == [True] * SLOTS
+        segment_of(folder).unlink() if not number else (
+            lane_of(folder, 1) / "segment-0.safetensors"
+        ).unlink()
+        news = await follower.look()
+    assert sorted(news.gone) == sorted(KEYS)
+
+
+# -- what a look costs -----------------------------------------------------------------------
+
+
+async def many_segments(open_bench: OpenBench, count: int) -> TierBench:
+    owner = open_bench(capacity_bytes=count * SEGMENT)
+    for _ in range(count - 1):
+        assert (await owner.tier.grow())[0] is not None
+    return owner
+
+
+async def test_opening_counts_the_open_files_once_for_each_lane(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(watch, "allow_descriptors", lambda more, what: counted.append(more))
+    await many_segments(open_bench, 10)
+    await many_segments(open_bench, 5)
+    follow()
+    assert [more // 2 for more in counted] == [10 + 64, 5 + 64]
+
+
+async def test_an_idle_look_costs_the_same_however_many_segments_there_are(
+    open_bench: OpenBench, follow: Follow, prompt: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await many_segments(open_bench, 3 * IN_TURN)
+    follower = follow()
+    calls: list[Any] = []
+    works = os.stat
+    monkeypatch.setattr(os, "stat", lambda *a, **k: calls.append(a) or works(*a, **k))
+    for _ in range(8):
+        calls.clear()
+        await follower.look()
+        assert len(calls) <= IN_TURN + 8
+    # And yet every change is seen by the next look.
+    for slot in (0, 2 * IN_TURN * SLOTS, (3 * IN_TURN - 1) * SLOTS):
+        key = key_of(slot)
+        await owner.store([key], [slot])
+        await follower.look()
+        assert await follower.read(key) == [True]
+
+
+async def test_an_owner_that_touches_nothing_is_seen_in_turn(
+    folder: Path, open_bench: OpenBench, follow: Follow, prompt: None
+) -> None:
+    owner = await many_segments(open_bench, 2 * IN_TURN)
+    follower = follow()
+    await follower.look()
+    lock = lane_of(folder) / "lock"
+    touched = lock.stat().st_mtime_ns
+    await owner.store(KEYS[:1], [IN_TURN * SLOTS])
+    os.utime(lock, ns=(touched, touched))
+    looks = 0
+    while KEYS[0] not in follower.entries:
+        await follower.look()
+        looks += 1
+        assert looks <= 4
+    assert looks > 1
+
+
+@pytest.mark.parametrize("change", ["write", "grow", "relocate", "give back", "clear", "close"])
+async def test_every_change_of_a_lane_is_seen_by_the_next_look(
+    open_bench: OpenBench, follow: Follow, prompt: None, change: str
+) -> None:
+    owner = await many_segments(open_bench, 2)
+    await owner.store(KEYS[:4], ALL[:4])
+    follower = follow()
+    await follower.look()
+    if change == "write":
+        await owner.store(KEYS[4:5], [0])
+        expected = {*KEYS[1:5]}
+    elif change == "grow":
+        owner.abandon()
+        owner = open_bench(capacity_bytes=3 * SEGMENT, lane=0)
+        assert (await owner.tier.grow())[0] == 2
+        await owner.store(KEYS[4:5], [2 * SLOTS])
+        expected = {*KEYS[:5]}
+    elif change == "relocate":
+        await owner.tier.relocate(KEYS[:1], [0], [SLOTS])
+        expected = {*KEYS[:4]}
+    elif change == "give back":
+        assert await owner.tier.give_back(0) is None
+        expected = set()
+    elif change == "clear":
+        assert await owner.tier.clear() == [0, 1]
+        expected = set()
+    else:
+        await owner.close([(key, slot) for slot, key in enumerate(KEYS[:4])])
+        expected = {*KEYS[:4]}
+    await follower.look()
+    assert follower.entries.keys() == expected
+    assert await follower.read(*expected) == [True] * len(expected)
+    if change == "relocate":
+        assert len(follower.tier._known.places.of(KEYS[0])) == 2
+
+
+# -- nobody is held up -----------------------------------------------------------------------
+
+
+async def test_lanes_are_read_by_the_threads_of_their_own_path(
+    tmp_path: Path, open_bench: OpenBench, follow: Follow
+) -> None:
+    paths = [tmp_path / "one", tmp_path / "other"]
+    owner = open_bench(paths, segments=2)
+    slots = list(range(2 * SLOTS))
+    keys = [key_of(n) for n in slots]
+    await owner.store(keys, slots)
+    follower = follow(paths, segments=2, io_threads=1)
+    one, other = follower.bench.tier.volumes  # type: ignore[attr-defined]
+    assert await follower.read(*keys[:ROWS]) == [True] * ROWS
+    gate = threading.Event()
+    held = asyncio.ensure_future(one.threads.run([lambda: gate.wait(20)], load=True))
+    await asyncio.sleep(0)
+    # What lies on the other path does not wait.
+    async with asyncio.timeout(10):
+        assert await follower.read(*keys[SLOTS:]) == [True] * SLOTS
+    reading = asyncio.ensure_future(follower.read(*keys[:SLOTS]))
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    gate.set()
+    assert await reading == [True] * SLOTS
+    await held
+    assert other.backend is not one.backend
+
+
+async def test_closing_does_not_wait_for_a_look_that_hangs(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    begun, gate = threading.Event(), threading.Event()
+
+    def hangs(folder: Path) -> list[tuple[int, Path]]:
+        begun.set()
+        assert gate.wait(20)
+        return []
+
+    monkeypatch.setattr(watch, "lane_folders", hangs)
+    looking = asyncio.ensure_future(follower.tier.refresh())
+    assert await asyncio.to_thread(begun.wait, 10)
+    follower.bench.tier.leave()
+    async with asyncio.timeout(5):
+        assert (await looking).appeared == []
+        await follower.tier.close([])
+    gate.set()

@@ -1,0 +1,69 @@
+"""Where chunks lie that several lanes may keep at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from kvstore.types import News
+
+__all__ = ["Places"]
+
+
+class Places:
+    """The places of each key, and what has changed since somebody asked.
+
+    Most keys lie at one place; only those that lie at more cost more memory.
+    May be used from several threads. Nothing here waits for I/O.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+        self._more: dict[bytes, list[int]] = {}
+        self._known: dict[bytes, bool] = {}
+        """Keys that have changed, and whether they were there before."""
+        self._lock = threading.Lock()
+
+    def change(
+        self, gone: Iterable[tuple[bytes, int]], appeared: Iterable[tuple[bytes, int]]
+    ) -> None:
+        """Keys have left places, then others have come to places."""
+        first, more, known = self._first, self._more, self._known
+        with self._lock:
+            for key, place in gone:
+                known.setdefault(key, key in first)
+                others = more.get(key)
+                if others is None:
+                    if first.get(key) == place:
+                        del first[key]
+                    continue
+                if first[key] == place:
+                    first[key] = others.pop(0)
+                elif place in others:
+                    others.remove(place)
+                if not others:
+                    del more[key]
+            for key, place in appeared:
+                known.setdefault(key, key in first)
+                if first.setdefault(key, place) != place:
+                    others = more.setdefault(key, [])
+                    if place not in others:
+                        others.append(place)
+
+    def news(self) -> News:
+        """What has changed since the last call: of a key the place that serves now."""
+        with self._lock:
+            known, self._known = self._known, {}
+            appeared, gone = [], []
+            for key, was in known.items():
+                place = self._first.get(key)
+                if place is not None:
+                    appeared.append((key, place))
+                elif was:
+                    gone.append(key)
+            return News(appeared, gone)
+
+    def of(self, key: bytes) -> list[int]:
+        """The places of the key, the one that serves first."""
+        first = self._first.get(key)
+        return [] if first is None else [first, *self._more.get(key, ())]

@@ -1,0 +1,255 @@
+"""Looking at the lanes of other processes on one path, cheaply.
+
+Whoever writes to a lane touches its lock file afterwards. So a lane whose lock
+and folder have not changed is left alone, whatever its size, but for a few
+segments in turn, in case its owner touches nothing; of the others only segments
+are read whose modification time has changed, and of these only records are
+decoded that differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import ForeignFileError
+from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
+from tiers.disk.format import RECORD, RECORD_BYTES, decode_at
+from tiers.disk.lane import LOCK_NAME, lane_folders
+from tiers.disk.places import Places
+from tiers.disk.segment import Segment, read_header, segment_files
+from tiers.disk.volume import Volume
+
+__all__ = ["SLOTS_PER_SEGMENT", "Watch", "Watched"]
+
+logger = logging.getLogger("kvstore.disk")
+
+SLOTS_PER_SEGMENT = 2**24
+"""Places are numbered as if every followed segment had this many slots."""
+
+SETTLED_NS = 2 * 10**9
+"""A file changed less than this ago may have changed again within its time stamp's grain."""
+
+STEP_SEGMENTS = 512
+"""Segments that are looked at before what is more urgent gets its turn."""
+
+IN_TURN = 32
+"""Segments of lanes where nothing seems to have changed that each look takes in."""
+
+
+class _Stamp:
+    """When a file had changed last, and when that was seen."""
+
+    __slots__ = ("_changed_ns", "_seen_ns")
+
+    def __init__(self) -> None:
+        self._changed_ns = self._seen_ns = 0
+
+    def holds(self, changed_ns: int) -> bool:
+        """Whether all that has happened to the file was seen."""
+        settled = self._seen_ns - self._changed_ns > SETTLED_NS
+        return settled and changed_ns == self._changed_ns
+
+    def seen(self, changed_ns: int, now_ns: int) -> None:
+        """What had happened to the file until `changed_ns` was looked at, at `now_ns`."""
+        self._changed_ns, self._seen_ns = changed_ns, now_ns
+
+
+@dataclass(slots=True)
+class Watched:
+    """A segment of another process, and what is known of its index."""
+
+    number: int
+    segment: Segment
+    inode: int
+    crcs: npt.NDArray[np.uint32]
+    stamp: _Stamp = field(default_factory=_Stamp)
+    keys: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The place of its first slot."""
+        return self.number * SLOTS_PER_SEGMENT
+
+
+@dataclass(slots=True)
+class _Lane:
+    folder: _Stamp = field(default_factory=_Stamp)
+    lock: _Stamp = field(default_factory=_Stamp)
+    segments: dict[str, Watched] = field(default_factory=dict)
+
+
+class Watch:
+    """What is known of the lanes beside that of one volume.
+
+    One thread at a time looks; others may ask `find`.
+
+    Args:
+        own: the volume; its backend is used.
+        namespace: digest of what is followed.
+        numbers: numbers for segments, different from those of any other watch.
+        places: where it is told what lies where.
+        not_before_ms: what was stored before is not there.
+    """
+
+    def __init__(
+        self,
+        own: Volume,
+        namespace: str,
+        numbers: Iterator[int],
+        places: Places,
+        not_before_ms: int,
+    ) -> None:
+        self._own = own
+        self._namespace = namespace
+        self._numbers = numbers
+        self._places = places
+        self._not_before_ms = not_before_ms
+        self._lanes: dict[Path, _Lane] = {}
+        self._by_number: dict[int, Watched] = {}
+        self._turn: Iterator[tuple[Path, str]] = iter(())
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that hold segments."""
+        return sum(1 for lane in self._lanes.values() if lane.segments)
+
+    def find(self, number: int) -> Segment | None:
+        """The segment of that number, if it is still there."""
+        watched = self._by_number.get(number)
+        return None if watched is None else watched.segment
+
+    def look(self) -> Iterator[None]:
+        """Bring what is known up to date; stops now and then for what is more urgent."""
+        own = self._own.lane.folder
+        try:
+            folders = [
+                folder for _, folder in lane_folders(own.parent, self._own.trust) if folder != own
+            ]
+        except OSError as error:
+            logger.debug("cannot follow other lanes: %s", error)
+            folders = []
+        for folder in self._lanes.keys() - set(folders):
+            lane = self._lanes.pop(folder)
+            for name in list(lane.segments):
+                self._lose(lane, name)
+        for folder in folders:
+            lane = self._lanes.setdefault(folder, _Lane())
+            with contextlib.suppress(OSError):
+                yield from self._look_at_lane(folder, lane)
+        self._look_at_some()
+
+    def _look_at_lane(self, folder: Path, lane: _Lane) -> Iterator[None]:
+        # The time first, then the stamps, then what they stand for.
+        now = time.time_ns()
+        folder_ns, lock_ns = os.stat(folder).st_mtime_ns, _lock_ns(folder)
+        listed = lane.folder.holds(folder_ns)
+        if listed and lane.lock.holds(lock_ns):
+            return
+        names = list(lane.segments) if listed else self._list(folder, lane)
+        whole = True
+        for count, name in enumerate(names, 1):
+            try:
+                self._look_at(folder, name, lane)
+            except ForeignFileError:
+                pass
+            except OSError:
+                whole = False
+            if count % STEP_SEGMENTS == 0:
+                yield
+        if whole:
+            lane.folder.seen(folder_ns, now)
+            lane.lock.seen(lock_ns, now)
+
+    def _list(self, folder: Path, lane: _Lane) -> list[str]:
+        """The names of the lane's segments; those that are gone are lost."""
+        names = [path.name for _, path in segment_files(folder)]
+        for name in lane.segments.keys() - set(names):
+            self._lose(lane, name)
+        new = len(names) - len(lane.segments)
+        if new:
+            allow_descriptors(2 * new + SPARE_DESCRIPTORS, "following other lanes")
+        return names
+
+    def _look_at_some(self) -> None:
+        """Look at a few segments, others each time, whatever their lanes seem to do."""
+        some = list(islice(self._turn, IN_TURN))
+        if not some:
+            self._turn = iter(
+                [(folder, name) for folder, lane in self._lanes.items() for name in lane.segments]
+            )
+            some = list(islice(self._turn, IN_TURN))
+        for folder, name in some:
+            lane = self._lanes.get(folder)
+            if lane is not None and name in lane.segments:
+                with contextlib.suppress(OSError, ForeignFileError):
+                    self._look_at(folder, name, lane)
+
+    def _look_at(self, folder: Path, name: str, lane: _Lane) -> None:
+        now = time.time_ns()
+        stat = os.stat(f"{folder}/{name}")
+        watched = lane.segments.get(name)
+        if watched is not None and watched.inode != stat.st_ino:
+            self._lose(lane, name)
+            watched = None
+        if watched is None:
+            watched = self._begin(folder / name, stat.st_ino)
+            if watched is None:
+                return
+            lane.segments[name] = self._by_number[watched.number] = watched
+        if watched.stamp.holds(stat.st_mtime_ns):
+            return
+        self._read(watched)
+        watched.stamp.seen(stat.st_mtime_ns, now)
+
+    def _begin(self, path: Path, inode: int) -> Watched | None:
+        header = read_header(path)
+        own, its = self._own.geometry, header.geometry
+        same = (its.slot_bytes, its.chunk_bytes) == (own.slot_bytes, own.chunk_bytes)
+        if header.namespace != self._namespace or not same:
+            return None
+        segment = Segment.follow(path, header, self._own.backend, self._own.trust)
+        return Watched(next(self._numbers), segment, inode, np.zeros(its.slots, np.uint32))
+
+    def _read(self, watched: Watched) -> None:
+        """Take in the records that have changed."""
+        segment, keys, first = watched.segment, watched.keys, watched.first
+        raw = segment.read_records(0, segment.geometry.slots)
+        records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
+        crcs = np.zeros_like(watched.crcs)
+        crcs[: len(records)] = records["crc"]
+        (changed,) = np.nonzero(crcs != watched.crcs)
+        watched.crcs = crcs
+        gone = [(keys.pop(slot), first + slot) for slot in changed.tolist() if slot in keys]
+        there = changed[changed < len(records)]
+        live = decode_at(
+            records[there].tobytes(), there, segment.geometry.chunk_bytes, segment.seed
+        )
+        stored = (live.records["stored_ms"] >= self._not_before_ms).tolist()
+        appeared: list[tuple[bytes, int]] = []
+        for slot, key, counts in zip(live.slots, live.keys(), stored, strict=True):
+            if counts:
+                keys[slot] = key
+                appeared.append((key, first + slot))
+        self._places.change(gone, appeared)
+
+    def _lose(self, lane: _Lane, name: str) -> None:
+        watched = lane.segments.pop(name)
+        del self._by_number[watched.number]
+        self._places.change([(key, watched.first + slot) for slot, key in watched.keys.items()], ())
+
+
+def _lock_ns(folder: Path) -> int:
+    try:
+        return os.stat(f"{folder}/{LOCK_NAME}").st_mtime_ns
+    except FileNotFoundError:
+        return 0  # Nobody has ever owned the lane.
