@@ -62,6 +62,8 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: list[asyncio.Task[None]] = []
         self._pid = os.getpid()
+        self.cut_off = False
+        """Whether moves were cancelled: their ends will not come."""
 
     def start(self, moves: Sequence[Move]) -> None:
         """Begin `moves`, in this order."""
@@ -132,6 +134,10 @@ class Engine:
             completion = await self._perform(move)
             if len(completion.ok) != len(move.keys):
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
+        except asyncio.CancelledError:
+            # The loop ends. What the move has reserved stays so: it may still be in use.
+            self.cut_off = True
+            raise
         except Exception as error:
             # A tier has no business raising; its fault must still end the move.
             places = range(len(move.keys))

@@ -513,6 +513,12 @@ class Core:
             self._use(*loaded)
         self.chains.end(request_id, place)
 
+    def lapse(self, request_id: str) -> None:
+        """What was fetched for the request is kept for it no longer; its answer stands."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.line.lapse(request)
+
     def may_go_below(self, key: bytes) -> bool:
         """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
         chunk = self.pool.chunks.get(key)

@@ -171,14 +171,19 @@ class Line:
         gone: list[Request] = []
         for request in self.answered.values():
             silence = now - request.asked
-            if silence >= self.lease and request.leases:
-                self.lapses += 1
-                self._release(request)
+            if silence >= self.lease:
+                self.lapse(request)
             if silence >= FORGET_AFTER * self.lease:
                 gone.append(request)
         for request in gone:
             self.leave(request)
         return gone
+
+    def lapse(self, request: Request) -> None:
+        """The leases of a request that was answered end; it does not begin to wait anew."""
+        if request.state is RequestState.ANSWERED and request.leases:
+            self.lapses += 1
+            self._release(request)
 
     def overdue(self, request: Request, now: float) -> bool:
         """Whether a request that was answered may not be deferred once more."""

@@ -306,9 +306,13 @@ class DiskTier(Tier):
         for rank, (_, slot) in enumerate(coldest_first):
             index, number, within = self._locate(slot)
             orders[index].append((number * self.geometry.slots + within, self._sequence + rank))
-        await asyncio.gather(
-            *(_close(volume, order) for volume, order in zip(self.volumes, orders, strict=True))
-        )
+        try:
+            await asyncio.gather(
+                *(_close(volume, order) for volume, order in zip(self.volumes, orders, strict=True))
+            )
+        finally:
+            # Each has ended by now, also when this was cancelled: a second call does nothing.
+            self.volumes = []
 
     def leave(self) -> None:
         for volume in self.volumes:

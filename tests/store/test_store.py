@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,80 +18,24 @@ import pytest
 
 import kvstore
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
-from kvstore.store import COPY_INLINE_BYTES, Store
+from kvstore.store import COPY_INLINE_BYTES
 from policies import registry
 from policies.lru import LRU
+from tests.store.support import (
+    CHUNK,
+    Open,
+    answer,
+    busy,
+    cancel,
+    contents,
+    hold,
+    keys_of,
+    payload,
+    payloads,
+    until,
+)
 from tiers import PinnedRegion, Transfer
 from tiers.disk import DiskTier
-
-CHUNK = 4096
-
-
-def keys_of(prompt: str, count: int, start: int = 0) -> list[bytes]:
-    return [
-        hashlib.sha256(f"{prompt}/{depth}".encode()).digest() + b"\0\0\0\0"
-        for depth in range(start, count)
-    ]
-
-
-def payload(key: bytes, size: int = CHUNK) -> bytes:
-    return hashlib.shake_128(key).digest(size)
-
-
-def payloads(keys: Sequence[bytes], size: int = CHUNK) -> list[bytes]:
-    return [payload(key, size) for key in keys]
-
-
-Open = Callable[..., AbstractAsyncContextManager[Store]]
-
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Open:
-    """Opens a small store; `disk` is the capacity of its disk tier, in chunks."""
-
-    @asynccontextmanager
-    async def open_store(rows: int = 8, disk: int = 0, **more: Any) -> AsyncIterator[Store]:
-        size = more.get("chunk_bytes", CHUNK)
-        tiers = []
-        if disk:
-            # One segment more than its payload: headers need room too.
-            tiers = [
-                {
-                    "type": "disk",
-                    "path": tmp_path / "cache",
-                    "capacity_bytes": (disk + 16) * size + 2**20,
-                    "segment_bytes": 16 * size + 2**14,
-                }
-            ]
-        config = {
-            "chunk_bytes": size,
-            "cpu_bytes_to_use": rows * size,
-            "tiers": tiers,
-            "deadline_s": 1.0,
-            "drain_s": 10.0,
-            **more,
-        }
-        async with kvstore.open(config) as store:
-            yield store
-
-    return open_store
-
-
-async def contents(store: Store, keys: Sequence[bytes]) -> list[bytes]:
-    async with store.get(keys) as chunks:
-        return [bytes(chunk) for chunk in chunks]
-
-
-def busy(store: Store) -> int:
-    return store.stats().busy_rows
-
-
-async def until(true: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.001)
-
 
 # -- bytes ---------------------------------------------------------------------------------
 
@@ -514,36 +456,6 @@ async def test_what_was_fetched_stays_for_a_request_that_asks_again(open_store: 
 
 
 # -- cancellation ----------------------------------------------------------------------------
-
-
-def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
-    """Let a method of the disk tier wait until the event is set."""
-    gate = threading.Event()
-    real = getattr(DiskTier, method)
-
-    async def held(self: DiskTier, *args: Any) -> Any:
-        while not gate.is_set():
-            await asyncio.sleep(0.001)
-        return await real(self, *args)
-
-    monkeypatch.setattr(DiskTier, method, held)
-    return gate
-
-
-def answer(value: object) -> Callable[..., Awaitable[object]]:
-    """A method of a tier that does nothing but answer."""
-
-    async def method(self: object, *args: object) -> object:
-        return value
-
-    return method
-
-
-async def cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    assert task.cancelled()
 
 
 async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(

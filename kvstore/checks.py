@@ -1,0 +1,112 @@
+"""What callers of the library may hand in; everything else is refused by name at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import BlockKeyError, KVStoreError
+from kvstore.types import MAX_KEY_BYTES, check_key
+
+__all__ = ["bytes_of", "check_keys", "check_request", "check_timeout", "chunks_of"]
+
+_ONE_THING = (str, bytes, bytearray, memoryview)
+_BYTES = {bytes}
+
+
+def check_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """`keys` as a list or tuple of good keys.
+
+    Raises:
+        BlockKeyError: for anything that is not a sequence of keys.
+    """
+    if not isinstance(keys, (list, tuple)):
+        if isinstance(keys, _ONE_THING) or not isinstance(keys, Sequence):
+            raise BlockKeyError(
+                f"keys must be a list or another sequence of bytes, not {_kind(keys)}"
+            )
+        keys = list(keys)
+    # Built-in functions walk over the keys: there may be many of them.
+    if set(map(type, keys)) <= _BYTES:
+        lengths = set(map(len, keys))
+        if not lengths or (min(lengths) and max(lengths) <= MAX_KEY_BYTES):
+            return keys
+    for key in keys:
+        check_key(key)
+    return keys
+
+
+def check_request(request: str | None) -> str | None:
+    """`request` unchanged.
+
+    Raises:
+        KVStoreError: if it is no name.
+    """
+    if request is None or isinstance(request, str):
+        return request
+    raise KVStoreError(f"request must be a name (str) or None, not {_kind(request)}")
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """`timeout` unchanged.
+
+    Raises:
+        KVStoreError: if it is no number of seconds.
+    """
+    if timeout is None or (
+        isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout == timeout
+    ):
+        return timeout
+    raise KVStoreError(f"timeout must be seconds or None, not {timeout!r}")
+
+
+def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:
+    """The bytes of `count` buffers of `size` bytes each.
+
+    Raises:
+        KVStoreError: for another number of buffers, or one that is no chunk.
+    """
+    try:
+        each = iter(buffers)
+    except TypeError as error:
+        raise KVStoreError(
+            f"buffers must be a list or another iterable of chunks, not {_kind(buffers)}"
+        ) from error
+    sources = [bytes_of(buffer, size) for buffer in each]
+    if len(sources) != count:
+        raise KVStoreError(f"{count} keys but {len(sources)} buffers")
+    return sources
+
+
+def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
+    """The bytes of one chunk, copied only where they do not lie side by side.
+
+    Raises:
+        KVStoreError: if it has no bytes of its own, or not `size` of them.
+    """
+    flat: npt.NDArray[np.uint8]
+    try:
+        if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
+            import torch
+
+            if not isinstance(buffer, torch.Tensor):
+                raise TypeError("it looks like a tensor and is none")
+            flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        elif isinstance(buffer, np.ndarray):
+            flat = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
+        else:
+            flat = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
+    except (TypeError, ValueError, AttributeError, BufferError, ImportError, RuntimeError) as error:
+        raise KVStoreError(
+            f"a chunk must be a buffer, an array or a tensor with bytes of its own, not this "
+            f"{type(buffer).__name__} ({error})"
+        ) from error
+    if flat.size != size:
+        raise KVStoreError(f"a chunk must have {size} bytes, not {flat.size}")
+    return flat
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{type(value).__name__} ({value!r:.40})"

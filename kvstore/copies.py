@@ -1,0 +1,36 @@
+"""The copies to slower tiers that are due at one moment."""
+
+from __future__ import annotations
+
+from kvstore.core import Core, TierDirectory
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """What waits to be copied, or is being copied, where this is made.
+
+    What is queued later does not count.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._pool = core.pool
+        self._due = [
+            (tier, tier.copies_queued, {*tier.queue, *tier.writing}) for tier in core.tiers
+        ]
+
+    def ended(self) -> bool:
+        """Whether all of them have arrived, or will not come."""
+        return all(self._arrived(*each) for each in self._due)
+
+    def _arrived(self, tier: TierDirectory, mark: int, keys: set[bytes]) -> bool:
+        if tier.copies_ended < mark:
+            # Cheap, and so for most of the time.
+            return False
+        keys.intersection_update([key for key in keys if self._under_way(tier, key)])
+        return not keys
+
+    def _under_way(self, tier: TierDirectory, key: bytes) -> bool:
+        chunk = self._pool.chunks.get(key)
+        waits = chunk is not None and chunk.unsaved >> tier.index & 1
+        return bool(waits) or key in tier.writing

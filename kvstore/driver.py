@@ -1,0 +1,93 @@
+"""Drives a core on an asyncio loop: begins and ends its steps, and wakes who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore.core import Core
+from kvstore.engine import Engine
+from kvstore.errors import KVStoreError
+from kvstore.home import Home
+from tiers import Tier
+
+__all__ = ["Driver"]
+
+RECHECK_SECONDS = 0.02
+"""How often a wait looks at its deadline when nothing arrives."""
+
+
+class Driver:
+    """See the module's text. Belongs to the loop that runs where it is made.
+
+    Attributes:
+        transfers: copies between the caller's memory and rows, and leases, that have not ended.
+        closed: nothing is begun any more.
+        on_step: called with the time when a step has begun.
+    """
+
+    def __init__(self, core: Core, tiers: Sequence[Tier], home: Home) -> None:
+        self._core = core
+        self._home = home
+        self.engine = Engine(tiers, self.pump)
+        self.engine.follow()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self.transfers = 0
+        self.closed = False
+        self.on_step: Callable[[float], None] = lambda now: None
+
+    def check(self) -> None:
+        """Refuse a call from elsewhere, or after the end.
+
+        Raises:
+            KVStoreError: says which.
+        """
+        self._home.check()
+        if self.closed:
+            raise KVStoreError("the store is closed")
+
+    def begin(self) -> float:
+        """Begin a step; returns the time.
+
+        Raises:
+            KVStoreError: as `check`.
+        """
+        self.check()
+        return self._step()
+
+    def flush(self) -> None:
+        """End the step: start what is due."""
+        self.engine.start(self._core.flush(time.monotonic()))
+
+    def pump(self) -> None:
+        """Take completions in, start what is due, wake whoever waits for it."""
+        self._step()
+        if not self.closed:
+            self.flush()
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def moved(self) -> None:
+        """Wait until something has moved, or for a moment."""
+        waiter = self._home.loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait_for(waiter, RECHECK_SECONDS)
+        except TimeoutError:
+            self.check()
+            self.pump()
+        finally:
+            self._waiters.discard(waiter)
+
+    def _step(self) -> float:
+        now = time.monotonic()
+        self._core.poll(now, self.engine.take())
+        self.on_step(now)
+        return now

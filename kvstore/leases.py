@@ -1,0 +1,111 @@
+"""Chunks that are lent out: views of host memory that are dead after the lease."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import overload
+
+from kvstore.errors import KVStoreError, LeaseEndedError
+from kvstore.home import Home
+
+__all__ = ["Chunks", "Lease"]
+
+
+class Chunks(Sequence[memoryview]):
+    """Chunks in host memory, leased: read-only views that are dead after the lease.
+
+    `keys` are the keys that are here: a prefix of those asked for. The views may
+    be read in any thread; it is the lease that begins and ends on the store's loop.
+    """
+
+    def __init__(self, keys: Sequence[bytes], rows: Sequence[memoryview], size: int) -> None:
+        self.keys = keys
+        # Every chunk gets an exporter of its own, which lives as long as anything that
+        # looks at the chunk: that is how a view that outlives the lease is noticed. It
+        # keeps the region's memory in place, however late it is looked at.
+        exporters = [(ctypes.c_ubyte * size).from_buffer(row) for row in rows]
+        self._exporters = [weakref.ref(exporter) for exporter in exporters]
+        self._views: list[memoryview] | None = [
+            memoryview(exporter).cast("B").toreadonly() for exporter in exporters
+        ]
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        if self._views is None:
+            raise LeaseEndedError("these chunks were leased; the lease has ended")
+        return self._views[index]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self[:])
+
+    def _end(self) -> bool:
+        """End the lease; False if somebody still holds on to the memory."""
+        views, self._views = self._views or [], None
+        for view in views:
+            with contextlib.suppress(BufferError):
+                view.release()
+        return not any(exporter() is not None for exporter in self._exporters)
+
+
+class Lease:
+    """What `Store.get` returns: chunks from the beginning of an ``async with`` block to its end.
+
+    Args:
+        begin: finds and pins the chunks.
+        end: takes the pins back.
+    """
+
+    def __init__(
+        self, home: Home, begin: Callable[[], Awaitable[Chunks]], end: Callable[[Chunks], None]
+    ) -> None:
+        self._home = home
+        self._begin: Callable[[], Awaitable[Chunks]] | None = begin
+        self._end = end
+        self._chunks: Chunks | None = None
+
+    async def __aenter__(self) -> Chunks:
+        self._home.check()
+        begin, self._begin = self._begin, None
+        if begin is None:
+            raise KVStoreError("a lease can be begun once; call get again")
+        self._chunks = await begin()
+        return self._chunks
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._home.here:
+            # It ends where it belongs; only the caller is told that it did not end here.
+            self._home.send(self._give_back)
+            self._home.check()
+        if not self._give_back() and kind is None:
+            raise LeaseEndedError(
+                "an array made from a leased chunk is still alive; copy it before the lease ends"
+            )
+
+    def __del__(self) -> None:
+        if self._chunks is not None:
+            # Begun by hand and never ended.
+            self._home.send(self._give_back)
+
+    def _give_back(self) -> bool:
+        """End the lease; False if somebody still holds on to the memory."""
+        chunks, self._chunks = self._chunks, None
+        if chunks is None:
+            return True
+        released = chunks._end()
+        self._end(chunks)
+        return released

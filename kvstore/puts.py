@@ -1,0 +1,187 @@
+"""Copying chunks in: in turn, as far as host memory has room, and each chunk once.
+
+Puts are served in the order in which they came. One that is wider than host
+memory is served in portions, and stands in line anew for each. Who is first in
+line waits for room, ``deadline_s`` at most without any put getting some, and
+``ceiling_s`` in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core import Core
+from kvstore.driver import Driver
+from kvstore.home import outlast
+from tiers.pinned import PinnedRegion
+
+__all__ = ["COPY_INLINE_BYTES", "Puts"]
+
+COPY_INLINE_BYTES = 256 * 1024
+"""Copies up to this size are done on the loop: a thread would cost more."""
+
+Sources = dict[bytes, npt.NDArray[np.uint8]]
+
+
+class Puts:
+    """See the module's text.
+
+    Args:
+        deadline: seconds without movement after which a put gives up.
+        ceiling: seconds after which it gives up in any case.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        region: PinnedRegion,
+        driver: Driver,
+        *,
+        deadline: float,
+        ceiling: float,
+    ) -> None:
+        self._core = core
+        self._region = region
+        self._driver = driver
+        self._deadline = deadline
+        self._ceiling = ceiling
+        self._turns = _Turns()
+        self._moved = 0.0
+        """When a put last got room."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for room."""
+        return self._turns.taken
+
+    async def put(
+        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str
+    ) -> int:
+        """Store `sources` under `keys` for the request `name`; returns the leading keys stored."""
+        rows = self._region.rows
+        offered = 0
+        here: list[bytes] = []  # stored by this call, and on no slower tier so far
+        while offered < len(keys):
+            here = [key for key in here if not self._core.may_go_below(key)]
+            # A later part may not cost an earlier one its place.
+            end = offered + min(max(1, rows // 2), rows - len(here))
+            part = keys[offered:end]
+            if not part or not await self._portion(part, sources[offered:end], name):
+                break
+            here += part
+            offered = end
+        return next((n for n, key in enumerate(keys) if not self.has(key)), len(keys))
+
+    def has(self, key: bytes) -> bool:
+        """Whether the store has the chunk, whole."""
+        chunk = self._core.pool.chunks.get(key)
+        return (chunk is not None and chunk.stored_by is None) or any(
+            key in tier.entries or key in tier.writing for tier in self._core.tiers
+        )
+
+    async def _portion(
+        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str
+    ) -> bool:
+        """Store a part that fits host memory; False if some of it found no room in time."""
+        chunks: Sources = dict(zip(keys, sources, strict=True))
+        left = dict.fromkeys(keys)
+        since = time.monotonic()
+        if not await self._turns.take(self._ceiling):
+            return False
+        mine = True
+        try:
+            while True:
+                now = self._driver.begin()
+                # What this call has stored and others have displaced is not stored again.
+                pool = self._core.pool.chunks
+                grant = self._core.prepare_store([k for k in keys if k in left or k in pool], name)
+                self._driver.flush()
+                if grant is not None:
+                    ended = {*grant.keys, *grant.declined}
+                    left = dict.fromkeys(k for k in left if k not in ended and not self.has(k))
+                    done = not left
+                    if grant.keys:
+                        since = self._moved = now
+                    if done:
+                        # Whoever is next need not wait for the copying.
+                        mine = self._turns.give()
+                    if grant.keys:
+                        await self._copy_in(grant.keys, grant.rows, chunks, name)
+                    if done:
+                        return True
+                    if grant.keys:
+                        continue
+                if now - max(since, self._moved) >= self._deadline or now - since >= self._ceiling:
+                    return False
+                await self._driver.moved()
+        finally:
+            if mine:
+                self._turns.give()
+
+    async def _copy_in(
+        self, keys: list[bytes], rows: list[int], sources: Sources, name: str
+    ) -> None:
+        array = self._region.array
+
+        def copy() -> None:
+            for key, row in zip(keys, rows, strict=True):
+                source = sources[key]
+                np.copyto(array[row, : source.size], source)
+
+        self._driver.transfers += 1
+        ok = False
+        try:
+            if len(keys) * sources[keys[0]].size <= COPY_INLINE_BYTES:
+                copy()
+            else:
+                # The rows are the thread's until it has ended, however often it is cancelled.
+                copying = asyncio.get_running_loop().run_in_executor(None, copy)
+                await outlast(copying, lambda: None)
+            ok = True
+        finally:
+            self._driver.transfers -= 1
+            self._core.complete_store(keys, name, ok)
+            self._driver.pump()
+
+
+class _Turns:
+    """One after the other, in the order of asking."""
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, seconds: float) -> bool:
+        """Wait for one's turn; False if it has not come within `seconds`."""
+        if not self.taken:
+            self.taken = True
+            return True
+        turn = asyncio.get_running_loop().create_future()
+        self._line.append(turn)
+        try:
+            async with asyncio.timeout(seconds):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                # It came at the same moment.
+                self.give()
+            if isinstance(error, TimeoutError):
+                return False
+            raise
+        return True
+
+    def give(self) -> bool:
+        """The turn is the next one's. Returns False: it is no longer the caller's."""
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return False
+        self.taken = False
+        return False

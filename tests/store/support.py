@@ -1,0 +1,83 @@
+"""Chunks to put, and stores to put them into."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from kvstore.store import Store
+from tiers.disk import DiskTier
+
+CHUNK = 4096
+
+
+def keys_of(prompt: str, count: int, start: int = 0) -> list[bytes]:
+    return [
+        hashlib.sha256(f"{prompt}/{depth}".encode()).digest() + b"\0\0\0\0"
+        for depth in range(start, count)
+    ]
+
+
+def payload(key: bytes, size: int = CHUNK) -> bytes:
+    return hashlib.shake_128(key).digest(size)
+
+
+def payloads(keys: Sequence[bytes], size: int = CHUNK) -> list[bytes]:
+    return [payload(key, size) for key in keys]
+
+
+Open = Callable[..., AbstractAsyncContextManager[Store]]
+
+
+async def contents(store: Store, keys: Sequence[bytes]) -> list[bytes]:
+    async with store.get(keys) as chunks:
+        return [bytes(chunk) for chunk in chunks]
+
+
+def busy(store: Store) -> int:
+    return store.stats().busy_rows
+
+
+async def until(true: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        await asyncio.sleep(0.001)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
+    """Let a method of the disk tier wait until the event is set."""
+    gate = threading.Event()
+    real = getattr(DiskTier, method)
+
+    async def held(self: DiskTier, *args: Any) -> Any:
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        return await real(self, *args)
+
+    monkeypatch.setattr(DiskTier, method, held)
+    return gate
+
+
+def answer(value: object) -> Callable[..., Awaitable[object]]:
+    """A method of a tier that does nothing but answer."""
+
+    async def method(self: object, *args: object) -> object:
+        return value
+
+    return method
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()

@@ -1,0 +1,191 @@
+"""A store belongs to one running loop; everybody else is refused, and harms nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+from tests.store.support import CHUNK, Open, busy, contents, keys_of, payloads, until
+
+KEYS = keys_of("a", 4)
+
+
+async def _lease(store: Store) -> None:
+    async with store.get(KEYS):
+        pass
+
+
+SYNCHRONOUS: dict[str, Callable[[Store], Any]] = {
+    "lookup_prefix": lambda store: store.lookup_prefix(KEYS),
+    "lookup_prefix of nothing": lambda store: store.lookup_prefix([]),
+    "get": lambda store: store.get(KEYS),
+    "get of nothing": lambda store: store.get([]),
+    "compact": lambda store: store.compact(0),
+    "finish": lambda store: store.finish("mine"),
+    "stats": lambda store: store.stats(),
+    "take_events": lambda store: store.take_events(),
+}
+ASYNCHRONOUS: dict[str, Callable[[Store], Any]] = {
+    "resolve": lambda store: store.resolve(KEYS),
+    "put": lambda store: store.put(KEYS, payloads(KEYS)),
+    "put of nothing": lambda store: store.put([], []),
+    "get": _lease,
+    "flush": lambda store: store.flush(),
+    "reset": lambda store: store.reset(),
+    "close": lambda store: store._close(),
+}
+
+
+def in_thread(call: Callable[[], Any]) -> BaseException | None:
+    """Make the call in another thread; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="another")
+    thread.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+async def still_works(store: Store) -> None:
+    assert await contents(store, KEYS) == payloads(KEYS)
+    assert await store.flush(10.0)
+    assert busy(store) == 0
+
+
+@pytest.mark.parametrize("method", SYNCHRONOUS)
+async def test_a_call_from_another_thread_is_refused(open_store: Open, method: str) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        error = in_thread(lambda: SYNCHRONOUS[method](store))
+        assert isinstance(error, KVStoreError)
+        assert "'MainThread'" in str(error)
+        assert "'another'" in str(error)
+        await still_works(store)
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+async def test_a_call_from_the_loop_of_another_thread_is_refused(
+    open_store: Open, method: str
+) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        error = in_thread(lambda: asyncio.run(ASYNCHRONOUS[method](store)))
+        assert isinstance(error, KVStoreError)
+        assert "belongs to the loop of thread 'MainThread'" in str(error)
+        await still_works(store)
+
+
+@pytest.mark.parametrize("method", SYNCHRONOUS)
+def test_a_call_while_its_loop_does_not_run_is_refused(open_store: Open, method: str) -> None:
+    loop = asyncio.new_event_loop()
+    opened = open_store()
+    store = loop.run_until_complete(opened.__aenter__())
+    loop.run_until_complete(store.put(KEYS, payloads(KEYS)))
+    try:
+        with pytest.raises(KVStoreError, match="does not run here"):
+            SYNCHRONOUS[method](store)
+        loop.run_until_complete(still_works(store))
+    finally:
+        loop.run_until_complete(opened.__aexit__(None, None, None))
+        loop.close()
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+def test_a_call_from_another_loop_of_the_thread_is_refused(open_store: Open, method: str) -> None:
+    loop = asyncio.new_event_loop()
+    opened = open_store()
+    store = loop.run_until_complete(opened.__aenter__())
+    loop.run_until_complete(store.put(KEYS, payloads(KEYS)))
+    try:
+        with pytest.raises(KVStoreError, match="does not run here"):
+            asyncio.run(ASYNCHRONOUS[method](store))
+        loop.run_until_complete(still_works(store))
+    finally:
+        loop.run_until_complete(opened.__aexit__(None, None, None))
+        loop.close()
+
+
+@pytest.mark.parametrize("method", SYNCHRONOUS)
+async def test_a_call_after_a_fork_is_refused(open_store: Open, method: str) -> None:
+    async with open_store(disk=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                SYNCHRONOUS[method](store)
+            except KVStoreError as error:
+                status = 0 if "belongs to process" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        await still_works(store)
+
+
+async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        lease = store.get(KEYS)
+        chunks = await lease.__aenter__()
+        assert busy(store) == 4
+        error = in_thread(lambda: asyncio.run(lease.__aexit__(None, None, None)))  # type: ignore[arg-type]
+        assert isinstance(error, KVStoreError)
+        await until(lambda: busy(store) == 0)
+        with pytest.raises(KVStoreError, match="lease has ended"):
+            chunks[0]
+        await still_works(store)
+
+
+async def test_a_lease_that_nobody_ends_ends_when_it_is_forgotten(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        lease = store.get(KEYS)
+        await lease.__aenter__()
+        assert busy(store) == 4
+        del lease
+        gc.collect()
+        await until(lambda: busy(store) == 0)
+
+
+async def test_a_lease_is_begun_once(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        lease = store.get(KEYS)
+        async with lease:
+            with pytest.raises(KVStoreError, match="begun once"):
+                await lease.__aenter__()
+        await still_works(store)
+
+
+async def test_chunks_may_be_read_in_any_thread(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        async with store.get(KEYS) as chunks:
+            read = await asyncio.to_thread(lambda: [bytes(chunk) for chunk in chunks])
+            total = await asyncio.to_thread(
+                lambda: sum(int(np.frombuffer(chunk, np.uint8).sum()) for chunk in chunks)
+            )
+        assert read == payloads(KEYS)
+        assert total == sum(map(sum, read))
+
+
+async def test_what_never_changes_can_be_read_anywhere(open_store: Open) -> None:
+    async with open_store() as store:
+        assert await asyncio.to_thread(lambda: store.chunk_bytes) == CHUNK
+        assert "host" in await asyncio.to_thread(lambda: store.description)

@@ -1,0 +1,216 @@
+"""What a lookup without a name fetched is kept until it is got, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore import prompts
+from kvstore.store import Store
+from tests.store.support import Open, busy, cancel, contents, hold, keys_of, payloads, until
+
+PROMPT = keys_of("a", 6)
+
+
+async def on_disk(open_store: Open, *several: list[bytes]) -> None:
+    """Leave the chunks on disk, and nothing in host memory."""
+    async with open_store(rows=64, disk=256) as store:
+        for keys in several:
+            await store.put(keys, payloads(keys))
+
+
+async def polled(store: Store, keys: list[bytes], request: str | None = None) -> int:
+    while (count := store.lookup_prefix(keys, request)) is None:
+        await asyncio.sleep(0.001)
+    return count
+
+
+@pytest.mark.parametrize("request_name", [None, "mine"])
+@pytest.mark.parametrize("ask", ["resolve", "poll"])
+@pytest.mark.parametrize("part", [6, 4, 1])
+async def test_what_is_got_in_part_leaves_nothing_leased(
+    open_store: Open, ask: str, part: int, request_name: str | None
+) -> None:
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=8, disk=256) as store:
+        found = await (store.resolve if ask == "resolve" else lambda *a: polled(store, *a))(
+            PROMPT, request_name
+        )
+        assert found == 6
+        async with store.get(PROMPT[:part], request_name) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(PROMPT[:part])
+        assert busy(store) == 0
+
+
+async def test_what_is_there_in_part_leaves_nothing_leased(open_store: Open) -> None:
+    await on_disk(open_store, PROMPT[:4])
+    async with open_store(rows=8, disk=256) as store:
+        found = await store.resolve(PROMPT)
+        assert found == 4
+        assert await contents(store, PROMPT[:found]) == payloads(PROMPT[:4])
+        assert busy(store) == 0
+
+
+async def test_a_get_of_more_than_was_asked_for_leaves_nothing_leased(open_store: Open) -> None:
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=8, disk=256) as store:
+        assert await store.resolve(PROMPT[:4]) == 4
+        assert await contents(store, PROMPT) == payloads(PROMPT)
+        assert busy(store) == 0
+
+
+@pytest.mark.parametrize("rest", [False, True])
+async def test_a_put_after_a_lookup_leaves_nothing_leased(open_store: Open, rest: bool) -> None:
+    await on_disk(open_store, PROMPT[:4])
+    async with open_store(rows=8, disk=256) as store:
+        found = await store.resolve(PROMPT)
+        keys = PROMPT[found:] if rest else PROMPT
+        if rest:
+            assert await contents(store, PROMPT[:found]) == payloads(PROMPT[:found])
+        assert await store.put(keys, payloads(keys)) == len(keys)
+        assert await store.flush(5.0)
+        assert busy(store) == 0
+
+
+async def test_lookups_of_one_prompt_do_not_take_anothers_chunks_away(open_store: Open) -> None:
+    one, other = keys_of("a", 4), [*keys_of("a", 2), *keys_of("b", 4, 2)]
+    await on_disk(open_store, one, other)
+    async with open_store(rows=8, disk=256) as store:
+        assert await store.resolve(one) == 4
+        assert await store.resolve(other) == 4
+        assert await contents(store, one) == payloads(one)
+        # Two that are the other's own, and two that both have.
+        assert busy(store) == 4
+        assert store.lookup_prefix(other) == 4
+        assert await contents(store, other) == payloads(other)
+        assert busy(store) == 0
+
+
+async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(open_store: Open) -> None:
+    forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
+    await on_disk(open_store, forgotten, wanted)
+    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+        assert await store.resolve(forgotten) == 8
+        start = time.monotonic()
+        assert await contents(store, wanted) == payloads(wanted)
+        assert time.monotonic() - start < 10.0
+        assert store.stats().lapses == 1
+
+
+async def test_a_lookup_that_is_not_repeated_does_not_hold_up_a_put(open_store: Open) -> None:
+    forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
+    await on_disk(open_store, forgotten)
+    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+        assert await store.resolve(forgotten) == 8
+        assert await asyncio.wait_for(store.put(wanted, payloads(wanted)), 10.0) == 8
+
+
+async def test_a_name_keeps_chunks_while_others_wait(open_store: Open) -> None:
+    named, wanted = keys_of("named", 8), keys_of("wanted", 8)
+    await on_disk(open_store, named, wanted)
+    async with open_store(rows=8, disk=256, deadline_s=1.0, lease_s=60.0) as store:
+        assert await store.resolve(named, "mine") == 8
+        assert await contents(store, wanted) == []
+        assert busy(store) == 8
+        store.finish("mine")
+        assert busy(store) == 0
+
+
+async def test_a_prompt_whose_lease_ended_is_answered_from_what_is_there(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "UNNAMED_SECONDS", 0.0)
+    one, other = keys_of("one", 8), keys_of("other", 8)
+    await on_disk(open_store, one, other)
+    async with open_store(rows=8, disk=256, deadline_s=0.3) as store:
+
+        async def poll(keys: list[bytes]) -> int:
+            # Slower than anybody keeps chunks for it.
+            while (count := store.lookup_prefix(keys)) is None:
+                await asyncio.sleep(0.05)
+            return count
+
+        found = await asyncio.wait_for(asyncio.gather(poll(one), poll(other)), 10.0)
+        assert max(found) == 8
+
+
+async def test_one_of_two_that_wait_for_the_same_can_be_cancelled(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=8, disk=256) as store:
+        gate = hold(monkeypatch, "read")
+        one = asyncio.create_task(store.resolve(PROMPT))
+        other = asyncio.create_task(store.resolve(PROMPT))
+        await until(lambda: store.stats().waiting == 1)
+        await cancel(one)
+        assert store.stats().waiting == 1
+        gate.set()
+        assert await other == 6
+        assert await contents(store, PROMPT) == payloads(PROMPT)
+        assert busy(store) == 0
+
+
+async def test_all_who_get_and_resolve_the_same_are_served(open_store: Open) -> None:
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=8, disk=256) as store:
+
+        async def both() -> list[bytes]:
+            return await contents(store, PROMPT[: await store.resolve(PROMPT)])
+
+        got = await asyncio.gather(
+            *(both() for _ in range(4)), *(contents(store, PROMPT) for _ in range(4))
+        )
+        assert got == [payloads(PROMPT)] * 8
+        assert busy(store) == 0
+
+
+async def test_a_list_that_its_owner_changes_afterwards_does_no_harm(open_store: Open) -> None:
+    async with open_store(rows=8) as store:
+        keys = PROMPT[:3]
+        assert await store.put(keys, payloads(keys)) == 3
+        assert store.lookup_prefix(keys) == 3
+        keys.append(PROMPT[3])
+        assert store.lookup_prefix(keys) == 3
+        async with store.get(keys) as chunks:
+            keys.clear()
+            assert len(chunks) == 3
+        assert busy(store) == 0
+    assert not store._prompts._open
+    assert not store._prompts._asked
+    assert not store._prompts._heads
+    assert not store._prompts._rests
+    assert not store._prompts._leasing
+    assert store._prompts._keys == 0
+
+
+async def test_what_is_remembered_of_requests_is_bounded(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_OPEN", 16)
+    async with open_store(rows=8, admission=["doorkeeper"]) as store:
+        for number in range(500):
+            keys = keys_of(str(number), 3)
+            assert store.lookup_prefix(keys) == 0
+            async with store.get(keys[:1]):
+                pass
+            await store.put(keys, payloads(keys))
+        assert len(store._prompts._open) <= 17
+        assert len(store._core._requests) <= 17
+        assert len(store._core.chains._chains) <= 17
+
+
+async def test_who_is_silent_for_long_is_taken_for_ended(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with open_store(rows=8, lease_s=0.01) as store:
+        monkeypatch.setattr(store._prompts, "_linger", 0.02)
+        await store.put(PROMPT, payloads(PROMPT), "named")
+        assert store.lookup_prefix(PROMPT) == 6
+        assert len(store._prompts._open) == 2
+        await asyncio.sleep(0.05)
+        assert store.lookup_prefix([b"other"]) == 0
+        assert len(store._prompts._open) == 1
