@@ -65,12 +65,13 @@ class Puts:
     ) -> int:
         """Store `sources` under `keys` for the request `name`; returns the leading keys stored."""
         rows = self._region.rows
+        width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
         while offered < len(keys):
             here = [key for key in here if not self._core.may_go_below(key)]
             # A later part may not cost an earlier one its place.
-            end = offered + min(max(1, rows // 2), rows - len(here))
+            end = offered + min(width, rows - len(here))
             part = keys[offered:end]
             if not part or not await self._portion(part, sources[offered:end], name):
                 break

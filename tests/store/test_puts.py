@@ -1,0 +1,308 @@
+"""Puts are served in order, each chunk once; a flush ends with what was stored before it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.store import COPY_INLINE_BYTES
+from tests.store.support import (
+    CHUNK,
+    Open,
+    busy,
+    cancel,
+    contents,
+    hold,
+    keys_of,
+    payloads,
+    until,
+)
+from tiers import Transfer
+from tiers.disk import DiskTier
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:
+    """Let a method of the disk tier take its time."""
+    real = getattr(DiskTier, method)
+
+    async def slowed(self: DiskTier, *args: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await real(self, *args)
+
+    monkeypatch.setattr(DiskTier, method, slowed)
+
+
+# -- flushing --------------------------------------------------------------------------------
+
+
+async def test_a_flush_ends_while_others_go_on_putting(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "write", 0.002)
+    async with open_store(rows=64, disk=1024) as store:
+        before = keys_of("before", 8)
+        numbers = itertools.count()
+
+        async def write() -> None:
+            while True:
+                keys = keys_of(f"later {next(numbers)}", 4)
+                await store.put(keys, payloads(keys))
+
+        writers = [asyncio.create_task(write()) for _ in range(8)]
+        try:
+            await asyncio.sleep(0.02)
+            for _ in range(3):
+                await store.put(before, payloads(before))
+                assert await store.flush(10.0)
+                assert all(key in store._core.tiers[0].entries for key in before)
+                before = keys_of(f"before {next(numbers)}", 8)
+        finally:
+            for writer in writers:
+                await cancel(writer)
+
+
+async def test_a_flush_waits_for_each_chunk_that_was_stored_before(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = keys_of("early", 2), keys_of("late", 20)
+    gate = asyncio.Event()
+    real = DiskTier.write
+
+    async def write(self: DiskTier, keys: Sequence[bytes], *args: Any) -> Transfer:
+        if keys[0] in early:
+            await gate.wait()
+        return await real(self, keys, *args)
+
+    monkeypatch.setattr(DiskTier, "write", write)
+    async with open_store(rows=64, disk=64) as store:
+        await store.put(early, payloads(early))
+        flushing = asyncio.create_task(store.flush())
+        await store.put(late, payloads(late))
+        await until(lambda: store.stats().tiers[0].written == 20)
+        # As many have come since as were waited for.
+        await asyncio.sleep(0.05)
+        assert not flushing.done()
+        gate.set()
+        assert await asyncio.wait_for(flushing, 5.0)
+        assert store.stats().tiers[0].written == 22
+
+
+async def test_a_flush_does_not_wait_for_what_is_put_meanwhile(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = keys_of("early", 2), keys_of("late", 2)
+    gate = asyncio.Event()
+    real = DiskTier.write
+
+    async def write(self: DiskTier, keys: Sequence[bytes], *args: Any) -> Transfer:
+        if keys[0] in late:
+            await gate.wait()
+        await asyncio.sleep(0.01)
+        return await real(self, keys, *args)
+
+    monkeypatch.setattr(DiskTier, "write", write)
+    async with open_store(rows=64, disk=64) as store:
+        await store.put(early, payloads(early))
+        flushing = asyncio.create_task(store.flush())
+        await asyncio.sleep(0)
+        await store.put(late, payloads(late))
+        assert await asyncio.wait_for(flushing, 5.0)
+        assert store.stats().tiers[0].written == 2
+        gate.set()
+
+
+async def test_a_flush_saves_also_what_would_be_copied_only_when_given_up(
+    open_store: Open, tmp_path: Path
+) -> None:
+    disk = {"type": "disk", "path": tmp_path, "capacity_bytes": 2**21, "segment_bytes": 2**20}
+    async with open_store(rows=16, tiers=[{**disk, "flow": "demote"}]) as store:
+        keys = keys_of("a", 4)
+        await store.put(keys, payloads(keys))
+        assert store.stats().tiers[0].chunks == 0
+        assert await store.flush(5.0)
+        assert store.stats().tiers[0].chunks == 4
+
+
+async def test_a_reset_ends_a_flush(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = hold(monkeypatch, "write")
+    async with open_store(rows=16, disk=64) as store:
+        keys = keys_of("a", 4)
+        await store.put(keys, payloads(keys))
+        flushing = asyncio.create_task(store.flush())
+        await asyncio.sleep(0.01)
+        resetting = asyncio.create_task(store.reset())
+        gate.set()
+        await asyncio.wait_for(resetting, 5.0)
+        assert await asyncio.wait_for(flushing, 5.0)
+
+
+# -- putting ---------------------------------------------------------------------------------
+
+
+async def test_puts_that_wait_for_room_are_served_in_order(open_store: Open) -> None:
+    async with open_store(rows=8, deadline_s=10.0) as store:
+        leased = keys_of("leased", 8)
+        await store.put(leased, payloads(leased))
+        served: list[str] = []
+
+        async def put(name: str, count: int) -> int:
+            keys = keys_of(name, count)
+            stored = await store.put(keys, payloads(keys))
+            served.append(name)
+            return stored
+
+        async with store.get(leased):
+            puts = [
+                asyncio.create_task(put(f"put {number}", 6 if number == 0 else 1))
+                for number in range(6)
+            ]
+            await asyncio.sleep(0.05)
+            assert not served
+        assert await asyncio.wait_for(asyncio.gather(*puts), 5.0) == [6, 1, 1, 1, 1, 1]
+        assert served == [f"put {number}" for number in range(6)]
+
+
+async def test_no_put_starves_while_others_go_on(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "write", 0.001)
+    async with open_store(rows=8, disk=4096, deadline_s=0.2, write_queue_bytes=2 * CHUNK) as store:
+        stored: list[int] = []
+
+        async def user(number: int) -> None:
+            for turn in range(12):
+                keys = keys_of(f"{number}/{turn}", 4)
+                stored.append(await store.put(keys, payloads(keys)))
+
+        await asyncio.gather(*(user(number) for number in range(12)))
+        assert len(stored) == 144
+        assert set(stored) == {4}
+
+
+async def test_nothing_is_stored_twice_under_load(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "write", 0.001)
+    async with open_store(rows=8, disk=1024, deadline_s=2.0, write_queue_bytes=2 * CHUNK) as store:
+        prompts = [keys_of(str(number), 20) for number in range(16)]
+        found = await asyncio.gather(*(store.put(keys, payloads(keys)) for keys in prompts))
+        assert found == [20] * 16
+        assert store.stats().stored == 320
+        assert await store.flush(10.0)
+        for keys in prompts:
+            assert await contents(store, keys[:8]) == payloads(keys[:8])
+
+
+async def test_wide_puts_without_a_disk_store_each_chunk_once(open_store: Open) -> None:
+    size = COPY_INLINE_BYTES
+    async with open_store(rows=8, chunk_bytes=size, deadline_s=0.5) as store:
+        prompts = [keys_of(str(number), 6) for number in range(8)]
+        await asyncio.gather(*(store.put(keys, payloads(keys, size)) for keys in prompts))
+        assert store.stats().stored <= 48
+        assert busy(store) == 0
+
+
+async def test_wide_puts_let_others_in_between(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "write", 0.002)
+    async with open_store(rows=8, disk=4096, deadline_s=5.0, write_queue_bytes=4 * CHUNK) as store:
+        wide = keys_of("wide", 400)
+        putting = asyncio.create_task(store.put(wide, payloads(wide)))
+        await until(lambda: store.stats().stored >= 8)
+        for number in range(4):
+            keys = keys_of(f"small {number}", 2)
+            assert await store.put(keys, payloads(keys)) == 2
+        assert store.stats().stored < 300, "the wide one is not done"
+        assert await putting == 400
+
+
+async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) -> None:
+    async with open_store(rows=4, deadline_s=0.2) as store:
+        leased = keys_of("leased", 4)
+        await store.put(leased, payloads(leased))
+        async with store.get(leased):
+            start = time.monotonic()
+            puts = [store.put(keys_of(str(n), 1), [bytes(CHUNK)]) for n in range(20)]
+            assert await asyncio.gather(*puts) == [0] * 20
+            assert time.monotonic() - start < 2.0
+
+
+async def test_who_is_cancelled_in_line_holds_nobody_up(open_store: Open) -> None:
+    async with open_store(rows=4, deadline_s=10.0) as store:
+        leased = keys_of("leased", 4)
+        await store.put(leased, payloads(leased))
+        async with store.get(leased):
+            puts = [
+                asyncio.create_task(store.put(keys_of(str(n), 1), [bytes(CHUNK)])) for n in range(6)
+            ]
+            await asyncio.sleep(0.03)
+            for doomed in (puts[0], puts[2], puts[5]):
+                await cancel(doomed)
+        rest = await asyncio.wait_for(asyncio.gather(puts[1], puts[3], puts[4]), 5.0)
+        assert rest == [1, 1, 1]
+        assert not store._puts._turns.taken
+        assert busy(store) == 0
+
+
+async def test_a_turn_that_comes_to_one_who_is_cancelled_is_passed_on(open_store: Open) -> None:
+    async with open_store(rows=4, deadline_s=10.0) as store:
+        turns = store._puts._turns
+        assert await turns.take(1.0)
+        second = asyncio.create_task(turns.take(1.0))
+        third = asyncio.create_task(turns.take(1.0))
+        await asyncio.sleep(0)
+        turns.give()
+        second.cancel()
+        assert await asyncio.wait_for(third, 1.0)
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+
+async def test_two_puts_of_the_same_chunks_both_wait_for_them(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * COPY_INLINE_BYTES
+    gate = threading.Event()
+    copyto = np.copyto
+
+    def held(*args: Any) -> None:
+        gate.wait(5.0)
+        copyto(*args)
+
+    monkeypatch.setattr(np, "copyto", held)
+    async with open_store(rows=8, chunk_bytes=size) as store:
+        keys = keys_of("a", 4)
+        first = asyncio.create_task(store.put(keys, payloads(keys, size)))
+        await until(lambda: busy(store) == 4)
+        second = asyncio.create_task(store.put(keys, payloads(keys, size)))
+        await asyncio.sleep(0.05)
+        assert not second.done(), "nothing is there yet"
+        gate.set()
+        assert await asyncio.gather(first, second) == [4, 4]
+        assert store.stats().stored == 4
+
+
+async def test_who_waits_for_room_when_the_store_closes_is_told(open_store: Open) -> None:
+    async with open_store(rows=2, deadline_s=30.0) as store:
+        leased = keys_of("leased", 2)
+        await store.put(leased, payloads(leased))
+        lease = store.get(leased)
+        await lease.__aenter__()
+        puts = [
+            asyncio.create_task(store.put(keys_of(str(n), 1), [bytes(CHUNK)])) for n in range(3)
+        ]
+        await asyncio.sleep(0.02)
+    for putting in puts:
+        with pytest.raises(KVStoreError, match="closed"):
+            await asyncio.wait_for(putting, 5.0)
+    await lease.__aexit__(None, None, None)
