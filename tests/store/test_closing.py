@@ -1,0 +1,266 @@
+"""However often it is cancelled, a store that closes lets go of its threads and its lane."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.errors import KVStoreError
+from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads, until
+from tiers import PinnedRegion
+from tiers.disk import DiskTier
+
+KEYS = keys_of("a", 4)
+
+
+def io_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "-io-" in thread.name]
+
+
+async def everything_is_free(open_store: Open) -> None:
+    assert io_threads() == []
+    async with open_store(disk=32) as store:
+        assert "lane-0" in store.description
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+async def test_a_store_that_is_cancelled_while_it_drains_closes(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, times: int, pause: float
+) -> None:
+    real = DiskTier.write
+
+    async def slow(self: DiskTier, *args: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await real(self, *args)
+
+    monkeypatch.setattr(DiskTier, "write", slow)
+    entered = asyncio.Event()
+
+    async def use() -> None:
+        async with open_store(disk=32, rows=16, write_queue_bytes=CHUNK) as store:
+            await store.put(KEYS, payloads(KEYS))
+            entered.set()
+
+    using = asyncio.create_task(use())
+    await entered.wait()
+    await asyncio.sleep(0)
+    start = time.monotonic()
+    for _ in range(times):
+        using.cancel()
+        await asyncio.sleep(pause)
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert time.monotonic() - start < 5.0
+    monkeypatch.undo()
+    await everything_is_free(open_store)
+
+
+async def test_a_timeout_that_passes_while_it_closes_is_a_timeout(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold(monkeypatch, "close")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1), open_store(disk=32) as store:
+            await store.put(KEYS, payloads(KEYS))
+            asyncio.get_running_loop().call_later(0.2, gate.set)
+    monkeypatch.undo()
+    await everything_is_free(open_store)
+
+
+async def test_a_task_that_is_cancelled_while_its_store_is_in_use_and_again_while_it_closes(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold(monkeypatch, "close")
+    inside = asyncio.Event()
+
+    async def use() -> None:
+        async with open_store(disk=32) as store:
+            await store.put(KEYS, payloads(KEYS))
+            inside.set()
+            await asyncio.sleep(60)
+
+    using = asyncio.create_task(use())
+    await inside.wait()
+    for _ in range(4):
+        using.cancel()
+        await asyncio.sleep(0.02)
+        assert not using.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    monkeypatch.undo()
+    await everything_is_free(open_store)
+
+
+async def test_what_was_stored_on_disk_before_a_cancelled_close_is_found(
+    open_store: Open,
+) -> None:
+    async def use() -> None:
+        async with open_store(disk=32) as store:
+            await store.put(KEYS, payloads(KEYS))
+            await store.flush()
+            await asyncio.sleep(60)
+
+    using = asyncio.create_task(use())
+    await asyncio.sleep(0.2)
+    using.cancel()
+    await asyncio.sleep(0)
+    await cancel(using)
+    async with open_store(disk=32) as store:
+        assert await contents(store, KEYS) == payloads(KEYS)
+
+
+async def test_calls_are_refused_as_soon_as_a_hasty_close_began(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold(monkeypatch, "close")
+    async with open_store(disk=32) as store:
+        closing = asyncio.create_task(store._close())
+        await until(lambda: store._driver.closed)
+        with pytest.raises(KVStoreError, match="closed"):
+            store.lookup_prefix(KEYS)
+        gate.set()
+        await closing
+
+
+@pytest.mark.parametrize("what", ["flush", "reset", "put", "resolve"])
+async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async with open_store(disk=32, rows=8) as store:
+        await store.put(KEYS, payloads(KEYS))
+        await store.flush()
+        gates = [hold(monkeypatch, method) for method in ("write", "read", "clear")]
+        others = keys_of("others", 4)
+        await store.put(others, payloads(others))
+        calls = {
+            "flush": store.flush,
+            "reset": store.reset,
+            "put": lambda: store.put(keys_of("wide", 12), payloads(keys_of("wide", 12))),
+            "resolve": lambda: store.resolve(keys_of("x", 2)),
+        }
+        running = asyncio.ensure_future(calls[what]())
+        await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running})
+        for gate in gates:
+            gate.set()
+        fresh = keys_of("fresh", 4)
+        await until(lambda: not store._core.in_flight)
+        assert await store.put(fresh, payloads(fresh)) == 4
+        assert await contents(store, fresh) == payloads(fresh)
+        assert await store.flush(10.0)
+    await everything_is_free(open_store)
+
+
+async def test_an_open_that_is_cancelled_again_and_again_lets_go(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    regions: list[PinnedRegion] = []
+    real = DiskTier.open
+
+    def slow(self: DiskTier, region: PinnedRegion) -> Any:
+        regions.append(region)
+        entered.set()
+        gate.wait(5.0)
+        return real(self, region)
+
+    async def use() -> None:
+        async with open_store(disk=32):
+            raise AssertionError("it was cancelled")
+
+    monkeypatch.setattr(DiskTier, "open", slow)
+    opening = asyncio.create_task(use())
+    await until(entered.is_set)
+    for _ in range(3):
+        opening.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait({opening})
+    assert opening.cancelled()
+    gate.set()
+    await until(lambda: not io_threads() and regions[0]._memory is None)
+    monkeypatch.undo()
+    await everything_is_free(open_store)
+
+
+PROGRAM = """
+    import asyncio, sys, threading, kvstore
+
+    path, when = sys.argv[1:]
+    size = 65536
+    config = {
+        "cpu_bytes_to_use": 64 * size,
+        "chunk_bytes": size,
+        "drain_s": 30.0,
+        "record_trace": path + ".trace",
+        "tiers": [
+            {"type": "disk", "path": path, "segment_bytes": "8MiB", "capacity_bytes": "64MiB"}
+        ],
+    }
+
+    async def use(opened):
+        async with kvstore.open(config) as store:
+            keys = [bytes([n]) * 32 for n in range(32)]
+            await store.put(keys, [bytes(size)] * 32)
+            opened.set()
+            if when == "in use":
+                await asyncio.sleep(3600)
+
+    async def main():
+        opened = asyncio.Event()
+        using = asyncio.create_task(use(opened))
+        await asyncio.wait_for(opened.wait(), 30)
+        if when == "closing":
+            await asyncio.sleep(0)
+        # The loop ends, and cancels everything that is left.
+
+    asyncio.run(main())
+    print([thread.name for thread in threading.enumerate() if "-io-" in thread.name])
+    async def again():
+        async with kvstore.open(config) as store:
+            print("lane-0" in store.description)
+    asyncio.run(again())
+"""
+
+
+@pytest.mark.parametrize("when", ["in use", "closing"])
+def test_a_loop_that_ends_under_a_store_closes_it(tmp_path: Path, when: str) -> None:
+    start = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "cache"), when],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\nTrue\n", "")
+    assert time.monotonic() - start < 20.0
+
+
+async def test_leaving_on_another_loop_does_not_close_the_store(open_store: Open) -> None:
+    opened = open_store(disk=32)
+    store = await opened.__aenter__()
+    with pytest.raises(KVStoreError, match="belongs to the loop of thread"):
+        await asyncio.to_thread(lambda: asyncio.run(store._close()))
+    assert await store.put(KEYS, payloads(KEYS)) == 4
+    await opened.__aexit__(None, None, None)
+    await everything_is_free(open_store)
+
+
+async def test_a_description_is_kept_after_the_end(open_store: Open) -> None:
+    async with kvstore.open({"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK}) as store:
+        pass
+    assert "host" in store.description
