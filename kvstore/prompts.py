@@ -11,6 +11,9 @@ names the request says so itself. For all others it is told by the keys:
 Two users that ask for the same prompt at the same time can be taken for each
 other; as they use the same chunks, nothing is lost by that.
 
+A request without a name that has had or stored all that is known of its prompt is
+over for the policies. The recording waits a while longer: its answer may be put too.
+
 What was fetched for a lookup is leased until it is got. Without a name nobody
 promises to come back: such leases end as soon as others wait for room and nobody
 has asked for `UNNAMED_SECONDS`.
@@ -21,9 +24,10 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.core import Core
+from kvstore.types import group_of
 
 __all__ = ["Prompt", "Prompts"]
 
@@ -43,6 +47,9 @@ MOST_ENDS = 8
 """Requests that one step ends."""
 
 
+Record = Callable[[Sequence[Sequence[bytes]], float], None]
+
+
 class Stage(enum.IntEnum):
     """What the last call for a request did."""
 
@@ -60,11 +67,13 @@ class Prompt:
         stage: see `Stage`.
         told: the answer to its last lookup; None while there is none.
         reach: leading keys that it has had or stored.
+        since: when it was first heard of.
         used: when it was last heard of.
         busy: calls that run for it.
+        chains: what of it is over and not recorded so far, by group.
     """
 
-    __slots__ = ("busy", "id", "keys", "named", "reach", "stage", "told", "used")
+    __slots__ = ("busy", "chains", "id", "keys", "named", "reach", "since", "stage", "told", "used")
 
     def __init__(self, name: str, keys: Sequence[bytes], now: float, *, named: bool) -> None:
         self.id = name
@@ -73,8 +82,9 @@ class Prompt:
         self.stage = Stage.ASKED
         self.told: int | None = None
         self.reach = 0
-        self.used = now
+        self.since = self.used = now
         self.busy = 0
+        self.chains: dict[bytes, list[bytes]] = {}
 
 
 class Prompts:
@@ -82,10 +92,16 @@ class Prompts:
 
     Args:
         lease: seconds for which a named lookup is kept for.
+        record: told the keys of each request that has ended, by group, and when it began.
     """
 
-    def __init__(self, core: Core, lease: float) -> None:
+    def __init__(self, core: Core, lease: float, record: Record | None = None) -> None:
         self._core = core
+        self._record = record
+        self._ending: Prompt | None = None
+        self._now = 0.0
+        if record is not None:
+            core.chains.on_end = self._over
         self._linger = max(LINGER_SECONDS, lease)
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Prompt] = OrderedDict()
@@ -177,7 +193,10 @@ class Prompts:
             if not prompt.named:
                 _take_out(self._heads, prompt.keys[0], prompt)
         if not prompt.named or prompt.id not in self._open:
-            self._core.on_request_finished(prompt.id)
+            self._finish(prompt)
+        if prompt.chains and self._record is not None:
+            self._record(list(prompt.chains.values()), prompt.since)
+            prompt.chains = {}
 
     def finish(self, request: str) -> None:
         """The request of this name has ended."""
@@ -190,9 +209,16 @@ class Prompts:
     def returned(self, prompt: Prompt) -> None:
         """A call that made the request `busy` has ended."""
         prompt.busy -= 1
-        if not prompt.busy and self._open.get(prompt.id) is not prompt:
+        if prompt.busy:
+            return
+        if self._open.get(prompt.id) is not prompt:
             # It had ended before.
             self.end(prompt)
+        elif not prompt.named and prompt.reach >= len(prompt.keys):
+            if self._record is None:
+                self.end(prompt)
+            else:
+                self._finish(prompt)
 
     def given_up(self, prompt: Prompt) -> None:
         """A wait that made the request `busy` was cancelled: without a name nobody asks again."""
@@ -211,6 +237,7 @@ class Prompts:
         Args:
             crowded: whether others wait for room.
         """
+        self._now = now
         if crowded:
             leasing, silent = self._leasing, now - UNNAMED_SECONDS
             while leasing and (prompt := next(iter(leasing.values()))).used <= silent:
@@ -303,6 +330,24 @@ class Prompts:
             if worth > best and _agree(prompt.keys, keys):
                 found, best = prompt, worth
         return found
+
+    def _finish(self, prompt: Prompt) -> None:
+        self._ending = prompt
+        self._core.on_request_finished(prompt.id)
+        self._ending = None
+
+    def _over(self, chains: Sequence[Sequence[bytes]]) -> None:
+        """The core is done with the keys of a request."""
+        prompt = self._ending
+        if prompt is None:
+            # It remembers too many.
+            assert self._record is not None
+            self._record(chains, self._now)
+            return
+        for chain in chains:
+            whole = prompt.chains.setdefault(group_of(chain[0]), [])
+            known = set(whole)
+            whole += [key for key in chain if key not in known]
 
     def _show(self, prompt: Prompt, start: int, keys: Sequence[bytes]) -> None:
         """From `start` on, `keys` are those of its prompt."""

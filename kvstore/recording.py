@@ -114,17 +114,20 @@ class Recorder:
         self._thread = threading.Thread(target=self._serve, name="kvstore-recorder", daemon=True)
         self._thread.start()
 
-    def add(self, chains: Keys) -> None:
+    def add(self, chains: Keys, seconds_ago: float = 0.0) -> None:
         """A request that used `chains`, one for each group, has ended. Never waits, never raises.
 
         The caller does not change `chains` afterwards.
+
+        Args:
+            seconds_ago: how long ago it came, where that is known.
         """
         count = sum(map(len, chains))
         if self._waiting + count > MOST_WAITING:
             self.dropped += 1
             return
         self._waiting += count
-        self._queue.append((time.time(), chains))
+        self._queue.append((time.time() - seconds_ago, chains))
 
     def close(self) -> None:
         """Write what waits and end."""
@@ -223,7 +226,10 @@ class Recorder:
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """When a request ended, in seconds since 1970, and its keys as hashes, by group."""
+    """A request's time, in seconds since 1970, and its keys as hashes, by group.
+
+    The time is that of its first call where the recorder was told, else of its end.
+    """
 
     time: float
     chains: list[array[int]]
@@ -231,7 +237,7 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class Recording:
-    """What a recording holds, oldest first.
+    """What a recording holds, in the order in which requests ended.
 
     `torn` says whether the end of a file cut a record off.
     """

@@ -148,7 +148,9 @@ class Store:
         self._region = assembly.region
         self._home = Home()
         self._driver = Driver(self._core, assembly.tiers, self._home)
-        self._prompts = Prompts(self._core, config.lease_s)
+        self._prompts = Prompts(
+            self._core, config.lease_s, self._record if assembly.recorder is not None else None
+        )
         self._puts = Puts(
             self._core,
             self._region,
@@ -392,6 +394,11 @@ class Store:
 
     def _expire(self, now: float) -> None:
         self._prompts.expire(now, crowded=self._core.waiting > 0 or self._puts.waiting)
+
+    def _record(self, chains: Sequence[Sequence[bytes]], since: float) -> None:
+        recorder = self._assembly.recorder
+        if recorder is not None:
+            recorder.add(chains, time.monotonic() - since)
 
     async def _save(self, timeout: float | None) -> bool:
         """`flush`; also ends when the store is in a hurry to close."""

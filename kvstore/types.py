@@ -1,8 +1,9 @@
 """Words that the core, the tiers and the faces share.
 
 A *key* is ``bytes``: a block hash followed by the 4-byte big-endian index of
-its KV cache group. A *row* is a chunk's place in host memory, a *slot* its
-place on a slower tier; both are plain integers.
+its KV cache group, which is below 256; with one group it can do without. A
+*row* is a chunk's place in host memory, a *slot* its place on a slower tier;
+both are plain integers.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ def check_key(key: bytes) -> bytes:
 
 
 def group_of(key: bytes) -> bytes:
-    """The KV cache group of a key: its last four bytes."""
-    return key[-4:]
+    """The KV cache group of a key: its last four bytes, where they are the index of one.
+
+    A key without such an index belongs to no group: the answer is empty.
+    """
+    return key[-4:] if len(key) > 4 and key[-4:-1] == b"\0\0\0" else b""
 
 
 class Op(enum.Enum):

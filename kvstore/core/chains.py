@@ -124,8 +124,8 @@ class Chains:
                 self._append(
                     chain,
                     group,
-                    [key for key in keys if key.endswith(group)],
-                    [key for key in fresh if key.endswith(group)],
+                    [key for key in keys if group_of(key) == group],
+                    [key for key in fresh if group_of(key) == group],
                 )
         chains = self._chains
         while len(chains) > MAX_REQUESTS or (self._keys > MAX_KEYS and len(chains) > 1):

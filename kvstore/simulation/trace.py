@@ -13,6 +13,7 @@ they hold:
 
 from __future__ import annotations
 
+import heapq
 import json
 import lzma
 import os
@@ -27,7 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TraceError
-from kvstore.recording import MAGIC, Progress, RecordingStream, open_compressed
+from kvstore.recording import (
+    MAGIC,
+    Progress,
+    RecordedRequest,
+    RecordingStream,
+    open_compressed,
+)
 from kvstore.simulation.numbering import Numbering, hashes_of
 
 __all__ = ["Trace", "read_trace"]
@@ -36,6 +43,9 @@ Ids = Sequence[Any]
 
 AT_ONCE = 2**20
 """Ids that are numbered at once, about."""
+
+MOST_AT_ONCE = 4096
+"""Requests that a server has at one time, at most: only those can end in another order."""
 
 MIX = 0x9E3779B97F4A7C15
 """An odd number: multiplying by it gives every 64-bit number once."""
@@ -144,10 +154,22 @@ def read_trace(
     return trace
 
 
+def _as_they_came(recording: Iterable[RecordedRequest]) -> Iterator[RecordedRequest]:
+    """By their times: requests were written as they ended, and served as they came."""
+    waiting: list[tuple[float, int, RecordedRequest]] = []
+    for number, request in enumerate(recording):
+        heapq.heappush(waiting, (request.time, number, request))
+        if len(waiting) > MOST_AT_ONCE:
+            yield heapq.heappop(waiting)[-1]
+    while waiting:
+        yield heapq.heappop(waiting)[-1]
+
+
 def _of_recording(path: Path, limit: int | None, progress: Progress) -> Trace:
     recording = RecordingStream(path, progress)
     # The groups of a hybrid model are loaded and stored each on its own.
-    chains = ((each.time, chain) for each in recording for chain in each.chains)
+    requests = _as_they_came(recording)
+    chains = ((each.time, chain) for each in requests for chain in each.chains)
     trace = Trace.of(path.name, _first(chains, limit))
     trace.chunk_bytes = recording.chunk_bytes
     return trace
