@@ -175,7 +175,7 @@ async def test_no_put_starves_while_others_go_on(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow(monkeypatch, "write", 0.001)
-    async with open_store(rows=8, disk=4096, deadline_s=0.2, write_queue_bytes=2 * CHUNK) as store:
+    async with open_store(rows=8, disk=4096, deadline_s=1.0, write_queue_bytes=2 * CHUNK) as store:
         stored: list[int] = []
 
         async def user(number: int) -> None:
