@@ -44,7 +44,7 @@ Ids = Sequence[Any]
 AT_ONCE = 2**20
 """Ids that are numbered at once, about."""
 
-MOST_AT_ONCE = 1024
+MOST_AT_ONCE = 256
 """Requests that a server has at one time, at most: only those can end in another order."""
 
 MIX = 0x9E3779B97F4A7C15
