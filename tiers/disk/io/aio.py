@@ -85,7 +85,10 @@ class AioIO(DirectIO):
         outcomes: list[int | OSError] = []
         finish = super().read_all if opcode == _PREADV else super().write_all
         for run, moved in zip(runs, context.move(opcode, places, vectors), strict=True):
-            if moved < 0:
+            if moved == -errno.EIO and opcode == _PWRITEV:
+                # What FUSE says of a short write, too: plain calls tell it from a fault.
+                outcomes += finish([run])
+            elif moved < 0:
                 outcomes.append(OSError(-moved, os.strerror(-moved)))
             elif moved < sum(len(buffer) for buffer in run.buffers):
                 # A short transfer: plain calls tell the end of the file from a fault.
