@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -144,6 +145,23 @@ async def test_a_chunk_whose_file_is_removed_is_served_from_another_lane(
     assert sorted(news.gone) == sorted(KEYS)
 
 
+async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    await owner.store([key_of(100)], [0])
+    backend = follower.bench.tier.backend  # type: ignore[attr-defined]
+    slots = [follower.entries[key] for key in KEYS]
+    assert (await follower.tier.read(KEYS, slots, ALL)).unread == []
+    fails = lambda runs: [OSError(errno.EIO, "as told") for _ in runs]  # noqa: E731
+    monkeypatch.setattr(backend, "read_all", fails)
+    done = await follower.tier.read(KEYS, slots, ALL)
+    assert done.ok == [False] * SLOTS
+    assert done.unread == ALL
+
+
 # -- what a look costs -----------------------------------------------------------------------
 
 
@@ -276,7 +294,7 @@ async def test_closing_does_not_wait_for_a_look_that_hangs(
     follower = follow()
     begun, gate = threading.Event(), threading.Event()
 
-    def hangs(folder: Path) -> list[tuple[int, Path]]:
+    def hangs(*arguments: Any) -> list[tuple[int, Path]]:
         begun.set()
         assert gate.wait(20)
         return []

@@ -93,7 +93,8 @@ class FollowedLanes(Tier):
     ) -> Transfer:
         known = self._known
         ok = [False] * len(keys)
-        told = await self._read_at(known, keys, slots, rows, ok)
+        unread: set[int] = set()
+        told = await self._read_at(known, keys, slots, rows, ok, unread)
         tried: dict[int, set[int]] = {}
         while True:
             # What its owner has rewritten may lie elsewhere too.
@@ -105,16 +106,20 @@ class FollowedLanes(Tier):
                     seen.add(place)
                     again.append((index, place))
             if not again:
-                return Transfer(ok, None if all(ok) else told)
+                unread = {index for index in unread if not ok[index]}
+                return Transfer(ok, None if all(ok) else told, sorted(unread))
             found = [False] * len(again)
+            failed: set[int] = set()
             error = await self._read_at(
                 known,
                 [keys[index] for index, _ in again],
                 [place for _, place in again],
                 [rows[index] for index, _ in again],
                 found,
+                failed,
             )
             told = told or error
+            unread.update(again[at][0] for at in failed)
             for (index, _), one in zip(again, found, strict=True):
                 ok[index] = one
 
@@ -125,8 +130,12 @@ class FollowedLanes(Tier):
         slots: Sequence[int],
         rows: Sequence[int],
         ok: list[bool],
+        unread: set[int],
     ) -> str | None:
-        """Read each key at its place, by the threads of its path; what went wrong first."""
+        """Read each key at its place, by the threads of its path; what went wrong first.
+
+        `unread` gets those of which a call failed.
+        """
         count = len(self._volumes)
         paths = np.array(slots, np.int64) // SLOTS_PER_SEGMENT % count
         shares = [np.nonzero(paths == index)[0].tolist() for index in range(count)]
@@ -144,7 +153,7 @@ class FollowedLanes(Tier):
                     volume,
                     watch,
                     [[share[index] for index in extent] for extent in batch],
-                    (keys, slots, rows, ok),
+                    (keys, slots, rows, ok, unread),
                 )
                 for batch in cut_batches(extents, size, threads)
             ]
@@ -173,9 +182,9 @@ class FollowedLanes(Tier):
         volume: Volume,
         watch: Watch,
         batch: Sequence[Sequence[int]],
-        job: tuple[Sequence[bytes], Sequence[int], Sequence[int], list[bool]],
+        job: tuple[Sequence[bytes], Sequence[int], Sequence[int], list[bool], set[int]],
     ) -> str | None:
-        keys, slots, rows, ok = job
+        keys, slots, rows, ok, unread = job
         reached: list[Sequence[int]] = []
         wanted: list[Extent] = []
         for extent in batch:
@@ -194,8 +203,10 @@ class FollowedLanes(Tier):
             )
         told: str | None = None
         for extent, outcome in zip(reached, read_extents(volume.backend, wanted), strict=True):
-            for index, one in zip(extent, outcome.ok, strict=True):
+            for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
                 ok[index] = one
+                if not one and slots[extent[0]] % SLOTS_PER_SEGMENT + place not in outcome.wrong:
+                    unread.add(index)
             # That an owner rewrote a slot is its right, not an error.
             if not outcome.wrong:
                 told = told or outcome.error
