@@ -119,7 +119,7 @@ class Core:
         self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
         for tier in self.tiers:
-            tier.watch(now, elapsed, self.line.deadline)
+            tier.watch(now, elapsed, self.line.deadline, self.line.ceiling)
             self.traffic.judge(tier)
         for request in self.line.expire(now):
             self._drop_if_idle(request)

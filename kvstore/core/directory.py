@@ -76,7 +76,7 @@ class TierDirectory:
         self.growing = False
         self.growing_since = 0.0
         self.cannot_grow = False
-        """Growth failed: new chunks displace old ones meanwhile."""
+        """Growth failed, or never ends: new chunks displace old ones meanwhile."""
         self.growing_slowly = False
         """Growth takes too long: what finds no free slot meanwhile is not stored here."""
         self.slow = False
@@ -163,7 +163,8 @@ class TierDirectory:
     @property
     def full_for_now(self) -> bool:
         """Whether there is no room before a growth ends that takes long."""
-        return self.growing and self.growing_slowly and not self.free
+        slowly = self.growing and self.growing_slowly and not self.cannot_grow
+        return slowly and not self.free
 
     @property
     def wants_growth(self) -> bool:
@@ -372,11 +373,12 @@ class TierDirectory:
             if key in entries:
                 policy.touch(key)
 
-    def watch(self, now: float, elapsed: float, patience: float) -> None:
+    def watch(self, now: float, elapsed: float, patience: float, ceiling: float) -> None:
         """Bring pace and silence up to date, once a step.
 
         When the step before lies further back than `patience`, `elapsed` says
-        more of the caller than of the tier.
+        more of the caller than of the tier. Growth that takes longer than `ceiling`
+        is taken for one that never ends.
         """
         self._now = now
         if self._faulty:
@@ -393,7 +395,10 @@ class TierDirectory:
         else:
             self.silent += min(elapsed, patience / 2)
         self.heard = False
-        self.growing_slowly = self.growing and now - self.growing_since >= 2 * patience
+        growing_for = now - self.growing_since if self.growing else 0.0
+        self.growing_slowly = growing_for >= 2 * patience
+        if growing_for >= max(ceiling, 2 * patience):
+            self.cannot_grow = True
         if self.reading or elapsed >= patience:
             self._unhindered = now
         if self.silent < patience and self.writing_for(now) >= 2 * patience:

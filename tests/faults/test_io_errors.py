@@ -263,7 +263,7 @@ async def test_a_disk_that_grows_slowly_keeps_what_it_has_and_says_so(
         assert await caller.save(range(SLOTS // 2)) == set(range(SLOTS // 2))
         faulty.obey(
             {"op": "write", **BLOCKS, "delay": 0.05},
-            *({"op": op, "path": "segment-", "delay": 4.0} for op in ("create", "fallocate")),
+            *({"op": op, "path": "segment-", "delay": 0.8} for op in ("create", "fallocate")),
         )
         async with running_loop():
             for start in range(100, 100 + 4 * SLOTS, 4):
@@ -331,7 +331,7 @@ async def test_growth_that_never_ends_makes_new_chunks_take_the_place_of_old(
             async with running_loop():
                 for start in range(0, 4 * SLOTS, SLOTS):
                     await caller.put(range(start, start + SLOTS))
-                    await asyncio.sleep(DEADLINE)
+                    await asyncio.sleep(CEILING / 2)
                 await until(lambda: caller.asked() and caller.store._core.unsaved == 0)
                 caller.forget_host()
                 assert await caller.each(range(3 * SLOTS, 4 * SLOTS))
