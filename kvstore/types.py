@@ -126,6 +126,10 @@ class News:
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
     gone: list[bytes] = field(default_factory=list)
 
+    def split(self, count: int) -> tuple[News, News]:
+        """What is gone and the first `count` that appeared, and the rest."""
+        return News(self.appeared[:count], self.gone), News(self.appeared[count:])
+
 
 @dataclass(slots=True)
 class Event:

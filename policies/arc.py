@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import put_back, take
+from policies.queues import Later, let_go, put_back, take
 
 __all__ = ["ARC"]
 
@@ -37,6 +37,9 @@ class ARC(EvictionPolicy):
         super().__init__(capacity)
         self._t1: _List = OrderedDict()
         self._t2: _List = OrderedDict()
+        # Those of T1 and T2 that are held.
+        self._held1: dict[bytes, None] = {}
+        self._held2: dict[bytes, None] = {}
         # True once p has learnt from this ghost: its key was to come, and perhaps never did.
         self._b1: OrderedDict[bytes, bool] = OrderedDict()
         self._b2: OrderedDict[bytes, bool] = OrderedDict()
@@ -49,7 +52,7 @@ class ARC(EvictionPolicy):
             del (b1 if key in b1 else b2)[key]
             self._t2[key] = None
             return
-        if len(self._t1) + len(b1) >= self.capacity:
+        if len(self._t1) + len(self._held1) + len(b1) >= self.capacity:
             if b1:
                 b1.popitem(last=False)
         elif len(self) + len(b1) + len(b2) >= 2 * self.capacity and b2:
@@ -60,16 +63,23 @@ class ARC(EvictionPolicy):
         if key in self._t1:
             del self._t1[key]
             self._t2[key] = None
-        else:
+        elif key in self._t2:
             self._t2.move_to_end(key)
+        else:
+            del (self._held1 if key in self._held1 else self._held2)[key]
+            self._t2[key] = None
 
     def remove(self, key: bytes) -> None:
-        del (self._t1 if key in self._t1 else self._t2)[key]
+        for each in (self._t1, self._t2, self._held1, self._held2):
+            if key in each:
+                del each[key]
+                return
+        raise KeyError(key)
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self):
+        if count > len(self._t1) + len(self._t2):
             return None
         # Where fewer must leave than come, the first to come have room already.
         early = max(0, len(incoming) - count)
@@ -79,23 +89,26 @@ class ARC(EvictionPolicy):
                 entered2 += 1
             else:
                 entered1 += 1
-        t1, t2 = self._t1, self._t2
+        t1, t2, held1, held2 = self._t1, self._t2, self._held1, self._held2
         victims: list[tuple[_List, bytes]] = []
         in_use1: list[tuple[bytes, None]] = []
         in_use2: list[tuple[bytes, None]] = []
         for index in range(early, early + count):
             key = incoming[index] if index < len(incoming) else None
             ghost = key is not None and self._learn(key)
-            size = len(t1) + len(in_use1) + entered1
+            size = len(t1) + len(held1) + len(in_use1) + entered1
             from_t1 = size > self._p or (size == self._p and key in self._b2)
-            lists = ((t1, in_use1), (t2, in_use2))
+            lists = ((t1, in_use1, held1), (t2, in_use2, held2))
             entry = None
-            while entry is None and (t1 or t2):
-                for queue, in_use in lists if from_t1 else lists[::-1]:
-                    entry = take(queue, protected, in_use)
-                    if entry is not None:
-                        victims.append((queue, entry[0]))
-                        break
+            try:
+                while entry is None and (t1 or t2):
+                    for queue, in_use, held in lists if from_t1 else lists[::-1]:
+                        entry = take(queue, protected, in_use, held)
+                        if entry is not None:
+                            victims.append((queue, entry[0]))
+                            break
+            except Later:
+                break
             if entry is None:
                 break
             if ghost:
@@ -113,21 +126,24 @@ class ARC(EvictionPolicy):
         t2.update(in_use2)
         return [victim for _, victim in victims] if complete else None
 
+    def release(self, keys: Iterable[bytes]) -> None:
+        let_go(keys, ((self._t1, self._held1), (self._t2, self._held2)))
+
     def clear(self) -> None:
-        for each in (self._t1, self._t2):
+        for each in (self._t1, self._t2, self._held1, self._held2):
             each.clear()
         for ghosts in (self._b1, self._b2):
             ghosts.clear()
         self._p = 0.0
 
     def __len__(self) -> int:
-        return len(self._t1) + len(self._t2)
+        return len(self._t1) + len(self._t2) + len(self._held1) + len(self._held2)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._t1 or key in self._t2
+        return key in self._t1 or key in self._t2 or key in self._held1 or key in self._held2
 
     def order(self) -> Iterable[bytes]:
-        return itertools.chain(self._t1, self._t2)
+        return itertools.chain(self._t1, self._held1, self._t2, self._held2)
 
     def _learn(self, key: bytes) -> bool:
         """Move p if `key` is a ghost that has not been learnt from; whether it is a ghost."""

@@ -11,7 +11,8 @@ The caller guarantees:
   order of arrival sheds a chain from its end;
 * what it knows of the order of a prompt it tells by `link` before the touches
   and inserts of those keys;
-* `protected` answers the same for a key throughout one `evict` call.
+* `protected` answers the same for a key throughout one `evict` call, `LATER` excepted;
+* a key that was answered `HELD` is named to `release` when it may leave again.
 
 The policy guarantees:
 
@@ -20,7 +21,10 @@ The policy guarantees:
   nothing has changed in the set of resident keys;
 * a key that `evict` met and found protected may be treated as used just now:
   this is what keeps eviction O(1) amortised while a fixed part of the keys is
-  in use;
+  in use. One that was answered `HELD` may be set aside: it stays resident, is
+  not asked about again, and comes back as used just now when the caller has said
+  by `release` that it may leave again: so eviction stays O(1) amortised also
+  while nearly all keys are in use;
 * `link`, `settle` and `incoming` are advice: without them, or with advice that
   proves wrong, everything here still holds;
 * `clear` leaves the policy as new.
@@ -30,11 +34,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-__all__ = ["EvictionPolicy", "Protected"]
+__all__ = ["HELD", "LATER", "EvictionPolicy", "Protected"]
 
-Protected = Callable[[bytes], bool]
-"""Tells whether a key may not leave now."""
+HELD: Final = 2
+"""An answer of `Protected`: the key may not leave before the caller names it to `release`."""
+
+LATER: Final = 3
+"""An answer of `Protected`: this call of `evict` has asked enough. It shall return None and
+keep its place, so that the next call goes on from there. Nothing is said of the key."""
+
+Protected = Callable[[bytes], int]
+"""Tells whether a key may not leave now: false, true, `HELD` or `LATER`. A policy may take
+the last two for true, and is slower for it."""
 
 
 class EvictionPolicy(ABC):
@@ -81,6 +94,12 @@ class EvictionPolicy(ABC):
             incoming: the keys for which room is made, in the order in which they
                 will be inserted (tail first), as far as they are known. They need
                 not be as many as `count`, and may in the end not be inserted.
+        """
+
+    def release(self, keys: Iterable[bytes]) -> None:  # noqa: B027
+        """`keys`, tail first, may leave again: the end of what `HELD` has said of them.
+
+        They are resident. Nothing is done about those that were not set aside.
         """
 
     def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:  # noqa: B027

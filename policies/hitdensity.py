@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
 from policies.density import Densities
 from policies.queues import BURST
 
@@ -30,6 +30,12 @@ _SAMPLES = 128
 
 _SIBLINGS = 64
 """Keys that wait for one and the same parent to come; more are not linked."""
+
+_SEVERED_AT_ONCE = 64
+"""Held ends from which others are freed when room is found nowhere else."""
+
+_AGED_AT_ONCE = 256
+"""Ends of chains that change their bins in one go."""
 
 _NONE = -1
 
@@ -81,6 +87,11 @@ class HitDensity(EvictionPolicy):
         self._cell = array("h")  # the queue in which it stands, if it is an end
         # Free slots. One that was removed from under its children is free when they are gone.
         self._free: list[int] = []
+        # Held residents stand in no queue. Where nobody else could leave, some are severed
+        # from what they follow, whose key stands here.
+        self._held: set[int] = set()
+        self._attached: OrderedDict[int, None] = OrderedDict()
+        self._severed: dict[int, bytes] = {}
         # Linked, not yet resident: what they follow.
         self._expected: OrderedDict[bytes, bytes | None] = OrderedDict()
         # Residents by the key that they follow, which is not resident.
@@ -113,7 +124,7 @@ class HitDensity(EvictionPolicy):
             slot = slots.get(key, _NONE)
             if slot < 0:
                 self._expect(key, after)
-            elif above >= 0 and parents[slot] < 0 and above != slot:
+            elif above >= 0 and parents[slot] < 0 and above != slot and slot not in self._severed:
                 self._attach(slot, above)
             after, above = key, slot
 
@@ -147,21 +158,13 @@ class HitDensity(EvictionPolicy):
         if self._waiting:
             for child in self._waiting.pop(key, ()):
                 below = self._slots.get(child, _NONE)
-                if below >= 0 and self._parent[below] < 0:
+                if below >= 0 and self._parent[below] < 0 and below not in self._severed:
                     self._attach(below, slot)
         if not self._children[slot]:
             self._queue(slot)
         follows = self._expected.pop(key, None)
         if follows is not None and follows != key:
-            above = self._slots.get(follows, _NONE)
-            if above >= 0:
-                self._attach(slot, above)
-            else:
-                siblings = self._waiting.setdefault(follows, [])
-                if len(siblings) < _SIBLINGS:
-                    siblings.append(key)
-                if len(self._waiting) > self._links_kept:
-                    self._waiting.popitem(last=False)
+            self._follow(slot, key, follows)
 
     def touch(self, key: bytes) -> None:
         slot = self._slots[key]
@@ -193,6 +196,10 @@ class HitDensity(EvictionPolicy):
         slot = self._slots.pop(key)
         if self._cell[slot] >= 0:
             self._unqueue(slot)
+        if slot in self._held:
+            self._held.discard(slot)
+            self._attached.pop(slot, None)
+            self._severed.pop(slot, None)
         self._keys[slot] = None
         self._detach(slot)
         self._parent[slot] = _NONE
@@ -204,7 +211,7 @@ class HitDensity(EvictionPolicy):
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self._slots):
+        if count > len(self._slots) - len(self._held):
             return None
         if self._now >= self._age_due:
             if self._now >= self._estimate_due:
@@ -227,16 +234,24 @@ class HitDensity(EvictionPolicy):
                     detached = len(in_use)
                     for slot in above:
                         self._detach(slot)
-                elif len(victims) + len(in_use) < len(self._slots):
+                elif self._attached:
+                    self._sever()
+                elif len(victims) + len(in_use) + len(self._held) < len(self._slots):
                     self._unlink_all({*victims, *in_use})
                 else:
                     break
                 continue
             cell = self._cell[slot]
-            self._unqueue(slot)
             key = keys[slot]
             assert key is not None
-            if protected(key):
+            answer = protected(key)
+            if answer == LATER:
+                break
+            self._unqueue(slot)
+            if answer == HELD:
+                self._held.add(slot)
+                self._attached[slot] = None
+            elif answer:
                 in_use.append(slot)
                 in_a_row += 1
                 if in_a_row >= BURST and not patient:
@@ -263,6 +278,32 @@ class HitDensity(EvictionPolicy):
                 # Otherwise a child that had to stay too was given back to it: it is no end.
                 self._queue(slot)
         return chosen if complete else None
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            slot = self._slots.get(key, _NONE)
+            if slot not in self._held:
+                continue
+            self._held.discard(slot)
+            self._attached.pop(slot, None)
+            follows = self._severed.pop(slot, None)
+            if follows is not None and self._parent[slot] < 0:
+                self._follow(slot, key, follows)
+            if not self._children[slot]:
+                self._queue(slot)
+
+    def _sever(self) -> None:
+        """Every end is held: what lies above some of those may leave."""
+        attached = self._attached
+        for _ in range(min(_SEVERED_AT_ONCE, len(attached))):
+            slot, _ = attached.popitem(last=False)
+            above = self._parent[slot]
+            if above >= 0:
+                follows = self._keys[above]
+                if follows is not None:
+                    self._severed[slot] = follows
+                self._detach(slot)
+                self._parent[slot] = _NONE
 
     def _coldest(self) -> int:
         """The end of a chain that is least worth keeping, or none."""
@@ -326,6 +367,18 @@ class HitDensity(EvictionPolicy):
         if self._cell[above] >= 0:
             self._unqueue(above)
 
+    def _follow(self, slot: int, key: bytes, follows: bytes) -> None:
+        """A resident follows another, which may be still to come."""
+        above = self._slots.get(follows, _NONE)
+        if above >= 0:
+            self._attach(slot, above)
+            return
+        siblings = self._waiting.setdefault(follows, [])
+        if len(siblings) < _SIBLINGS:
+            siblings.append(key)
+        if len(self._waiting) > self._links_kept:
+            self._waiting.popitem(last=False)
+
     def _detach(self, slot: int) -> None:
         """One child less for its parent, which may become an end, or free where it is gone."""
         above = self._parent[slot]
@@ -350,6 +403,7 @@ class HitDensity(EvictionPolicy):
 
     def _unlink_all(self, but: set[int]) -> None:
         """Forget all chains: they form a ring, so what was told of them was wrong."""
+        self._severed.clear()
         for slot, key in enumerate(self._keys):
             self._parent[slot] = _NONE
             if key is None and self._children[slot]:
@@ -360,6 +414,8 @@ class HitDensity(EvictionPolicy):
 
     def _queue(self, slot: int) -> None:
         """An end of a chain takes its place among those of its class and age."""
+        if slot in self._held:
+            return
         used = self._used
         mine = used[slot]
         densities = self._densities
@@ -388,7 +444,7 @@ class HitDensity(EvictionPolicy):
         now, used, densities, ends = self._now, self._used, self._densities, self._ends
         period = min(1024, max(64, self.capacity // 128))
         self._age_due = now + period
-        moves = 8 * period
+        moves = min(8 * period, _AGED_AT_ONCE)
         bins = densities.bins
         # The oldest first, so that nobody moves twice.
         for index in range(bins - 2, -1, -1):
@@ -400,6 +456,7 @@ class HitDensity(EvictionPolicy):
                     if used[slot] > before:
                         break
                     if not moves:
+                        self._age_due = now + 32
                         return
                     moves -= 1
                     del queue[slot]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
 
 __all__ = ["LFU"]
 
@@ -17,11 +17,12 @@ __all__ = ["LFU"]
 class _Uses:
     """The keys that were used equally often, and their neighbours in the list of such groups."""
 
-    __slots__ = ("count", "fewer", "keys", "more")
+    __slots__ = ("count", "fewer", "held", "keys", "more")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.keys: OrderedDict[bytes, None] = OrderedDict()
+        self.held: dict[bytes, None] = {}
         self.fewer = self.more = self
 
 
@@ -39,35 +40,47 @@ class LFU(EvictionPolicy):
         # A ring of groups with rising counts; its head, with count 0, stays empty.
         self._head = _Uses(0)
         self._groups: dict[bytes, _Uses] = {}
+        self._held = 0
 
     def insert(self, key: bytes) -> None:
         self._add(key, self._head)
 
     def touch(self, key: bytes) -> None:
         group = self._groups[key]
-        if len(group.keys) == 1 and group.more.count != group.count + 1:
+        alone = len(group.keys) == 1 and not group.held
+        if alone and group.more.count != group.count + 1:
             group.count += 1
             return
         self._add(key, group)
-        del group.keys[key]
-        self._drop_if_empty(group)
+        self._drop(key, group)
 
     def remove(self, key: bytes) -> None:
-        group = self._groups.pop(key)
-        del group.keys[key]
-        self._drop_if_empty(group)
+        self._drop(key, self._groups.pop(key))
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self._groups):
+        if count > len(self._groups) - self._held:
             return None
         victims: list[bytes] = []
         in_use: list[bytes] = []
+        held: list[bytes] = []
         for key in self._rising():
             if len(victims) == count:
                 break
-            (in_use if protected(key) else victims).append(key)
+            answer = protected(key)
+            if not answer:
+                victims.append(key)
+            elif answer == HELD:
+                held.append(key)
+            elif answer == LATER:
+                break
+            else:
+                in_use.append(key)
+        for key in held:
+            group = self._groups[key]
+            group.held[key] = group.keys.pop(key)
+        self._held += len(held)
         for key in in_use:
             self.touch(key)
         if len(victims) < count:
@@ -76,9 +89,17 @@ class LFU(EvictionPolicy):
             self.remove(key)
         return victims
 
+    def release(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            group = self._groups.get(key)
+            if group is not None and key in group.held:
+                group.keys[key] = group.held.pop(key)
+                self._held -= 1
+
     def clear(self) -> None:
         self._head = _Uses(0)
         self._groups.clear()
+        self._held = 0
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -87,7 +108,11 @@ class LFU(EvictionPolicy):
         return key in self._groups
 
     def order(self) -> Iterable[bytes]:
-        return self._rising()
+        group = self._head.more
+        while group is not self._head:
+            yield from group.keys
+            yield from group.held
+            group = group.more
 
     def _rising(self) -> Iterator[bytes]:
         group = self._head.more
@@ -105,6 +130,12 @@ class LFU(EvictionPolicy):
         group.keys[key] = None
         self._groups[key] = group
 
-    def _drop_if_empty(self, group: _Uses) -> None:
-        if not group.keys:
+    def _drop(self, key: bytes, group: _Uses) -> None:
+        """`key` is no longer of this group."""
+        if key in group.held:
+            del group.held[key]
+            self._held -= 1
+        else:
+            del group.keys[key]
+        if not group.keys and not group.held:
             group.fewer.more, group.more.fewer = group.more, group.fewer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
 
 __all__ = ["LRU"]
 
@@ -23,15 +24,21 @@ class LRU(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._held: dict[bytes, None] = {}
 
     def insert(self, key: bytes) -> None:
         self._keys[key] = None
 
     def touch(self, key: bytes) -> None:
-        self._keys.move_to_end(key)
+        try:
+            self._keys.move_to_end(key)
+        except KeyError:
+            # It is held: to be used just now is what its release will say.
+            if key not in self._held:
+                raise
 
     def remove(self, key: bytes) -> None:
-        del self._keys[key]
+        del (self._held if key in self._held else self._keys)[key]
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
@@ -41,17 +48,34 @@ class LRU(EvictionPolicy):
             return None
         victims: list[bytes] = []
         in_use: list[bytes] = []
+        held: list[bytes] = []
         for key in keys:
             if len(victims) == count:
                 break
-            (in_use if protected(key) else victims).append(key)
+            answer = protected(key)
+            if not answer:
+                victims.append(key)
+            elif answer == HELD:
+                held.append(key)
+            elif answer == LATER:
+                break
+            else:
+                in_use.append(key)
         for key in in_use:
             keys.move_to_end(key)
+        for key in held:
+            self._held[key] = keys.pop(key)
         if len(victims) < count:
             return None
         for key in victims:
             del keys[key]
         return victims
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        held = self._held
+        for key in keys:
+            if key in held:
+                self._keys[key] = held.pop(key)
 
     def settle(self, keys: Sequence[bytes]) -> None:
         resident = self._keys
@@ -61,12 +85,13 @@ class LRU(EvictionPolicy):
 
     def clear(self) -> None:
         self._keys.clear()
+        self._held.clear()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + len(self._held)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self._keys or key in self._held
 
     def order(self) -> Iterable[bytes]:
-        return iter(self._keys)
+        return itertools.chain(self._keys, self._held)

@@ -6,11 +6,12 @@ A queue is an `OrderedDict` from key to whatever its policy notes, coldest first
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from policies.base import Protected
+from policies.base import HELD, LATER, Protected
 
-__all__ = ["BURST", "put_back", "take"]
+__all__ = ["BURST", "Later", "let_go", "put_back", "take"]
 
 _V = TypeVar("_V")
 
@@ -19,26 +20,61 @@ BURST = 8
 that keeps an eviction O(1) amortised where all of one queue is in use."""
 
 
+class Later(Exception):  # noqa: N818
+    """The caller of `evict` wants no more questions now."""
+
+
 def take(
     queue: OrderedDict[bytes, _V],
     protected: Protected,
     in_use: list[tuple[bytes, _V]],
+    held: dict[bytes, _V],
     most: int = BURST,
 ) -> tuple[bytes, _V] | None:
     """Take the coldest key that may leave from a queue.
 
     Protected keys that are met go to `in_use`, from where the caller appends
-    them to the queue when its choice is complete: so each is asked about once.
+    them to the queue when its choice is complete: so each is asked about once. Those
+    that are `HELD` go to `held`, where they stay until they are released.
 
     Returns:
         None when the queue is empty or `most` protected keys were met.
+
+    Raises:
+        Later: if that is the answer; the key is the coldest of the queue again.
     """
-    for _ in range(min(most, len(queue))):
+    while queue:
         entry = queue.popitem(last=False)
-        if not protected(entry[0]):
+        answer = protected(entry[0])
+        if not answer:
             return entry
+        if answer == HELD:
+            held[entry[0]] = entry[1]
+            continue
+        if answer == LATER:
+            put_back(queue, [entry])
+            raise Later
         in_use.append(entry)
+        most -= 1
+        if not most:
+            break
     return None
+
+
+def let_go(
+    keys: Iterable[bytes],
+    places: Sequence[tuple[OrderedDict[bytes, _V], dict[bytes, _V]]],
+) -> None:
+    """Bring those of `keys` that are held back to the ends of their queues.
+
+    Args:
+        places: each queue with those of it that are held.
+    """
+    for key in keys:
+        for queue, held in places:
+            if key in held:
+                queue[key] = held.pop(key)
+                break
 
 
 def put_back(queue: OrderedDict[bytes, _V], taken: list[tuple[bytes, _V]]) -> None:

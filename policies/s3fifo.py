@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import put_back, take
+from policies.queues import Later, let_go, put_back, take
 
 __all__ = ["S3FIFO"]
 
@@ -43,6 +43,9 @@ class S3FIFO(EvictionPolicy):
         self._small: OrderedDict[bytes, int] = OrderedDict()
         self._main: OrderedDict[bytes, int] = OrderedDict()
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        # Those of the small and of the main queue that are held.
+        self._small_held: dict[bytes, int] = {}
+        self._main_held: dict[bytes, int] = {}
 
     def insert(self, key: bytes) -> None:
         if key in self._ghosts:
@@ -52,41 +55,45 @@ class S3FIFO(EvictionPolicy):
             self._small[key] = 0
 
     def touch(self, key: bytes) -> None:
-        queue = self._small if key in self._small else self._main
+        queue = self._place(key)
         if queue[key] < _MOST:
             queue[key] += 1
 
     def remove(self, key: bytes) -> None:
-        del (self._small if key in self._small else self._main)[key]
+        del self._place(key)[key]
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self):
-            return None
         small, main = self._small, self._main
+        if count > len(small) + len(main):
+            return None
         sifted: list[_Entry] = []
         dropped: list[_Entry] = []
         victims: list[bytes] = []
         small_in_use: list[_Entry] = []
         main_in_use: list[_Entry] = []
-        while len(victims) < count and (small or main):
-            # For each that leaves here another will have entered the small queue.
-            size = len(small) + len(small_in_use) + len(victims)
-            if small and (size >= self._small_target or not main):
-                entry = take(small, protected, small_in_use)
-                if entry is not None and entry[1] < 2:
-                    sifted.append(entry)
-                    victims.append(entry[0])
-                    continue
-                if entry is not None:
-                    main[entry[0]] = 0
-                    if len(main) + len(main_in_use) <= self._main_most:
+        try:
+            while len(victims) < count and (small or main):
+                # For each that leaves here another will have entered the small queue.
+                size = len(small) + len(self._small_held) + len(small_in_use) + len(victims)
+                if small and (size >= self._small_target or not main):
+                    entry = take(small, protected, small_in_use, self._small_held)
+                    if entry is not None and entry[1] < 2:
+                        sifted.append(entry)
+                        victims.append(entry[0])
                         continue
-            entry = self._turn(protected, main_in_use)
-            if entry is not None:
-                dropped.append(entry)
-                victims.append(entry[0])
+                    if entry is not None:
+                        main[entry[0]] = 0
+                        in_main = len(main) + len(main_in_use) + len(self._main_held)
+                        if in_main <= self._main_most:
+                            continue
+                entry = self._turn(protected, main_in_use)
+                if entry is not None:
+                    dropped.append(entry)
+                    victims.append(entry[0])
+        except Later:
+            pass
         complete = len(victims) == count
         if complete:
             self._haunt(key for key, _ in sifted)
@@ -97,24 +104,43 @@ class S3FIFO(EvictionPolicy):
         main.update(main_in_use)
         return victims if complete else None
 
+    def release(self, keys: Iterable[bytes]) -> None:
+        let_go(keys, ((self._small, self._small_held), (self._main, self._main_held)))
+
     def clear(self) -> None:
+        self._small_held.clear()
+        self._main_held.clear()
         self._small.clear()
         self._main.clear()
         self._ghosts.clear()
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        held = len(self._small_held) + len(self._main_held)
+        return len(self._small) + len(self._main) + held
 
     def __contains__(self, key: object) -> bool:
-        return key in self._small or key in self._main
+        return (
+            key in self._small
+            or key in self._main
+            or key in self._small_held
+            or key in self._main_held
+        )
 
     def order(self) -> Iterable[bytes]:
-        return itertools.chain(self._small, self._main)
+        return itertools.chain(self._small, self._small_held, self._main, self._main_held)
+
+    def _place(self, key: bytes) -> dict[bytes, int]:
+        """Where a resident key is."""
+        if key in self._small:
+            return self._small
+        if key in self._main:
+            return self._main
+        return self._small_held if key in self._small_held else self._main_held
 
     def _turn(self, protected: Protected, in_use: list[_Entry]) -> _Entry | None:
         """Take the first of the main queue that has no turn left."""
         main = self._main
-        while (entry := take(main, protected, in_use)) is not None:
+        while (entry := take(main, protected, in_use, self._main_held)) is not None:
             key, turns = entry
             if not turns:
                 return entry

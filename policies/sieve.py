@@ -11,7 +11,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
+from policies.queues import let_go, put_back
 
 __all__ = ["SIEVE"]
 
@@ -32,27 +33,34 @@ class SIEVE(EvictionPolicy):
         super().__init__(capacity)
         self._passed: OrderedDict[bytes, bool] = OrderedDict()
         self._ahead: OrderedDict[bytes, bool] = OrderedDict()
+        self._held: dict[bytes, bool] = {}
 
     def insert(self, key: bytes) -> None:
         self._ahead[key] = False
 
     def touch(self, key: bytes) -> None:
-        (self._ahead if key in self._ahead else self._passed)[key] = True
+        self._place(key)[key] = True
 
     def remove(self, key: bytes) -> None:
-        del (self._ahead if key in self._ahead else self._passed)[key]
+        del self._place(key)[key]
         self._wrap()
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self):
+        if count > len(self._passed) + len(self._ahead):
             return None
         victims: list[bytes] = []
         in_use: set[bytes] = set()
-        while len(victims) < count and len(in_use) < len(self):
+        while len(victims) < count and len(in_use) < len(self._passed) + len(self._ahead):
             key, used = self._ahead.popitem(last=False)
-            if key in in_use or protected(key):
+            answer = key in in_use or protected(key)
+            if answer == HELD:
+                self._held[key] = used
+            elif answer == LATER:
+                put_back(self._ahead, [(key, used)])
+                break
+            elif answer:
                 in_use.add(key)
                 self._passed[key] = used
             elif used:
@@ -62,23 +70,32 @@ class SIEVE(EvictionPolicy):
             self._wrap()
         if len(victims) == count:
             return victims
-        for key in victims:
-            self._passed[key] = False
-        self._wrap()
+        put_back(self._ahead, [(key, False) for key in victims])
         return None
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        let_go(keys, ((self._passed, self._held),))
+        self._wrap()
 
     def clear(self) -> None:
         self._passed.clear()
         self._ahead.clear()
+        self._held.clear()
 
     def __len__(self) -> int:
-        return len(self._passed) + len(self._ahead)
+        return len(self._passed) + len(self._ahead) + len(self._held)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._ahead or key in self._passed
+        return key in self._ahead or key in self._passed or key in self._held
 
     def order(self) -> Iterable[bytes]:
-        return itertools.chain(self._passed, self._ahead)
+        return itertools.chain(self._passed, self._held, self._ahead)
+
+    def _place(self, key: bytes) -> dict[bytes, bool]:
+        """Where a resident key is."""
+        if key in self._ahead:
+            return self._ahead
+        return self._held if key in self._held else self._passed
 
     def _wrap(self) -> None:
         """At the newest key the hand begins anew at the oldest, before anything else comes in."""

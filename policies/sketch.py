@@ -17,6 +17,9 @@ _MOST = 15
 
 _HALF = bytes(count // 2 for count in range(256))
 
+_SLICE = 4096
+"""Counters that are halved at once; the rest follows, a slice with each key that is added."""
+
 
 def _mixed(key: bytes) -> int:
     """A hash that is the same in every process, unlike `hash`."""
@@ -38,23 +41,34 @@ class FrequencySketch:
     def __init__(self, keys: int) -> None:
         self._counts = bytearray(_power_of_two(max(64, 4 * keys)))
         self._mask = len(self._counts) - 1
+        self._halved = len(self._counts)
+        """Counters before this place are halved; the others are still to be."""
 
     def add(self, key: bytes) -> None:
         """Count one sight; of the key's four counters only the lowest rise."""
         counts, mask = self._counts, self._mask
+        if self._halved <= mask:
+            self._halve_slice()
         mixed = _mixed(key)
         step = mixed >> 40 | 1
-        places = (
+        # Written for speed: this is all that a use costs.
+        a, b, c, d = (
             mixed & mask,
             mixed + step & mask,
             mixed + 2 * step & mask,
             mixed + 3 * step & mask,
         )
-        least = min([counts[place] for place in places])
+        m, n, o, p = counts[a], counts[b], counts[c], counts[d]
+        least = min(m, n, o, p)
         if least < _MOST:
-            for place in places:
-                if counts[place] == least:
-                    counts[place] = least + 1
+            if m == least:
+                counts[a] = least + 1
+            if n == least:
+                counts[b] = least + 1
+            if o == least:
+                counts[c] = least + 1
+            if p == least:
+                counts[d] = least + 1
 
     def count(self, key: bytes) -> int:
         """How often `key` was seen; too high where others share all its counters."""
@@ -70,11 +84,21 @@ class FrequencySketch:
 
     def halve(self) -> None:
         """Let what was seen so far weigh half as much as what comes."""
-        self._counts = self._counts.translate(_HALF)
+        while self._halved <= self._mask:
+            # The time before has hardly begun to be halved: that is a tiny sketch.
+            self._halve_slice()
+        self._halved = 0
+        self._halve_slice()
+
+    def _halve_slice(self) -> None:
+        counts, begin = self._counts, self._halved
+        self._halved = end = begin + _SLICE
+        counts[begin:end] = counts[begin:end].translate(_HALF)
 
     def clear(self) -> None:
         """Forget everything."""
         self._counts = bytearray(len(self._counts))
+        self._halved = len(self._counts)
 
 
 class Doorkeeper:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import put_back, take
+from policies.queues import Later, let_go, put_back, take
 from policies.sketch import FrequencySketch
 
 __all__ = ["WTinyLFU"]
@@ -49,6 +49,8 @@ class WTinyLFU(EvictionPolicy):
         self._window: _Queue = OrderedDict()
         self._probation: _Queue = OrderedDict()
         self._settled: _Queue = OrderedDict()
+        # Those of the three that are held.
+        self._held: tuple[dict[bytes, None], ...] = ({}, {}, {})
         # Most of what is counted in a sample is seen once: with fewer counters than 16 for
         # each place in the tier, strangers look like acquaintances.
         self._sketch = FrequencySketch(4 * capacity)
@@ -58,7 +60,7 @@ class WTinyLFU(EvictionPolicy):
     def insert(self, key: bytes) -> None:
         self._count(key)
         self._window[key] = None
-        if len(self._window) > self._window_most:
+        if len(self._window) + len(self._held[0]) > self._window_most:
             # There was room: nobody had to be compared.
             oldest, _ = self._window.popitem(last=False)
             self._probation[oldest] = None
@@ -69,40 +71,54 @@ class WTinyLFU(EvictionPolicy):
             self._window.move_to_end(key)
         elif key in self._settled:
             self._settled.move_to_end(key)
+        elif key in self._held[0]:
+            del self._held[0][key]
+            self._window[key] = None
         else:
-            del self._probation[key]
+            for place in (self._probation, *self._held[1:]):
+                if key in place:
+                    del place[key]
+                    break
             self._settled[key] = None
-            if len(self._settled) > self._settled_most:
+            if len(self._settled) + len(self._held[2]) > self._settled_most:
                 oldest, _ = self._settled.popitem(last=False)
                 self._probation[oldest] = None
 
     def remove(self, key: bytes) -> None:
-        for queue in (self._window, self._probation, self._settled):
-            if key in queue:
-                del queue[key]
+        for place in (self._window, self._probation, self._settled, *self._held):
+            if key in place:
+                del place[key]
                 return
         raise KeyError(key)
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        if count > len(self):
-            return None
         window, probation, settled = queues = (self._window, self._probation, self._settled)
+        if count > len(window) + len(probation) + len(settled):
+            return None
+        held = self._held
         in_use: tuple[list[_Entry], ...] = ([], [], [])
         taken: tuple[list[_Entry], ...] = ([], [], [])
         victims: list[bytes] = []
         while len(victims) < count and any(queues):
             # For each that leaves here another will have entered the window.
-            full = len(window) + len(in_use[0]) + len(victims) >= self._window_most
-            candidate = take(window, protected, in_use[0]) if full else None
+            in_window = len(window) + len(held[0]) + len(in_use[0]) + len(victims)
+            candidate = victim = None
             main = 1
-            victim = take(probation, protected, in_use[1])
-            if victim is None and not (candidate or probation):
-                main = 2
-                victim = take(settled, protected, in_use[2])
-            if victim is None and candidate is None and not (probation or settled):
-                candidate = take(window, protected, in_use[0])
+            try:
+                if in_window >= self._window_most:
+                    candidate = take(window, protected, in_use[0], held[0])
+                victim = take(probation, protected, in_use[1], held[1])
+                if victim is None and not (candidate or probation):
+                    main = 2
+                    victim = take(settled, protected, in_use[2], held[2])
+                if victim is None and candidate is None and not (probation or settled):
+                    candidate = take(window, protected, in_use[0], held[0])
+            except Later:
+                if candidate is not None:
+                    put_back(window, [candidate])
+                break
             if candidate is not None and victim is not None:
                 if self._sketch.count(candidate[0]) > self._sketch.count(victim[0]):
                     probation[candidate[0]] = None
@@ -123,20 +139,26 @@ class WTinyLFU(EvictionPolicy):
             queue.update(used)
         return victims if complete else None
 
+    def release(self, keys: Iterable[bytes]) -> None:
+        queues = (self._window, self._probation, self._settled)
+        let_go(keys, tuple(zip(queues, self._held, strict=True)))
+
     def clear(self) -> None:
-        for queue in (self._window, self._probation, self._settled):
-            queue.clear()
+        for place in (self._window, self._probation, self._settled, *self._held):
+            place.clear()
         self._sketch.clear()
         self._counted = 0
 
     def __len__(self) -> int:
-        return len(self._window) + len(self._probation) + len(self._settled)
+        return sum(map(len, (self._window, self._probation, self._settled, *self._held)))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._settled or key in self._probation or key in self._window
+        places = (self._settled, self._probation, self._window, *self._held)
+        return any(key in place for place in places)
 
     def order(self) -> Iterable[bytes]:
-        return itertools.chain(self._probation, self._settled, self._window)
+        places = (self._probation, self._held[1], self._settled, self._held[2])
+        return itertools.chain(*places, self._window, self._held[0])
 
     def _count(self, key: bytes) -> None:
         self._sketch.add(key)

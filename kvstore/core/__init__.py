@@ -4,15 +4,18 @@ from kvstore.core.core import Core, StoreGrant
 from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
+from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import CoreStats, TierStats
 
 __all__ = [
+    "UNBOUNDED",
     "Core",
     "CoreStats",
     "Flow",
     "FollowedDirectory",
     "HostPool",
+    "Pace",
     "StoreGrant",
     "TierDirectory",
     "TierStats",

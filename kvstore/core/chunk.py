@@ -47,11 +47,13 @@ class Chunk:
         order: increases in the order in which rows were given, prefix order within a store.
         origin: index of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
+        aside: the policy met it while it might not leave, and waits to hear that it may.
         leaving: the policy has given it up; it stays until it is copied to where it goes.
         left_step: the step in which that was.
     """
 
     __slots__ = (
+        "aside",
         "counted",
         "key",
         "leaving",
@@ -77,6 +79,7 @@ class Chunk:
         self.origin = origin
         self.order = order
         self.stored_by: str | None = None
+        self.aside = False
         self.leaving = False
         self.left_step = -1
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,7 @@ from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import FORGET_AFTER, Line
+from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 from kvstore.core.stats import CoreStats
@@ -32,6 +34,8 @@ __all__ = ["Core", "StoreGrant"]
 
 MOST_UNTOLD = 1000
 """Requests whose loads the policies have not heard of."""
+
+DEFAULT_PACE = Pace()
 
 _WAITING = RequestState.WAITING
 
@@ -64,6 +68,7 @@ class Core:
         ceiling: seconds after which it is answered in any case.
         lease: seconds without being asked after which a request's leases end.
         events: whether `take_events` will be called.
+        pace: how much one step does at most.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Core:
         ceiling: float = 30.0,
         lease: float = 10.0,
         events: bool = True,
+        pace: Pace = DEFAULT_PACE,
     ) -> None:
         self.pool = pool
         self.tiers = list(tiers)
@@ -82,6 +88,21 @@ class Core:
         self.chains = Chains(pool, self.tiers)
         self._counts = bool(self.chains.filters)
         self.traffic = Traffic(pool, self.tiers, self.line)
+        self._pace = pool.pace = self.line.pace = self.traffic.pace = pace
+        pool.begin_step()
+        self.line.begin_step()
+        self.traffic.begin_step()
+        self._ended: deque[Completion] = deque()
+        """Completions that are still to be taken in."""
+        self._to_absorb = pace.absorbed
+        self._looked_up = 0
+        self._asking_keys: list[bytes] = []
+        """What the request that began to ask last has asked for, growing."""
+        self._unseen: set[str] = set()
+        """Requests that shall ask again in the next step."""
+        self._to_tell = pace.told
+        self._unseen_request = Request("\0")
+        self._unseen_request.state = RequestState.WAITING
         self._demoting = self.traffic.demoting
         self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
         if self._demoting:
@@ -111,7 +132,13 @@ class Core:
         self.now = self.traffic.now = now
         self._asking = _NOBODY
         self._listed.clear()
+        self._looked_up, self._asking_keys = 0, []
+        self._to_tell = self._pace.told
+        self._unseen.clear()
         self.pool.begin_step()
+        self.line.begin_step()
+        self.traffic.begin_step()
+        self._to_absorb = self._pace.absorbed
         if not self._keep_events:
             self.pool.history.clear()
             for tier in self.tiers:
@@ -121,6 +148,8 @@ class Core:
         for tier in self.tiers:
             tier.watch(now, elapsed, self.line.deadline, self.line.ceiling)
             self.traffic.judge(tier)
+        if self._ended:
+            self.line.keep(now)
         for request in self.line.expire(now):
             self._drop_if_idle(request)
         while self._put_off:
@@ -131,10 +160,24 @@ class Core:
             self._drop_if_idle(request)
 
     def absorb(self, completions: Iterable[Completion]) -> None:
-        """Take in completions without beginning a step."""
+        """Take in completions without beginning a step, as many as this step may."""
         self._asking = _NOBODY
+        ended = self._ended
         for completion in completions:
+            self.traffic.hear(completion)
+            ended.append(completion)
+        while ended and self._to_absorb > 0:
+            completion = ended.popleft()
+            news = completion.news
+            if news is not None and len(news.appeared) > self._to_absorb:
+                some, rest = news.split(self._to_absorb)
+                ended.appendleft(replace(completion, news=rest))
+                completion = replace(completion, news=some)
+                news = some
+            size = len(completion.ok) if news is None else len(news.appeared) + len(news.gone)
+            self._to_absorb -= 1 + size
             self._totals.stray += not self.traffic.complete(completion)
+        self.line.pass_on(self.now)
 
     def flush(self, now: float) -> list[Move]:
         """The moves that are due, to be handed to the engine in this order."""
@@ -154,7 +197,7 @@ class Core:
         self._asked.clear()
         moves: list[Move] = []
         if self._untold and (self.line.waiting or self._demoting or self.unsaved):
-            self._tell()
+            self._tell_some()
         if self.line.waiting:
             for tier, (chunks, slots) in self.line.grant(now):
                 moves += self.traffic.promote(tier, chunks, slots)
@@ -168,6 +211,16 @@ class Core:
     def in_flight(self) -> int:
         """Moves that were handed out and not completed."""
         return len(self.traffic.moves)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next step has something to do although nothing new will have happened."""
+        return (
+            bool(self._ended)
+            or self.line.behind
+            or self.traffic.behind
+            or (self.pool.cut_short and self.waiting > 0)
+        )
 
     @property
     def waiting(self) -> int:
@@ -201,8 +254,15 @@ class Core:
     def _begin_asking(self, request_id: str) -> Request:
         """The request's first lookup in this step, or its first after another's."""
         request = self._requests.get(request_id)
-        if request is None:
-            request = self._requests[request_id] = Request(request_id)
+        if request is None or request.asked_step != self.pool.step:
+            if request is None or request.state is not _WAITING:
+                self._looked_up += len(self._asking_keys)
+                self._asking_keys = []
+                if self._looked_up >= self._pace.asked:
+                    return self._answer_later(request_id, request)
+            if request is None:
+                request = self._requests[request_id] = Request(request_id)
+            self._asking_keys = request.keys
         if request.asked_step != self.pool.step:
             request.asked_step = self.pool.step
             request.asked = self.now
@@ -213,10 +273,19 @@ class Core:
         self._asking = request
         return request
 
+    def _answer_later(self, request_id: str, request: Request | None) -> Request:
+        """The request shall ask again in the next step: this one has looked up enough."""
+        if request is not None:
+            request.asked = self.now
+        self._unseen.add(request_id)
+        self._asking = self._unseen_request
+        self._asking.id = request_id
+        return self._asking
+
     def _lookup_elsewhere(self, key: bytes, chunk: Chunk | None, request: Request) -> bool | None:
         """The answer for a key that is not a hit at first sight."""
         state = request.state
-        if state is _WAITING:
+        if state is _WAITING and (request is not self._unseen_request or chunk is not None):
             return None
         if chunk is None:
             for tier in self.tiers:
@@ -234,6 +303,8 @@ class Core:
         ):
             self._missed(key, request)
             return False
+        if state is _WAITING:
+            return None
         request.keys.append(key)
         request.deferring = True
         return None
@@ -268,7 +339,7 @@ class Core:
         for count, key in enumerate(keys):
             answer = self.lookup(key, request_id)
             if answer is None:
-                if self._requests[request_id].state is RequestState.WAITING:
+                if self.is_waiting(request_id):
                     return None
                 deferred = True
             elif not answer:
@@ -278,7 +349,8 @@ class Core:
     def is_waiting(self, request_id: str) -> bool:
         """Whether every lookup of this request is "ask again" for now."""
         request = self._requests.get(request_id)
-        return request is not None and request.state is RequestState.WAITING
+        waits = request is not None and request.state is RequestState.WAITING
+        return waits or request_id in self._unseen
 
     # -- load --------------------------------------------------------------------------
 
@@ -300,17 +372,24 @@ class Core:
         if self._counts:
             self._count(request)
         self.chains.extend(request_id, list(keys))
-        loading, sources = request.loading, self._totals.loaded_from
+        loading, leases, pool = request.loading, request.leases, self.pool
+        origins: dict[int, int] = {}
         used: list[bytes] = []
         for chunk in dict.fromkeys(chunks):
-            if chunk.leaving:
-                self.pool.stay(chunk)
-            self.pool.pin(chunk)
-            loading[chunk.key] = loading.get(chunk.key, 0) + 1
-            source = self._medium(chunk.origin)
-            sources[source] = sources.get(source, 0) + 1
-            if chunk.origin < 0:
-                used.append(chunk.key)
+            key, origin = chunk.key, chunk.origin
+            if leases.pop(key, None) is None:
+                if chunk.leaving:
+                    pool.stay(chunk)
+                pool.pin(chunk)
+            # Otherwise the pin of its lease becomes that of the load.
+            loading[key] = loading.get(key, 0) + 1
+            origins[origin] = origins.get(origin, 0) + 1
+            if origin < 0:
+                used.append(key)
+        sources = self._totals.loaded_from
+        for origin, count in origins.items():
+            source = self._medium(origin)
+            sources[source] = sources.get(source, 0) + count
         self._totals.loaded += len(chunks)
         self._leave_line(request)
         # To have been promoted for this load was the use of those that were.
@@ -369,6 +448,27 @@ class Core:
             for host_keys, tier_keys in untold.values():
                 self._use(host_keys, tier_keys)
 
+    def _tell_some(self) -> None:
+        """The policies hear of as many uses as this step may tell, of each prompt tail first."""
+        untold = self._untold
+        if not untold:
+            return
+        many = sum(len(tier_keys) for _, tier_keys in untold.values())
+        most = max(self._to_tell, many // 8 if self._to_tell > 0 else 0)
+        while untold and most > 0:
+            request_id = next(iter(untold))
+            host_keys, tier_keys = untold.pop(request_id)
+            if len(tier_keys) > most:
+                head = len(tier_keys) - most
+                told = frozenset(tier_keys[head:])
+                later = [key for key in host_keys if key not in told]
+                # It stays the first in turn.
+                self._untold = untold = {request_id: (later, tier_keys[:head]), **untold}
+                host_keys, tier_keys = host_keys[len(later) :], tier_keys[head:]
+            self._use(host_keys, tier_keys)
+            most -= len(tier_keys)
+            self._to_tell -= len(tier_keys)
+
     def _use(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         pool = self.pool
         tail_first = list(host_keys)
@@ -406,7 +506,7 @@ class Core:
         self.chains.extend(request_id, offered)
         new = [key for key in offered if key not in pool.chunks]
         loaded: tuple[list[bytes], list[bytes]] = self._untold.pop(request_id, ([], []))
-        self._tell()
+        self._tell_some()
         if request is not None and request.put_off:
             # It is no second use, but what is there shall not go meanwhile.
             self.pool.keep(offered)
@@ -428,7 +528,9 @@ class Core:
         chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
             put_off = may_fit and not (request is not None and request.put_off)
-            if room == 0 or (put_off and chunks is None):
+            # A search that was broken off goes on in the next step: nothing is cut for it.
+            wait = chunks is None and (put_off or pool.cut_short)
+            if room == 0 or wait:
                 if request is None:
                     request = self._requests[request_id] = Request(request_id)
                 self._put_off.pop(request_id, None)

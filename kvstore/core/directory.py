@@ -9,7 +9,7 @@ from kvstore.core.extents import ExtentAllocator
 from kvstore.core.flow import Flow
 from kvstore.types import Move, Op, TierOpening
 from policies.admission import AdmissionFilter
-from policies.base import EvictionPolicy
+from policies.base import HELD, LATER, EvictionPolicy
 
 __all__ = ["TierDirectory"]
 
@@ -18,6 +18,9 @@ STRIPE_CHUNKS = 8
 
 MOST_FAILURES = 3
 """Reads of a chunk that may fail in a row before it is given up."""
+QUESTIONS = 1000
+"""Keys about which the policy may ask in vain in one search for victims. When they are spent, the
+search goes on with the next copies, which wait meanwhile."""
 
 SLOW_PAUSE = 30.0
 """Seconds without a slow move after which a tier is not slow any more."""
@@ -55,6 +58,8 @@ class TierDirectory:
         self.reading: dict[bytes, int] = {}
         self._unread: dict[bytes, int] = {}
         """How often in a row entries could not be read."""
+        self._aside: set[bytes] = set()
+        """Those of `reading` that the policy has met, and waits to hear of again."""
         self.writing: dict[bytes, int] = {}
         self.queue: deque[bytes] = deque()
         """Keys of host chunks that wait for their copy to this tier, in order."""
@@ -314,7 +319,7 @@ class TierDirectory:
     def give_segment(self, segment: int) -> None:
         """All slots of the segment are free."""
         first = segment * self.segment_slots
-        self._stripe_of(first).give(range(first, first + self.segment_slots))
+        self._stripe_of(first).give_run(first, first + self.segment_slots)
 
     def written(self, key: bytes, slot: int) -> None:
         """The chunk is on the tier, whole and findable."""
@@ -358,6 +363,24 @@ class TierDirectory:
         self.reading[key] = self.reading.get(key, 0) + 1
         return self.entries[key]
 
+    def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
+        """`begin_read` of each of `keys`."""
+        reading, entries = self.reading, self.entries
+        slots: list[int] = []
+        for key in keys:
+            reading[key] = reading.get(key, 0) + 1
+            slots.append(entries[key])
+        return slots
+
+    def end_reads(self, keys: Sequence[bytes]) -> None:
+        """`end_read` of each of `keys`."""
+        reading, aside = self.reading, self._aside
+        for key in keys:
+            if reading[key] == 1 and key not in aside:
+                del reading[key]
+            else:
+                self.end_read(key)
+
     def end_read(self, key: bytes) -> None:
         """Undo one `begin_read`."""
         count = self.reading[key] - 1
@@ -365,6 +388,10 @@ class TierDirectory:
             self.reading[key] = count
         else:
             del self.reading[key]
+            if key in self._aside:
+                self._aside.discard(key)
+                if key in self.entries:
+                    self.policy.release((key,))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that `keys` (tail first) were used, where it has them."""
@@ -420,6 +447,7 @@ class TierDirectory:
         self._unread.clear()
         self.policy.clear()
         self.reading.clear()
+        self._aside.clear()
         self.writing.clear()
         self.queue.clear()
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
@@ -435,10 +463,18 @@ class TierDirectory:
         self.clearing = False
 
     def _evict(self, count: int, incoming: Sequence[bytes]) -> None:
-        reading = self.reading
+        reading, aside = self.reading, self._aside
+        left = QUESTIONS + 2 * count
 
-        def protected(key: bytes) -> bool:
-            return key in reading
+        def protected(key: bytes) -> int:
+            nonlocal left
+            if left <= 0:
+                return LATER
+            left -= 1
+            if key in reading:
+                aside.add(key)
+                return HELD
+            return False
 
         victims = self.policy.evict(count, protected, incoming)
         if victims is None:

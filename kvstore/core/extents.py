@@ -6,7 +6,7 @@ range of one file, and can be moved by one vectored call.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 __all__ = ["ExtentAllocator"]
@@ -24,7 +24,8 @@ class ExtentAllocator:
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         # Extents by size class (bit length of the size): starts, in insertion order.
-        self._classes: list[dict[int, None]] = [{} for _ in range(64)]
+        # Not plain dicts, whose first item is behind the traces of all that were taken before.
+        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(64)]
         self.free = 0
         self._free_in: Counter[int] = Counter()
 
@@ -60,6 +61,10 @@ class ExtentAllocator:
             run_start, run_end = place, place + 1
         if run_end > run_start:
             self._merge(run_start, run_end)
+
+    def give_run(self, start: int, stop: int) -> None:
+        """Return the places from `start` to before `stop`, all of one segment."""
+        self._merge(start, stop)
 
     def free_in(self, segment: int) -> int:
         """Free places in a segment."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from kvstore.core.chunk import FILLING, Chunk
 from kvstore.core.directory import TierDirectory
+from kvstore.core.pace import UNBOUNDED
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 
@@ -56,11 +57,22 @@ class Line:
         self.lease = lease
         self.waiting: dict[str, Request] = {}
         self.answered: dict[str, Request] = {}
+        self.pace = UNBOUNDED
+        """What one step may cost; the core sets it."""
+        self.behind = False
+        """More could have been granted in this step than its pace allows."""
+        self._allowance = self.pace.granted
+        self._passed = -1
         self.moved = 0.0
         """When rows or chunks last moved for anybody."""
         self.timeouts = 0
         self.truncations = 0
         self.lapses = 0
+
+    def begin_step(self) -> None:
+        """What was over is granted from now on."""
+        self._allowance = self.pace.granted
+        self.behind = False
 
     def join(self, request: Request, now: float) -> None:
         """Begin, or go on with, the wait of a request whose lookup was deferred."""
@@ -78,6 +90,8 @@ class Line:
     def grant(self, now: float) -> list[tuple[TierDirectory, Grant]]:
         """Lease and fetch for the requests in line, in order, as far as rows allow."""
         grants: list[tuple[TierDirectory, Grant]] = []
+        if self.behind:
+            return grants
         blocked = for_rows = False
         spoken_for = 0  # rows that the first who waits for its tier will need
         for request in list(self.waiting.values()):
@@ -89,16 +103,21 @@ class Line:
                 if request.waits_for < 0 or self._may_read(request.waits_for):
                     before = request.granted
                     grants += self._grant(request)
+                    self._allowance -= request.granted - before
                     if request.granted > before:
                         request.moved = now
                         request.stuck = -1
-                if request.waits_for >= 0:
+                if self._allowance <= 0:
+                    self.behind = True
+                elif request.waits_for >= 0:
                     left = self._pool.rows - len(request.leases)
                     spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
                 elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked = for_rows = True
             if request.granted == len(request.keys) and not request.pending:
                 self.answer(request)
+            if self.behind:
+                break
         return grants
 
     @property
@@ -121,8 +140,15 @@ class Line:
         request.granted = 0
         self.answered[request.id] = request
 
-    def passed(self, order: int, now: float) -> None:
-        """A promotion up to `order` has ended: that is movement for all who stand behind it."""
+    def passed(self, order: int) -> None:
+        """A promotion up to `order` has ended."""
+        self._passed = max(self._passed, order)
+
+    def pass_on(self, now: float) -> None:
+        """What has ended since is movement for all who stand behind it."""
+        order, self._passed = self._passed, -1
+        if order < 0:
+            return
         for request in self.waiting.values():
             if request.pending and request.newest > order:
                 request.moved = now
@@ -151,6 +177,11 @@ class Line:
         request.granted = 0
         request.since = None
         request.state = RequestState.SCANNING
+
+    def keep(self, now: float) -> None:
+        """Completed moves are still to be taken in: that is movement for all who wait."""
+        for request in self.waiting.values():
+            request.moved = now
 
     def expire(self, now: float) -> list[Request]:
         """Answer those whose deadline has passed; end the leases nobody asks for.
@@ -213,6 +244,9 @@ class Line:
         """
         pool = self._pool
         if len(request.leases) < pool.rows:
+            if pool.cut_short:
+                request.stuck = -1
+                return False
             if pool.busy > len(request.leases) or pool.held:
                 request.stuck = -1
                 return False
@@ -224,23 +258,25 @@ class Line:
         return True
 
     def _grant(self, request: Request) -> list[tuple[TierDirectory, Grant]]:
-        pool = self._pool
-        reach = len(request.keys)
+        pool, leases = self._pool, request.leases
+        chunks_here, rows = pool.chunks, pool.rows
+        first = self._tiers[0] if self._tiers and self._tiers[0].readable else None
+        reach = end = min(len(request.keys), request.granted + self._allowance)
         missing: list[tuple[int, TierDirectory]] = []
         left: dict[int, int] = {}
         request.waits_for = -1
         obtainable = pool.obtainable
         for position in range(request.granted, reach):
             key = request.keys[position]
-            if len(request.leases) + len(missing) >= pool.rows and key not in request.leases:
+            if len(leases) + len(missing) >= rows and key not in leases:
                 # A prefix longer than the pool: only its head can ever fit.
                 reach = position
                 break
-            chunk = pool.chunks.get(key)
+            chunk = chunks_here.get(key)
             if chunk is not None:
                 self._lease(request, chunk)
             else:
-                tier = self._holder(key)
+                tier = first if first is not None and key in first.entries else self._holder(key)
                 if tier is not None:
                     if not left:
                         left = self._left()
@@ -264,9 +300,13 @@ class Line:
             keys = [request.keys[p] for p, holder in missing[:room] if holder is tier]
             if keys:
                 chunks = pool.reserve(keys, tier.index)
-                grants[tier.index] = (chunks, [tier.begin_read(key) for key in keys])
+                grants[tier.index] = (chunks, tier.begin_reads(keys))
+                # Nobody else can know of them yet.
                 for chunk in chunks:
-                    self._lease(request, chunk)
+                    request.leases[chunk.key] = chunk
+                    chunk.waiters = [request]
+                request.pending += len(chunks)
+                request.newest = max(request.newest, chunks[-1].order)
         if room < len(missing):
             request.granted = missing[room][0]
             request.needs_rows = True
@@ -275,7 +315,10 @@ class Line:
         else:
             request.granted = reach
             request.short_of_rows = False
-            request.needs_rows = reach < len(request.keys)
+            if reach < end:
+                request.needs_rows = True
+            elif reach == len(request.keys):
+                request.needs_rows = False
         return [(self._tiers[index], grant) for index, grant in grants.items()]
 
     def _may_read(self, tier: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING, READY, Chunk, IllegalTransitionError
+from kvstore.core.pace import UNBOUNDED
 from policies.admission import AdmissionFilter
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
 
 __all__ = ["HostPool"]
 
@@ -42,6 +45,17 @@ class HostPool:
         self.ahead = reserve
         self.leaving = 0
         """Chunks that the policy has given up."""
+        self.pace = UNBOUNDED
+        """What one step may cost; the core sets it."""
+        self.cut_short = False
+        """A search for victims was broken off in this step: more may be found in the next."""
+        self._questions = self.pace.questions
+        self._ready_left = self.pace.copied
+        # Chunks that the policy has set aside: those that may have become free to leave, those
+        # that will when the step ends, and those that only wait for a copy, coldest first.
+        self._loose: list[Chunk] = []
+        self._until_next_step: list[Chunk] = []
+        self._parked: OrderedDict[bytes, Chunk] = OrderedDict()
         self._waiting: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
         self.chunks: dict[bytes, Chunk] = {}
@@ -86,6 +100,12 @@ class HostPool:
         self.step += 1
         self.marked = 0
         self._changes += 1
+        self.cut_short = False
+        self._questions = self.pace.questions
+        self._ready_left = self.pace.copied
+        if self._until_next_step:
+            self._loose += self._until_next_step
+            self._until_next_step.clear()
 
     def mark(self, keys: Iterable[bytes]) -> None:
         """Count those of `keys` that have answered "hit" in this step, each once."""
@@ -134,8 +154,9 @@ class HostPool:
 
     def make_ready(self) -> None:
         """Let the policy give up chunks until `ahead` rows are free or soon free."""
-        short = self.ahead - len(self._free) - self.leaving
+        short = min(self._ready_left, self.ahead - len(self._free) - self.leaving)
         if short > 0:
+            self._ready_left -= short
             self._evict(short, shed_unsaved=False, keep=True)
 
     @property
@@ -190,11 +211,12 @@ class HostPool:
         """
         policy, chunks = self.policy, self.chunks
         insert, evict = policy.insert, policy.evict
-        may_not_leave = self._protection(shed_unsaved=False)
+        self._let_loose()
+        may_not_leave = self._protection(shed_unsaved=False, bounded=False)
         free = len(self._free)
         entering: dict[bytes, None] = {}
 
-        def whole(key: bytes) -> bool:
+        def whole(key: bytes) -> int:
             return key in entering or may_not_leave(key)
 
         protected = may_not_leave if policy.declines else whole
@@ -215,10 +237,12 @@ class HostPool:
                 own = own or frozenset(keys)
                 if victim in entering:
                     del entering[victim]
-                elif victim in own:
-                    given_up[victim] = chunks.pop(victim)
                 else:
-                    self._leave(chunks[victim])
+                    self._given_up(chunks[victim])
+                    if victim in own:
+                        given_up[victim] = chunks.pop(victim)
+                    else:
+                        self._leave(chunks[victim])
             insert(key)
             back = given_up.pop(key, None)
             if back is not None:
@@ -294,6 +318,8 @@ class HostPool:
         self.busy -= 1
         self.marked += chunk.counted == self.step and not chunk.unsaved
         self._changes += 1
+        if chunk.aside:
+            self._loose.append(chunk)
         self.history.append((chunk.key, False))
 
     def discard(self, chunk: Chunk) -> None:
@@ -329,6 +355,8 @@ class HostPool:
             self.unsaved += chunk.unsaved != 0
             self.marked += chunk.counted == self.step and not chunk.unsaved
             self._changes += 1
+            if chunk.aside:
+                self._loose.append(chunk)
             if chunk.leaving:
                 (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
 
@@ -348,11 +376,16 @@ class HostPool:
             self.unsaved -= 1
             self.marked += chunk.counted == self.step
         self._changes += 1
+        if chunk.aside and not chunk.unsaved:
+            self._parked.pop(chunk.key, None)
+            self._loose.append(chunk)
         if chunk.leaving and not chunk.unsaved and self._waiting.pop(chunk.key, None) is not None:
             self._copied[chunk.key] = chunk
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that resident `keys` (tail first) were used."""
+        # Whoever is used now is hotter than whoever may leave by now.
+        self._let_loose()
         chunks, touch = self.chunks, self.policy.touch
         for key in keys:
             chunk = chunks.get(key)
@@ -392,24 +425,77 @@ class HostPool:
         self.policy.clear()
         self._waiting.clear()
         self._copied.clear()
+        self._loose.clear()
+        self._until_next_step.clear()
+        self._parked.clear()
         self.busy = self.unsaved = self.leaving = self.marked = 0
         self._held.update(rows_in_flight)
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self._held]
         self._changes += 1
 
-    def _protection(self, *, shed_unsaved: bool) -> Protected:
+    def _protection(self, *, shed_unsaved: bool, bounded: bool) -> Protected:
+        """What the policy may ask; when `bounded`, not more often than the step allows."""
         chunks, step = self.chunks, self.step
 
-        def protected(key: bytes) -> bool:
+        def protected(key: bytes) -> int:
+            if bounded:
+                if self._questions <= 0:
+                    self.cut_short = True
+                    return LATER
+                self._questions -= 1
             chunk = chunks.get(key)
-            # A key without a chunk is about to enter; it may be refused.
-            return chunk is not None and (
-                chunk.status != READY
-                or chunk.step == step
-                or (chunk.unsaved != 0 and not shed_unsaved)
-            )
+            if chunk is None:
+                # It is about to enter; it may be refused.
+                return False
+            if chunk.status != READY:
+                chunk.aside = True
+            elif chunk.unsaved and not shed_unsaved:
+                chunk.aside = True
+                self._parked[key] = chunk
+            elif chunk.step == step:
+                chunk.aside = True
+                self._until_next_step.append(chunk)
+            else:
+                return False
+            return HELD
 
         return protected
+
+    def _let_loose(self) -> None:
+        """Tell the policy who may leave again of those that it has set aside."""
+        if not self._loose:
+            return
+        loose, self._loose = self._loose, []
+        # Tail first, whatever the order in which loads and copies have ended.
+        loose.sort(key=operator.attrgetter("order"), reverse=True)
+        free: list[bytes] = []
+        for chunk in loose:
+            if not chunk.aside or chunk.status != READY:
+                continue
+            if self.chunks.get(chunk.key) is not chunk:
+                continue
+            if chunk.unsaved:
+                self._parked[chunk.key] = chunk
+            else:
+                chunk.aside = False
+                free.append(chunk.key)
+        self.policy.release(free)
+
+    def _unpark(self, count: int) -> None:
+        """Up to `count` chunks that wait for a copy may leave without it."""
+        free: list[bytes] = []
+        while self._parked and len(free) < count:
+            key, chunk = self._parked.popitem(last=False)
+            if chunk.status == READY:
+                chunk.aside = False
+                free.append(key)
+        self.policy.release(free)
+
+    def _given_up(self, chunk: Chunk) -> None:
+        """The policy has forgotten it."""
+        if chunk.aside:
+            chunk.aside = False
+            self._parked.pop(chunk.key, None)
 
     def _evict(
         self,
@@ -424,7 +510,12 @@ class HostPool:
         count = min(count, may_leave, len(self.chunks) - self.leaving)
         if count <= 0 or self._vain == (self._changes, shed_unsaved):
             return
-        protected = self._protection(shed_unsaved=shed_unsaved)
+        self._let_loose()
+        if shed_unsaved:
+            self._unpark(count)
+        # Those who leave are no vain questions.
+        self._questions += 2 * count
+        protected = self._protection(shed_unsaved=shed_unsaved, bounded=True)
         victims = self.policy.evict(count, protected, incoming)
         if victims is None:
             victims = []
@@ -437,6 +528,7 @@ class HostPool:
         demote = self.demote
         for key in victims:
             chunk = self.chunks[key]
+            self._given_up(chunk)
             wanted = demote is not None and not chunk.unsaved and demote(chunk)
             if not wanted and not keep:
                 self._leave(chunk)
@@ -458,20 +550,22 @@ class HostPool:
 
     def _reclaim(self, count: int) -> None:
         """Let go of chunks that were leaving and are copied, until `count` rows are free."""
-        for chunk in list(self._copied.values()):
-            if len(self._free) >= count:
-                return
-            if chunk.step != self.step:
-                del self._copied[chunk.key]
-                self.leaving -= 1
-                self._leave(chunk)
+        step = self.step
+        free = (chunk for chunk in self._copied.values() if chunk.step != step)
+        for chunk in list(itertools.islice(free, max(0, count - len(self._free)))):
+            del self._copied[chunk.key]
+            self.leaving -= 1
+            self._leave(chunk)
 
     def _shed_waiting(self, count: int) -> None:
         """Let go of chunks that have waited since an earlier step for their copy to begin."""
-        for chunk in list(self._waiting.values()):
-            if len(self._free) >= count:
-                return
-            if chunk.step != self.step and chunk.left_step != self.step:
-                del self._waiting[chunk.key]
-                self.leaving -= 1
-                self._leave(chunk)
+        step = self.step
+        free = (
+            chunk
+            for chunk in self._waiting.values()
+            if chunk.step != step and chunk.left_step != step
+        )
+        for chunk in list(itertools.islice(free, max(0, count - len(self._free)))):
+            del self._waiting[chunk.key]
+            self.leaving -= 1
+            self._leave(chunk)

@@ -15,6 +15,7 @@ from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import Line
+from kvstore.core.pace import UNBOUNDED
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import TierStats
 from kvstore.types import Completion, Move, Op
@@ -60,8 +61,18 @@ class Traffic:
             if tier.flow is not Flow.WRITE_THROUGH and not isinstance(tier, FollowedDirectory)
         ]
         self._followed = [tier for tier in tiers if isinstance(tier, FollowedDirectory)]
+        self.pace = UNBOUNDED
+        """What one step may cost; the core sets it."""
+        self.behind = False
+        """More copies could have been begun in this step than its pace allows."""
+        self._left = [self.pace.copied] * len(tiers)
         self.log: Callable[[str], None] = lambda message: None
         self._complaints = Complaints(lambda message: self.log(message), quiet=0.0)
+
+    def begin_step(self) -> None:
+        """What was over is begun from now on."""
+        self._left = [self.pace.copied] * len(self._tiers)
+        self.behind = False
 
     def promote(
         self, tier: TierDirectory, chunks: Sequence[Chunk], slots: Sequence[int]
@@ -173,6 +184,10 @@ class Traffic:
                 # displace chunks that can still be read, for nothing.
                 limit = 0 if tier.writing else 1
             batch: list[Chunk] = []
+            limit = min(limit, self._left[tier.index])
+            if limit <= 0 and self._left[tier.index] <= 0:
+                self.behind = True
+                break
             while tier.queue and len(batch) < limit:
                 chunk = self._pool.chunks.get(tier.queue[0])
                 if chunk is not None and chunk.unsaved >> tier.index & 1:
@@ -192,6 +207,7 @@ class Traffic:
                 del batch[len(slots) :]
                 if not batch:
                     break
+            self._left[tier.index] -= len(batch)
             if not through:
                 batch.reverse()
             for chunk, slot in zip(batch, slots, strict=True):
@@ -200,6 +216,12 @@ class Traffic:
             keys = [chunk.key for chunk in batch]
             moves.append(self._move(Op.CASCADE, tier, keys, [c.row for c in batch], slots))
         return moves
+
+    def hear(self, completion: Completion) -> None:
+        """A move has ended, whenever that is taken in."""
+        move = self.moves.get(completion.move_id)
+        if move is not None:
+            self._tiers[move.tier].heard = True
 
     def complete(self, completion: Completion) -> bool:
         """A move has ended; False if nobody knows it."""
@@ -250,27 +272,27 @@ class Traffic:
     def _promoted(
         self, tier: TierDirectory, move: Move, completion: Completion, started: float
     ) -> None:
-        totals = self.totals[tier.index]
+        totals, pool, line, now = self.totals[tier.index], self._pool, self._line, self.now
         newest = -1
+        tier.end_reads(move.keys)
         unread = set(completion.unread)
         for place, (key, ok) in enumerate(zip(move.keys, completion.ok, strict=True)):
-            chunk = self._pool.chunks[key]
+            chunk = pool.chunks[key]
             newest = chunk.order
-            tier.end_read(key)
             if ok:
-                self._pool.fill(chunk)
-                self._line.filled(chunk, self.now)
+                pool.fill(chunk)
+                line.filled(chunk, now)
                 totals.promoted += 1
                 tier.read_well(key)
                 if tier.flow is Flow.EXCLUSIVE:
                     tier.forget(key)
             else:
-                self._line.failed(chunk, self.now)
-                self._pool.discard(chunk)
+                line.failed(chunk, now)
+                pool.discard(chunk)
                 if place not in unread or not tier.unread(key):
                     tier.forget(key)
                 totals.failed_reads += not isinstance(tier, FollowedDirectory)
-        self._line.passed(newest, self.now)
+        line.passed(newest)
         tier.arrived_since = min(tier.arrived_since, started) if tier.arrived else started
         tier.arrived += len(move.keys)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.choice import Choice, build_filters, build_policy
-from kvstore.core import Core, Flow, HostPool, TierDirectory
+from kvstore.core import UNBOUNDED, Core, Flow, HostPool, TierDirectory
 from kvstore.simulation.trace import Trace
 from kvstore.types import Completion, TierOpening
 
@@ -78,7 +78,7 @@ class Setup:
                     self.flow,
                 )
             )
-        return Core(pool, tiers, events=False)
+        return Core(pool, tiers, events=False, pace=UNBOUNDED)
 
 
 @dataclass(slots=True)

@@ -217,7 +217,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._retried.clear()
         now = time.monotonic()
         idle = now - self._step_ended < IDLE_STEP_SECONDS
-        if idle and self._core.in_flight and (self._core.waiting or self._core.unsaved):
+        core = self._core
+        if idle and core.in_flight and (core.waiting or core.unsaved) and not core.behind:
             self._engine.wait(WAIT_SECONDS)
             now = time.monotonic()
         self._step_ended = now
@@ -284,7 +285,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         while self._core.unsaved and time.monotonic() < end:
             self._begin_step()
             self._hand_over()
-            self._engine.wait(0.01)
+            if not self._core.behind:
+                self._engine.wait(0.01)
 
     def _begin_step(self) -> None:
         self._in_step = True
