@@ -1,7 +1,7 @@
 """Who stays: eviction policies and admission filters, by name, for every tier alike."""
 
 from policies.admission import AdmissionFilter, Chain
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, LATER, EvictionPolicy, Protected
 from policies.parameters import Parameter, parameters_of
 from policies.registry import (
     create_filter,
@@ -15,6 +15,8 @@ from policies.registry import (
 )
 
 __all__ = [
+    "HELD",
+    "LATER",
     "AdmissionFilter",
     "Chain",
     "EvictionPolicy",

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies import EvictionPolicy
+from policies import HELD, LATER, EvictionPolicy
 
 __all__ = ["PolicyContract", "keys_of"]
 
@@ -49,6 +49,13 @@ class PolicyContract(ABC):
         policy = self.create(max(1, len(keys)))
         for key in keys:
             policy.insert(key)
+        return policy
+
+    def holding_back(self, keys: Sequence[bytes]) -> EvictionPolicy:
+        """A policy with `keys` resident that sets those aside which are held."""
+        policy = self.holding(keys)
+        if type(policy).release is EvictionPolicy.release:
+            pytest.skip("this policy takes a held key for one in use")
         return policy
 
     def residents(self, policy: EvictionPolicy, known: Sequence[bytes]) -> set[bytes]:
@@ -204,6 +211,99 @@ class PolicyContract(ABC):
             assert not in_use & set(victims)
             policy.insert(b"new-%06d" % turn)
         assert asked <= 20 * (turns + size), f"{asked / turns:.0f} keys for each one evicted"
+
+    # -- keys that are held ------------------------------------------------------------------
+
+    def test_held_keys_stay_resident_and_leave_when_they_are_released(self) -> None:
+        keys = keys_of(12)
+        policy = self.holding(keys)
+        held = set(keys[::2])
+
+        def protected(key: bytes) -> int:
+            return HELD if key in held else False
+
+        assert policy.evict(7, protected) is None
+        for key in keys[::3]:
+            policy.touch(key)
+        assert self.residents(policy, keys) == set(keys)
+        assert set(policy.evict(6, protected) or ()) == set(keys) - held
+        assert self.residents(policy, keys) == held
+        gone = keys[4]
+        policy.remove(gone)
+        held.discard(gone)
+        free = [keys[2], keys[8]]
+        held -= set(free)
+        policy.release(free)
+        policy.release(free)
+        assert set(policy.evict(2, protected) or ()) == set(free)
+        rest = [key for key in keys if key in held]
+        held.clear()
+        policy.release(rest)
+        assert set(policy.evict(len(rest), protected) or ()) == set(rest)
+        assert self.residents(policy, keys) == set()
+
+    @pytest.mark.parametrize("part", [0.5, 0.99])
+    def test_held_keys_are_asked_about_once_until_they_are_released(self, part: float) -> None:
+        """Eviction stays O(1) amortised while nearly all keys are in use, and whose use comes
+        and goes."""
+        size, turns, batch = 2000, 2000, 8
+        rng = random.Random(7)
+        keys = keys_of(size)
+        policy = self.holding_back(keys)
+        held = set(keys[: int(size * part)])
+        resident = list(held)
+        asked = released = 0
+
+        def protected(key: bytes) -> int:
+            nonlocal asked
+            asked += 1
+            return HELD if key in held else False
+
+        for turn in range(0, turns, batch):
+            victims = policy.evict(batch, protected)
+            assert victims is not None
+            assert not held & set(victims)
+            for number in range(turn, turn + batch):
+                policy.insert(b"new-%06d" % number)
+            # Some are not in use any more, and others are from now on.
+            for _ in range(2):
+                place = rng.randrange(len(resident))
+                free = resident[place]
+                resident[place] = b"new-%06d" % (turn + rng.randrange(batch))
+                if resident[place] in held or resident[place] not in policy:
+                    resident[place] = free
+                    continue
+                held.discard(free)
+                held.add(resident[place])
+                policy.release([free])
+                released += 1
+        bound = 8 * (turns + released) + 2 * size
+        assert asked <= bound, f"{asked / turns:.0f} keys for each one evicted"
+
+    def test_who_is_told_to_ask_later_asks_no_more_and_goes_on_from_there(self) -> None:
+        size, patience = 400, 20
+        keys = keys_of(size)
+        policy = self.holding_back(keys)
+        held = set(keys[:-10])
+        asked = calls = late = 0
+
+        def protected(key: bytes) -> int:
+            nonlocal asked, late
+            if asked >= patience:
+                late += 1
+                return LATER
+            asked += 1
+            return HELD if key in held else False
+
+        victims = None
+        while victims is None:
+            asked = 0
+            victims = policy.evict(4, protected)
+            calls += 1
+            assert self.residents(policy, keys) == set(keys) - set(victims or ())
+            assert calls <= 2 * size // patience, "the search begins anew each time"
+        assert late <= calls
+        assert not held & set(victims)
 
     # -- advice -------------------------------------------------------------------------
 

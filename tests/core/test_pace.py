@@ -1,0 +1,220 @@
+"""One step does no more than its pace allows, and nothing is lost, refused or starved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from kvstore.core import Pace
+from kvstore.core.core import DEFAULT_PACE
+from kvstore.types import NO_MOVE, Completion, News, Op
+from policies import create_policy, policy_names
+from tests.core.rig import Rig, chain
+
+FEW = Pace(asked=8, told=4, granted=4, absorbed=6, copied=4, questions=4)
+
+
+def promoted(moves: Collection[object]) -> int:
+    return sum(len(move.keys) for move in moves if getattr(move, "op", None) is Op.PROMOTE)
+
+
+def test_a_step_grants_a_bounded_number_of_chunks_in_line_order_and_the_rest_follows() -> None:
+    first, second = chain("a", 10), chain("b", 10)
+    rig = Rig(rows=40, on=[[*first, *second]], pace=FEW)
+    assert rig.ask(first, "a") is None
+    assert rig.ask(second, "b") is None
+    keys: list[bytes] = []
+    for _ in range(12):
+        moves = [move for move in rig.step() if move.op is Op.PROMOTE]
+        assert promoted(moves) <= FEW.granted
+        keys += [key for move in moves for key in move.keys]
+        rig.ask(second, "b")
+    assert keys == [*first, *second]
+    assert not rig.core.behind
+
+
+def test_flushing_again_in_the_same_step_grants_no_more() -> None:
+    rig = Rig(rows=40, on=[chain("a", 20)], pace=FEW)
+    assert rig.ask(chain("a", 20)) is None
+    moves = [move for _ in range(5) for move in rig.flush()]
+    assert promoted(moves) == FEW.granted
+    assert rig.core.behind
+
+
+def test_a_step_takes_in_a_bounded_number_of_completions_and_the_rest_follows() -> None:
+    keys = chain("a", 40)
+    rig = Rig(rows=64, on=[keys], pace=Pace(granted=4, absorbed=6))
+    assert rig.ask(keys) is None
+    for _ in range(10):
+        rig.step()
+    assert len(rig.moves) == 10
+    for move in list(rig.moves):
+        rig.end(move)
+    there = 0
+    for _ in range(10):
+        rig.step()
+        now_there = sum(rig.in_host(key) for key in keys)
+        # Whole moves of four: one is begun while there is anything left to take in.
+        assert now_there - there <= 8
+        there = now_there
+    assert there == len(keys)
+    assert rig.core.in_flight == 0
+    assert rig.ask(keys) == len(keys)
+
+
+def test_nobody_times_out_while_what_has_arrived_is_taken_in() -> None:
+    keys = chain("a", 24)
+    rig = Rig(rows=64, on=[keys], pace=Pace(granted=40, absorbed=1), in_flight=4)
+    assert rig.ask(keys) is None
+    rig.flush()
+    for move in list(rig.moves):
+        rig.end(move)
+    for _ in range(5):
+        # A server so slow that each of its steps lasts longer than the deadline.
+        rig.step(1.5)
+    rig.step()
+    assert rig.stats.timeouts == 0
+    assert rig.ask(keys) == len(keys)
+
+
+def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
+    rig = Rig(rows=8, pace=FEW)
+    heard: list[tuple[int, int]] = []
+
+    def complete(completion: Completion) -> bool:
+        assert completion.news is not None
+        heard.append((len(completion.news.gone), len(completion.news.appeared)))
+        return True
+
+    rig.core.traffic.complete = complete  # type: ignore[method-assign]
+    news = News([(key, slot) for slot, key in enumerate(chain("n", 20))], chain("gone", 2))
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], news=news, tier=0)])
+    steps = 1
+    while rig.core.behind:
+        rig.core.poll(rig.now)
+        steps += 1
+    assert sum(appeared for _, appeared in heard) == 20
+    assert sum(gone for gone, _ in heard) == 2
+    assert max(appeared for _, appeared in heard) <= FEW.absorbed
+    assert steps > 1
+
+
+def test_a_step_begins_a_bounded_number_of_copies_and_all_are_made() -> None:
+    keys = chain("a", 30)
+    rig = Rig(rows=40, pace=FEW)
+    rig.put(keys)
+    copied: list[bytes] = []
+    for _ in range(12):
+        moves = [move for move in rig.step() if move.op is Op.CASCADE]
+        assert sum(len(move.keys) for move in moves) <= FEW.copied
+        copied += [key for move in moves for key in move.keys]
+    assert copied == keys
+
+
+def test_who_asks_after_many_others_asks_again_and_is_not_forgotten() -> None:
+    here = [chain(name, 6) for name in "abcd"]
+    rig = Rig(rows=40, pace=FEW)
+    for keys in here:
+        rig.put(keys)
+    rig.settle()
+    assert [rig.ask(keys, f"r{n}") for n, keys in enumerate(here)] == [6, 6, None, None]
+    assert rig.core.is_waiting("r2")
+    assert not rig.core.is_waiting("r0")
+    rig.step()
+    assert [rig.ask(keys, f"r{n}") for n, keys in enumerate(here[2:], 2)] == [6, 6]
+
+
+def test_who_has_nothing_to_load_hears_so_however_many_have_asked() -> None:
+    rig = Rig(rows=40, on=[chain("disk", 4)], pace=FEW)
+    rig.put(chain("a", 9))
+    assert rig.ask(chain("a", 9), "first") == 9
+    assert rig.ask(chain("unknown", 5), "new") == 0
+    assert rig.ask(chain("disk", 4), "old") is None
+
+
+def test_who_asks_for_much_alone_is_answered_at_once() -> None:
+    rig = Rig(rows=40, pace=FEW)
+    rig.put(chain("a", 30))
+    assert rig.ask(chain("a", 30)) == 30
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str) -> None:
+    """Nearly all rows are leased to requests that wait for device memory; others want rows."""
+    rows = 2000
+    held, more = chain("held", rows - 40), chain("more", 400)
+    rig = Rig(rows=rows, on=[more], segment_slots=8192, policy=create_policy(name, rows))
+    core = rig.core
+    rig.put(held, "writer")
+    rig.settle()
+    core.on_request_finished("writer")
+    for start in range(0, len(held), 196):
+        rig.load(held[start : start + 196], f"r{start}")
+    rig.settle()
+    asked = 0
+    evict = core.pool.policy.evict
+
+    def counting(count, protected, incoming=()):  # type: ignore[no-untyped-def]
+        def counted(key: bytes) -> int:
+            nonlocal asked
+            asked += 1
+            return protected(key)
+
+        return evict(count, counted, incoming)
+
+    core.pool.policy.evict = counting  # type: ignore[method-assign]
+    for start in range(0, 400, 20):
+        part = more[start : start + 20]
+        name_of = f"more{start}"
+        assert rig.resolve(part, name_of) == 20
+        rig.load(part, name_of)
+        core.complete_load(part, name_of)
+        core.on_request_finished(name_of)
+        rig.step()
+    assert asked <= rows + 8 * 400, "those in use are met once, not for each who comes"
+    for start in range(0, len(held), 196):
+        core.complete_load(held[start : start + 196], f"r{start}")
+    rig.settle()
+    assert core.pool.busy == 0
+    # Whoever was met may leave again.
+    core.poll(rig.now)
+    assert core.pool.make_room(rows // 2, shed_unsaved=False) == rows // 2
+
+
+def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> None:
+    rig = Rig(rows=60, on=[chain("disk", 10)], segment_slots=256, pace=Pace(questions=3))
+    rig.put(chain("held", 50))
+    rig.settle()
+    rig.load(chain("held", 50), "holder")
+    rig.settle()
+    rig.put(chain("free", 10))
+    rig.settle()
+    assert rig.ask(chain("disk", 10)) is None
+    assert not rig.flush(), "so many questions are not asked in one step"
+    assert rig.core.behind
+    assert rig.resolve(chain("disk", 10)) == 10
+    assert rig.stats.truncations == 0
+
+
+def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut() -> None:
+    rig = Rig(rows=60, pace=Pace(questions=3))
+    rig.core.pool.demote = lambda chunk: False
+    rig.put(chain("held", 50))
+    rig.settle()
+    rig.load(chain("held", 50), "holder")
+    rig.settle()
+    rig.put(chain("free", 10))
+    rig.settle()
+    new = chain("new", 10)
+    for _ in range(40):
+        grant = rig.core.prepare_store(new, "writer")
+        if grant is not None:
+            break
+        rig.step()
+    assert grant is not None
+    assert grant.keys == new
+
+
+def test_the_pace_of_a_step_lets_as_much_be_taken_in_as_is_begun() -> None:
+    assert DEFAULT_PACE.absorbed >= DEFAULT_PACE.granted + DEFAULT_PACE.copied
