@@ -456,7 +456,7 @@ class HitDensity(EvictionPolicy):
                     if used[slot] > before:
                         break
                     if not moves:
-                        self._age_due = now + 32
+                        self._age_due = now + 64
                         return
                     moves -= 1
                     del queue[slot]
