@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.core import Core, Pace
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
 from kvstore.store import COPY_INLINE_BYTES
 from policies import registry
@@ -816,3 +817,22 @@ async def test_many_users_at_once_see_only_right_bytes(open_store: Open) -> None
         assert busy(store) <= store.stats().tiers[0].queued + 16
         await store.flush()
         assert busy(store) == 0
+
+
+async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step leaves over waits for no other call."""
+    slow = Pace(asked=4, told=2, granted=2, absorbed=2, copied=2, questions=2)
+    monkeypatch.setitem(Core.__init__.__kwdefaults__, "pace", slow)
+    keys, others = keys_of("a", 40), keys_of("b", 60)
+    async with open_store(rows=64, disk=160) as store:
+        assert await store.put(keys, payloads(keys)) == 40
+        assert await store.flush(5.0)
+        assert await store.put(others, payloads(others)) == 60
+        assert await store.flush(5.0)
+        assert await store.resolve(keys) == 40
+        async with store.get(keys) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(keys)
+        store.finish("nobody")
+        assert store.stats().timeouts == 0
