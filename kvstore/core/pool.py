@@ -238,11 +238,13 @@ class HostPool:
                 if victim in entering:
                     del entering[victim]
                 else:
-                    self._given_up(chunks[victim])
+                    chunk = chunks[victim]
+                    if chunk.aside:
+                        self._given_up(chunk)
                     if victim in own:
                         given_up[victim] = chunks.pop(victim)
                     else:
-                        self._leave(chunks[victim])
+                        self._leave(chunk)
             insert(key)
             back = given_up.pop(key, None)
             if back is not None:
@@ -493,9 +495,8 @@ class HostPool:
 
     def _given_up(self, chunk: Chunk) -> None:
         """The policy has forgotten it."""
-        if chunk.aside:
-            chunk.aside = False
-            self._parked.pop(chunk.key, None)
+        chunk.aside = False
+        self._parked.pop(chunk.key, None)
 
     def _evict(
         self,
@@ -515,7 +516,8 @@ class HostPool:
             self._unpark(count)
         # Those who leave are no vain questions.
         self._questions += 2 * count
-        protected = self._protection(shed_unsaved=shed_unsaved, bounded=True)
+        bounded = self.pace is not UNBOUNDED
+        protected = self._protection(shed_unsaved=shed_unsaved, bounded=bounded)
         victims = self.policy.evict(count, protected, incoming)
         if victims is None:
             victims = []
@@ -528,7 +530,8 @@ class HostPool:
         demote = self.demote
         for key in victims:
             chunk = self.chunks[key]
-            self._given_up(chunk)
+            if chunk.aside:
+                self._given_up(chunk)
             wanted = demote is not None and not chunk.unsaved and demote(chunk)
             if not wanted and not keep:
                 self._leave(chunk)

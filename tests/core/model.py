@@ -261,6 +261,8 @@ class World:
         if answer is None and client.id in core._unseen:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
+            if not held:
+                client.leased = 0
             return None
         if answer is None:
             if answered and client.joined is not None:
