@@ -34,7 +34,7 @@ _SIBLINGS = 64
 _SEVERED_AT_ONCE = 64
 """Held ends from which others are freed when room is found nowhere else."""
 
-_AGED_AT_ONCE = 256
+_AGED_AT_ONCE = 128
 """Ends of chains that change their bins in one go."""
 
 _NONE = -1

@@ -29,8 +29,8 @@ class Pace:
 
     asked: int = 1000
     told: int = 512
-    granted: int = 192
-    absorbed: int = 384
+    granted: int = 256
+    absorbed: int = 448
     copied: int = 128
     questions: int = 2000
 

@@ -185,6 +185,15 @@ class HostPool:
                     return place
         return len(keys)
 
+    def find_one(self, key: bytes) -> bool:
+        """Make room for the first of a store; False if that search goes on in the next step.
+
+        Those who are in use and will be met first are met here, where it is bounded.
+        """
+        if not self._free:
+            self._evict(1, shed_unsaved=False, incoming=(key,))
+        return bool(self._free) or not self.cut_short
+
     def enter(
         self,
         keys: Sequence[bytes],

@@ -197,9 +197,11 @@ def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> N
     assert rig.stats.truncations == 0
 
 
-def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut() -> None:
+@pytest.mark.parametrize("demotes", [True, False])
+def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: bool) -> None:
     rig = Rig(rows=60, pace=Pace(questions=3))
-    rig.core.pool.demote = lambda chunk: False
+    if demotes:
+        rig.core.pool.demote = lambda chunk: False
     rig.put(chain("held", 50))
     rig.settle()
     rig.load(chain("held", 50), "holder")
@@ -207,12 +209,14 @@ def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut() -> None
     rig.put(chain("free", 10))
     rig.settle()
     new = chain("new", 10)
-    for _ in range(40):
+    offers = 0
+    grant = None
+    while grant is None:
+        offers += 1
+        assert offers < 40
         grant = rig.core.prepare_store(new, "writer")
-        if grant is not None:
-            break
         rig.step()
-    assert grant is not None
+    assert offers > 1
     assert grant.keys == new
 
 
