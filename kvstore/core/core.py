@@ -719,7 +719,7 @@ class Core:
             # The policy is asked about what can come in beside those that have to stay.
             wanted = offered[: pool.reach(offered, declined)]
             new = [key for key in wanted if key not in pool.chunks and key not in declined]
-        if new and not pool.find_one(new[-1]):
+        if new and not pool.find_one():
             return None, 0
         chunks, all_asked = pool.enter(wanted, frozenset(declined), from_head=hindered)
         if not fits:

@@ -51,6 +51,7 @@ class HostPool:
         """A search for victims was broken off in this step: more may be found in the next."""
         self._questions = self.pace.questions
         self._ready_left = self.pace.copied
+        self._sets_aside = type(policy).release is not EvictionPolicy.release
         # Chunks that the policy has set aside: those that may have become free to leave, those
         # that will when the step ends, and those that only wait for a copy, coldest first.
         self._loose: list[Chunk] = []
@@ -185,14 +186,26 @@ class HostPool:
                     return place
         return len(keys)
 
-    def find_one(self, key: bytes) -> bool:
-        """Make room for the first of a store; False if that search goes on in the next step.
+    def find_one(self) -> bool:
+        """Look for one who may leave for a store; False if the search goes on in the next step.
 
-        Those who are in use and will be met first are met here, where it is bounded.
+        Nobody leaves here. Those who are in use and come first are met, so that
+        `enter`, which may not be broken off, does not meet them.
         """
-        if not self._free:
-            self._evict(1, shed_unsaved=False, incoming=(key,))
-        return bool(self._free) or not self.cut_short
+        if self._free or self.pace is UNBOUNDED or not self._sets_aside:
+            return True
+        self._let_loose()
+        protected = self._protection(shed_unsaved=False, bounded=True)
+        found = False
+
+        def first(key: bytes) -> int:
+            nonlocal found
+            answer = protected(key)
+            found = not answer
+            return answer or LATER
+
+        self.policy.evict(1, first)
+        return found or not self.cut_short
 
     def enter(
         self,
