@@ -48,7 +48,8 @@ class _Chain:
 
     def __init__(self, counted: set[bytes]) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
-        self.known: set[bytes] = set()
+        # Not a set, through whose keys the garbage collector would look again and again.
+        self.known: dict[bytes, None] = {}
         self.counted = counted
         self.storing = 0
 
@@ -114,7 +115,7 @@ class Chains:
         fresh = [key for key in keys if key not in known]
         if not fresh:
             return
-        known.update(fresh)
+        known.update(dict.fromkeys(fresh))
         self._keys += len(fresh)
         group = group_of(fresh[0])
         if all(key.endswith(group) for key in keys):
