@@ -35,6 +35,7 @@ class Driver:
         self._waiters: set[asyncio.Future[None]] = set()
         self.transfers = 0
         self.closed = False
+        self._going_on = False
         self.on_step: Callable[[float], None] = lambda now: None
 
     def check(self) -> None:
@@ -59,6 +60,15 @@ class Driver:
     def flush(self) -> None:
         """End the step: start what is due."""
         self.engine.start(self._core.flush(time.monotonic()))
+        if self._core.behind and not self._going_on:
+            # What this step has left over is done as soon as others had their turn.
+            self._going_on = True
+            self._home.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._going_on = False
+        if not self.closed:
+            self.pump()
 
     def pump(self) -> None:
         """Take completions in, start what is due, wake whoever waits for it."""
