@@ -1,0 +1,142 @@
+"""Requests per second of an asyncio server over the store, by how it asks for its prompts.
+
+    python benchmarks/server.py FOLDER
+
+Many users at once ask for prompts of which host memory holds a part and the disk
+the rest. Three ways to ask take turns in one store, each with and without names
+of requests: `get` alone; `resolve`, then `get` of what was found; `lookup_prefix`
+again and again, then `get`. What counts is the ratio to `get` alone in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import kvstore
+from kvstore.store import Store
+
+Ask = Callable[[Store, list[bytes], str | None], Awaitable[int]]
+
+POLL_SECONDS = 0.001
+
+
+async def get(store: Store, keys: list[bytes], name: str | None) -> int:
+    """The chunks that can be had."""
+    async with store.get(keys, name) as chunks:
+        # The copy to the device.
+        await asyncio.sleep(0)
+        return len(chunks)
+
+
+async def resolve(store: Store, keys: list[bytes], name: str | None) -> int:
+    """The number first."""
+    return await get(store, keys[: await store.resolve(keys, name)], name)
+
+
+async def poll(store: Store, keys: list[bytes], name: str | None) -> int:
+    """The number first, as a scheduler asks."""
+    while (found := store.lookup_prefix(keys, name)) is None:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_SECONDS)
+    return await get(store, keys[:found], name)
+
+
+WAYS: dict[str, Ask] = {"get": get, "resolve + get": resolve, "lookup_prefix + get": poll}
+
+
+async def measure(
+    store: Store, ask: Ask, prompts: list[list[bytes]], users: int, seconds: float, *, named: bool
+) -> tuple[float, float]:
+    """Requests per second, and the fraction of the chunks that was there."""
+    end = time.monotonic() + seconds
+    numbers = itertools.count()
+    asked = found = 0
+
+    async def user(seed: int) -> None:
+        nonlocal asked, found
+        rng = random.Random(seed)
+        while time.monotonic() < end:
+            keys = rng.choice(prompts)
+            name = f"request {next(numbers)}" if named else None
+            count = await ask(store, keys, name)
+            found += count
+            asked += len(keys)
+            if name is not None:
+                store.finish(name)
+
+    start = time.monotonic()
+    await asyncio.gather(*(user(seed) for seed in range(users)))
+    taken = time.monotonic() - start
+    return asked / len(prompts[0]) / taken, found / asked
+
+
+async def run(options: argparse.Namespace, folder: str) -> None:
+    """Fill a store, then let the ways take turns."""
+    size = options.chunk_kib * 1024
+    total = options.prompts * options.length
+    config = {
+        "chunk_bytes": size,
+        "cpu_bytes_to_use": int(total * options.host) * size,
+        "tiers": [{"type": "disk", "path": folder, "capacity_bytes": 2 * total * size + 2**28}],
+    }
+    prompts = [
+        [hashlib.sha256(f"{n}/{depth}".encode()).digest() for depth in range(options.length)]
+        for n in range(options.prompts)
+    ]
+    rates: dict[tuple[str, bool], list[float]] = {}
+    hits: dict[tuple[str, bool], list[float]] = {}
+    async with kvstore.open(config) as store:
+        data = bytes(size)
+        for keys in prompts:
+            await store.put(keys, [data] * len(keys))
+        await store.flush()
+        for _, named, (way, ask) in itertools.product(
+            range(options.rounds), (False, True), WAYS.items()
+        ):
+            rate, ratio = await measure(
+                store, ask, prompts, options.users, options.seconds, named=named
+            )
+            rates.setdefault((way, named), []).append(rate)
+            hits.setdefault((way, named), []).append(ratio)
+    for (way, named), each in rates.items():
+        rate, base = statistics.median(each), statistics.median(rates["get", named])
+        row = {
+            "way": way,
+            "named": named,
+            "requests_per_s": round(rate, 1),
+            "ratio_to_get": round(rate / base, 3),
+            "hit_ratio": round(statistics.median(hits[way, named]), 4),
+        }
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="?", help="where the disk tier goes; a temporary folder")
+    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--length", type=int, default=40, help="chunks of a prompt")
+    parser.add_argument("--chunk-kib", type=int, default=64)
+    parser.add_argument("--host", type=float, default=0.1, help="part that host memory holds")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvstore-", dir=options.folder) as folder:
+        asyncio.run(run(options, folder))
+
+
+if __name__ == "__main__":
+    main()
