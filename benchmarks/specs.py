@@ -26,7 +26,8 @@ def offloading_config(
         ),
         worker_kv_bytes_per_block=block_bytes,
         enable_kv_cache_events=False,
-        extra_config=extra_config,
+        # There is no engine that could tell what it is.
+        extra_config={"automatic_identity": False, "identity": {"model": "bench"}, **extra_config},
         engine_id=engine_id,
         model=OffloadingModelConfig(name="bench", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -92,10 +93,12 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     folder = Path(scenario["model_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[scenario.get("model", "llama")]))
+    config = {**MODELS[scenario.get("model", "llama")], **scenario.get("config", {})}
+    (folder / "config.json").write_text(json.dumps(config))
     arguments = {**ENGINE, **scenario.get("engine", {})}
     if scenario.get("kvstore") is not None:
         arguments["kv_transfer_config"] = {
@@ -116,12 +119,19 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         temperature=0, max_tokens=scenario.get("max_tokens", 8), detokenize=False, ignore_eos=True
     )
     for number, wanted in enumerate(scenario["rounds"]):
+        if wanted.get("replace"):
+            # Files that change while the engine runs.
+            shutil.copytree(wanted["replace"][0], wanted["replace"][1], dirs_exist_ok=True)
+        adapter = LoRARequest(**wanted["lora"]) if wanted.get("lora") else None
         prompts = [{"prompt_token_ids": prompt(seed, n)} for seed, n in wanted["prompts"]]
         began = time.monotonic()
         if wanted.get("together"):
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         else:
-            outputs = [llm.generate([one], sampling, use_tqdm=False)[0] for one in prompts]
+            outputs = [
+                llm.generate([one], sampling, use_tqdm=False, lora_request=adapter)[0]
+                for one in prompts
+            ]
         seconds = time.monotonic() - began
         report["rounds"].append(
             {

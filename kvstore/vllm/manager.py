@@ -94,14 +94,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._region = manager_region(
             self._engine_id, spec.config.parallel.world_size, spec.rows, spec.row_bytes
         )
-        identity = {**spec.layout.identity, **config.identity}
         try:
             self._assembly = assemble(
                 config,
                 self._region,
                 spec.layout.chunk_bytes,
                 spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
-                identity,
+                spec.identity,
                 events=self._events,
             )
             self._engine = _engine_over(self._assembly)

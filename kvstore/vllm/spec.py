@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -18,6 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config
+from kvstore.errors import ConfigError
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics import Reporter
 
@@ -38,6 +40,9 @@ CONNECTOR_KEYS = frozenset(
 
 ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 """Keys that vLLM knows better."""
+
+IDENTITY_KEYS = ("automatic_identity", "fingerprint_weights")
+"""Keys that only a server has: see `kvstore.vllm.identity`."""
 
 
 class KVStoreOffloadingSpec(OffloadingSpec):
@@ -61,8 +66,14 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         values = dict(config.extra_config)
         for key in ENGINE_KEYS & values.keys():
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
+        switches = [values.pop(key, True) for key in IDENTITY_KEYS]
+        for key, value in zip(IDENTITY_KEYS, switches, strict=True):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key} = {value!r}: must be true or false")
+        self._automatic, self._fingerprint = switches
         self.store_config = Config.from_mapping(values, ignore=CONNECTOR_KEYS)
         self.layout = Layout(config)
+        self.identity: Mapping[str, Any] = self.layout.identity
         # Read by vLLM's connector: with equal bytes on all ranks only one writes.
         self.replicated_layout = self.layout.replicated
         self.rows, self.row_bytes = rows_for(self.store_config, self.layout.chunk_bytes)
@@ -71,10 +82,47 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            from kvstore.vllm.manager import KVStoreOffloadingManager
-
-            self._manager = KVStoreOffloadingManager(self)
+            self._manager = self._build_manager()
         return self._manager
+
+    def _build_manager(self) -> OffloadingManager:
+        """Only here is it asked whose bytes these are: workers see rows, and no keys."""
+        from kvstore.vllm.caller import vllm_config_of
+        from kvstore.vllm.manager import KVStoreOffloadingManager
+
+        vllm_config = vllm_config_of(self.config.extra_config)
+        self.identity = {
+            **self.layout.identity,
+            **self._engine_identity(vllm_config),
+            **self.store_config.identity,
+        }
+        lora_config = getattr(vllm_config, "lora_config", None)
+        if lora_config is None or not self._fingerprint:
+            return KVStoreOffloadingManager(self)
+        from kvstore.vllm.identity import adapter_settings
+        from kvstore.vllm.lora import LoRAOffloadingManager
+
+        return LoRAOffloadingManager(self, adapter_settings(lora_config))
+
+    def _engine_identity(self, vllm_config: Any) -> dict[str, Any]:
+        from kvstore.vllm.identity import engine_identity
+
+        if not self._automatic:
+            if self.store_config.tiers and not self.store_config.identity:
+                raise ConfigError(
+                    "automatic_identity = false: name in identity what engines must have in "
+                    'common to share chunks, such as {"model": "m", "weights": "v1"}'
+                )
+            return {}
+        if vllm_config is not None:
+            return engine_identity(vllm_config, fingerprint_weights=self._fingerprint)
+        if not self.store_config.tiers:
+            return {}
+        raise ConfigError(
+            "this vLLM does not let kvstore see its configuration, so nobody can tell whose "
+            "chunks may be used. Set automatic_identity = false and name in identity what "
+            'engines must have in common, such as {"model": "m", "weights": "v1"}'
+        )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

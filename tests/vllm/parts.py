@@ -22,6 +22,8 @@ def make_spec(
 
     from kvstore.vllm import KVStoreOffloadingSpec
 
+    # There is no engine that could tell.
+    extra_config = {"automatic_identity": False, "identity": {"model": "test"}, **extra_config}
     parallel = OffloadingParallelConfig(
         rank=0,
         world_size=1,

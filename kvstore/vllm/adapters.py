@@ -1,0 +1,195 @@
+"""Which LoRA weights each request is computed with.
+
+vLLM's block hashes know an adapter by name and path. Its weights may be others in the next
+process, or after a request with `load_inplace`; kvstore keeps their chunks apart by a fingerprint
+of the files. What is in doubt is neither looked up nor stored:
+
+- What lies in an adapter's files when its first request comes is what vLLM has loaded, for as
+  long as the same lies there. When it does not, the adapter is in doubt.
+- A request with `load_inplace` makes vLLM read the files again, at a moment that nobody tells. It
+  is in doubt, and so is every request of its adapter that lives beside it. When the last has run
+  and is over, and nobody has written to the files since before it came, the adapter is known
+  again.
+
+Fingerprints are taken elsewhere, one after the other in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvstore.vllm.fingerprint import Fingerprint
+
+__all__ = ["Adapters", "Take", "Use"]
+
+logger = logging.getLogger("kvstore")
+
+GROUP_BYTES = 4
+"""The end of a key, which names its group."""
+
+Take = Callable[[str, Fingerprint | None], "Future[Fingerprint]"]
+"""Begins to take the fingerprint of the adapter in a path, given an earlier one."""
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """The adapter of one request.
+
+    Attributes:
+        waiting: its weights are not known yet.
+        doubtful: not to be looked up or stored (any more).
+        salt: of its keys, once its weights are known; what is under way keeps it.
+    """
+
+    request: str
+    adapter: int = 0
+    path: str = ""
+    arrived: float = 0.0
+    waiting: bool = False
+    doubtful: bool = False
+    salt: bytes = b""
+    ran: bool = False
+    taken: Future[Fingerprint] | None = None
+
+    def key(self, key: bytes) -> bytes:
+        """What the chunk that vLLM calls `key` is kept under."""
+        body = key[:-GROUP_BYTES]
+        digest = blake2b(body, key=self.salt, digest_size=len(body)).digest()
+        return digest + key[-GROUP_BYTES:]
+
+
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    loaded: Fingerprint | None = None
+    path: str = ""
+    doubtful: bool = False
+    live: set[Use] = field(default_factory=set)
+    reloads: dict[str, Use] = field(default_factory=dict)
+
+
+class Adapters:
+    """The adapters that this process has seen; answers from memory."""
+
+    def __init__(self, take: Take, settings: str, patience: float) -> None:
+        """
+        Args:
+            settings: what beside the files decides the KV of a request with an adapter.
+            patience: a request waits so many seconds for its fingerprint.
+        """
+        self._take = take
+        self._settings = settings
+        self._patience = patience
+        self._adapters: dict[int, _Adapter] = {}
+        self._arrivals: deque[Use] = deque()
+        self._reloading: dict[str, Use] = {}
+        self._checks: list[tuple[_Adapter, Use, Fingerprint, Future[Fingerprint]]] = []
+        self._told: set[str] = set()
+
+    def arrive(self, request: str, adapter: int, path: str, inplace: bool, now: float) -> Use:
+        """A request with an adapter has come."""
+        known = self._adapters.setdefault(adapter, _Adapter())
+        use = Use(request, adapter, path, now)
+        if inplace:
+            self._doubt(known)
+            use.taken = self._take(path, None)
+            use.doubtful = True
+            known.reloads[request] = self._reloading[request] = use
+        elif known.reloads:
+            use.doubtful = True
+        else:
+            use.taken = self._take(path, known.loaded)
+            use.waiting = True
+            self._arrivals.append(use)
+        known.live.add(use)
+        return use
+
+    def unknown(self, request: str) -> Use:
+        """A request has come, and nobody can tell its adapter."""
+        self._tell("vLLM does not say which adapter a request uses")
+        return Use(request, doubtful=True)
+
+    def settle(self, now: float) -> None:
+        """Take note of fingerprints that are there."""
+        if self._checks:
+            self._checks = [check for check in self._checks if not self._checked(*check)]
+        while self._arrivals:
+            use = self._arrivals[0]
+            assert use.taken is not None
+            late = now - use.arrived >= self._patience
+            if not use.taken.done() and not late:
+                break
+            self._arrivals.popleft()
+            self._learn(use)
+
+    def ran(self, requests: Iterable[str]) -> None:
+        """These requests have been scheduled for the first time."""
+        if self._reloading:
+            for request in requests:
+                if request in self._reloading:
+                    self._reloading[request].ran = True
+
+    def finish(self, use: Use) -> None:
+        """The request is over; copies of its chunks may still be under way."""
+        known = self._adapters.get(use.adapter)
+        if known is None:
+            return
+        known.live.discard(use)
+        if known.reloads.pop(use.request, None) is None:
+            return
+        self._reloading.pop(use.request, None)
+        before = _result(use.taken)
+        if use.ran and before is not None and not known.reloads:
+            self._checks.append((known, use, before, self._take(use.path, None)))
+
+    def _learn(self, use: Use) -> None:
+        found, done = _result(use.taken), use.taken is not None and use.taken.done()
+        use.waiting, use.taken = False, None
+        known = self._adapters[use.adapter]
+        if found is None:
+            use.doubtful = True
+            # Who comes too late for this request may have seen other files than vLLM.
+            known.doubtful |= not done
+            self._tell(
+                f"adapter {use.path}: its files cannot be read" + ("" if done else " in time")
+            )
+        elif not use.doubtful and not known.doubtful:
+            if known.loaded is None:
+                known.loaded, known.path = found, use.path
+            elif known.loaded.digest != found.digest or known.path != use.path:
+                self._doubt(known)
+                self._tell(f"adapter {use.path}: other files than vLLM has loaded")
+        use.doubtful |= known.doubtful
+        if not use.doubtful and found is not None:
+            told = f"{self._settings} {found.digest}"
+            use.salt = blake2b(told.encode(), digest_size=32).digest()
+
+    def _checked(
+        self, known: _Adapter, use: Use, before: Fingerprint, after: Future[Fingerprint]
+    ) -> bool:
+        if not after.done():
+            return False
+        found = _result(after)
+        if found is not None and found.signature == before.signature and not known.reloads:
+            known.loaded, known.path, known.doubtful = found, use.path, False
+        return True
+
+    def _doubt(self, known: _Adapter) -> None:
+        known.doubtful = True
+        for use in known.live:
+            use.doubtful = True
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("kvstore: %s: not offloaded", what)
+
+
+def _result(taken: Future[Fingerprint] | None) -> Fingerprint | None:
+    if taken is None or not taken.done() or taken.cancelled() or taken.exception() is not None:
+        return None
+    return taken.result()

@@ -1,0 +1,57 @@
+"""What vLLM knows and does not hand over: found at the connector that is calling.
+
+vLLM builds a spec from an `OffloadingConfig`, which names the model and says little else, and
+opens a request with a `ReqContext`, which says nothing of its adapter. Its connector has both at
+hand, in the frames that call: `vllm_config` where the manager is built, `request` where a request
+begins. Nothing else is looked at, and what is found is used only if it proves to be what belongs
+to the call: by the very table of options, by the request's id.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["request_of", "vllm_config_of"]
+
+MAX_FRAMES = 16
+
+
+def vllm_config_of(extra_config: Mapping[str, Any]) -> Any | None:
+    """The `VllmConfig` whose connector options are this very `extra_config`, or None."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none()
+    if _owns(current, extra_config):
+        return current
+    for found in _callers_local("vllm_config"):
+        if _owns(found, extra_config):
+            return found
+    return None
+
+
+def _owns(config: Any, extra_config: Mapping[str, Any]) -> bool:
+    transfer = getattr(config, "kv_transfer_config", None)
+    return transfer is not None and transfer.kv_connector_extra_config is extra_config
+
+
+def request_of(req_id: str) -> Any | None:
+    """The request `req_id` whose arrival is being told, or None."""
+    for found in _callers_local("request", frames=4):
+        if getattr(found, "request_id", None) == req_id and hasattr(found, "lora_request"):
+            return found
+    return None
+
+
+def _callers_local(name: str, frames: int = MAX_FRAMES) -> list[Any]:
+    found = []
+    frame = sys._getframe(2)
+    for _ in range(frames):
+        value = frame.f_locals.get(name)
+        if value is not None:
+            found.append(value)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return found

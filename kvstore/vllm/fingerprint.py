@@ -1,0 +1,156 @@
+"""Fingerprints of weight files: cheap to take, another one when the content is another.
+
+Of each file the name, the size and some of its bytes count; never its times, owner or place.
+A file of up to `WHOLE_BYTES` is read whole. Of a larger one are read:
+
+- its first and last pages, and `PAGES` pages evenly spaced;
+- of a safetensors file the whole header, every tensor of up to `SMALL_TENSOR` bytes, and one page
+  from the middle of each larger one.
+
+So a change is noticed unless it keeps names, sizes and headers and touches nothing but a few
+values inside large tensors, between the pages that are read. No training step is like that; an
+edit of single values by hand may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+__all__ = ["Fingerprint", "UnreadableError", "fingerprint"]
+
+WHOLE_BYTES = 32 * 2**20
+BLOCK = 4 * 2**20
+PAGE = 4096
+EDGE = 64 * 1024
+PAGES = 256
+SMALL_TENSOR = 16 * 1024
+MAX_HEADER = 100 * 2**20
+"""safetensors allows no larger header."""
+
+THREADS = 8
+"""Files are read side by side: on network file systems each page is a round trip."""
+
+
+class UnreadableError(Exception):
+    """There are no files, or they cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What identifies the content of some files.
+
+    Attributes:
+        digest: the same for the same names and content, wherever the files lie.
+        signature: names, inodes, sizes and times; while it stays, nobody has written.
+        total_bytes: of all files together.
+    """
+
+    digest: str
+    signature: tuple[tuple[str, int, int, int, int, int], ...]
+    total_bytes: int
+
+
+def fingerprint(files: Sequence[Path], known: Fingerprint | None = None) -> Fingerprint:
+    """The fingerprint of `files`, which have different names.
+
+    Args:
+        files: symbolic links are followed.
+        known: an earlier one; with an equal signature nothing is read.
+
+    Raises:
+        UnreadableError: if there are none, or one cannot be read.
+    """
+    if not files:
+        raise UnreadableError("no weight files")
+    ordered = sorted(files, key=lambda path: path.name)
+    try:
+        signature = tuple(_signed(path) for path in ordered)
+        if known is not None and known.signature == signature:
+            return known
+        with ThreadPoolExecutor(min(THREADS, len(ordered)), "kvstore-fingerprint") as pool:
+            contents = list(pool.map(_content, ordered))
+        if signature != tuple(_signed(path) for path in ordered):
+            raise UnreadableError("the files change while they are read")
+    except OSError as error:
+        raise UnreadableError(f"{error.filename or ordered[0]}: {error.strerror}") from error
+    whole = xxh3_128()
+    for (name, *_), content in zip(signature, contents, strict=True):
+        whole.update(f"{len(name)}:{name}".encode() + content)
+    return Fingerprint(whole.hexdigest(), signature, sum(entry[3] for entry in signature))
+
+
+def _signed(path: Path) -> tuple[str, int, int, int, int, int]:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UnreadableError(f"{path}: not a regular file")
+    return (
+        path.name,
+        found.st_dev,
+        found.st_ino,
+        found.st_size,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+    )
+
+
+def _content(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        digest = xxh3_128(struct.pack("<Q", size))
+        if size > WHOLE_BYTES:
+            # Single pages here and there: reading ahead would multiply the bytes.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            places: Iterator[tuple[int, int]] = _places(fd, size, path.suffix == ".safetensors")
+        else:
+            places = ((at, min(BLOCK, size - at)) for at in range(0, size, BLOCK))
+        for offset, length in places:
+            digest.update(os.pread(fd, length, offset))
+        return digest.digest()
+    finally:
+        os.close(fd)
+
+
+def _places(fd: int, size: int, safetensors: bool) -> Iterator[tuple[int, int]]:
+    yield 0, EDGE
+    yield size - EDGE, EDGE
+    for number in range(PAGES):
+        yield size * number // PAGES // PAGE * PAGE, PAGE
+    if safetensors:
+        yield from _tensor_places(fd, size)
+
+
+def _tensor_places(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+    if length > min(MAX_HEADER, size - 8):
+        return
+    yield 8, length
+    try:
+        header = json.loads(os.pread(fd, length, 8))
+        spans = sorted(
+            (int(tensor["data_offsets"][0]), int(tensor["data_offsets"][1]))
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        # Not safetensors after all: the pages above have to do.
+        return
+    start = 8 + length
+    for begin, end in spans:
+        if not 0 <= begin <= end <= size - start:
+            return
+        if end - begin <= SMALL_TENSOR:
+            yield start + begin, end - begin
+        else:
+            yield start + (begin + end) // 2, PAGE

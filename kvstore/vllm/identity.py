@@ -1,0 +1,249 @@
+"""What decides the KV bytes of a vLLM engine: engines with equal answers may share a cache.
+
+Every setting counts unless it is known not to matter. A new setting of vLLM thus costs hits at
+worst. The answers are flat, so that a difference can be told in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import logging
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
+
+from xxhash import xxh3_128
+
+from kvstore.errors import ConfigError
+from kvstore.vllm.checkpoint import model_files
+from kvstore.vllm.fingerprint import UnreadableError, fingerprint
+from kvstore.vllm.settings import (
+    ATTENTION_IGNORED,
+    CACHE_IGNORED,
+    DRAFT_COUNTS,
+    HF_IGNORED,
+    LORA_COUNTS,
+    MODEL_IGNORED,
+    MULTIMODAL_IGNORED,
+    PARALLEL_COUNTS,
+    PLAIN_MODELS,
+    PLAIN_ROPE,
+)
+
+__all__ = ["adapter_settings", "engine_identity"]
+
+logger = logging.getLogger("kvstore")
+
+MAX_SHOWN = 400
+"""A longer value is kept as a digest, so that a person can read the rest."""
+
+
+def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> dict[str, Any]:
+    """All that decides the KV bytes of the engine with this `VllmConfig`, beside their layout.
+
+    Args:
+        fingerprint_weights: read the weight files; otherwise the model's name and revision
+            stand for them.
+
+    Raises:
+        ConfigError: if the weights cannot be read, or a setting cannot be told.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    facts: dict[str, Any] = {"vllm": _release(), **_device()}
+    _add(facts, "model", model, MODEL_IGNORED)
+    _add_configuration(facts, "config", model)
+    if _length_matters(model):
+        facts["model.max_model_len"] = model.max_model_len
+    _add(facts, "cache", vllm_config.cache_config, CACHE_IGNORED)
+    _add(facts, "attention", vllm_config.attention_config, ATTENTION_IGNORED)
+    _add(facts, "multimodal", getattr(model, "multimodal_config", None), MULTIMODAL_IGNORED)
+    for name in ("mamba", "diffusion"):
+        _add(facts, name, getattr(vllm_config, f"{name}_config", None), ())
+    for name in PARALLEL_COUNTS:
+        facts[f"parallel.{name}"] = getattr(vllm_config.parallel_config, name, None)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        facts["parallel.partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    additional = getattr(vllm_config, "additional_config", None)
+    facts["additional"] = _plain(additional, "additional_config") if additional else None
+    facts["weights"] = _weights(model, load, fingerprint_weights)
+    _add_draft(facts, vllm_config, fingerprint_weights)
+    return {key: _short(value) for key, value in facts.items() if value not in (None, {}, [], "")}
+
+
+def adapter_settings(lora_config: Any) -> str:
+    """What beside its files decides the KV of a request with an adapter."""
+    told = {name: _plain(getattr(lora_config, name, None), name) for name in LORA_COUNTS}
+    return json.dumps(told, sort_keys=True)
+
+
+def _add(facts: dict[str, Any], section: str, config: Any, ignored: Collection[str]) -> None:
+    if config is None:
+        return
+    for each in dataclasses.fields(config):
+        if each.name not in ignored and not each.name.startswith("_"):
+            value = getattr(config, each.name, None)
+            facts[f"{section}.{each.name}"] = _plain(value, f"{section}.{each.name}")
+
+
+def _add_configuration(facts: dict[str, Any], section: str, model: Any) -> None:
+    """The model's own configuration, with all that has been changed in it."""
+    told = _plain(model.hf_config, section)
+    text = getattr(model, "hf_text_config", None)
+    if text is not None and text is not model.hf_config:
+        told = {**told, "text": _plain(text, section)}
+    for name, value in told.items():
+        if name not in HF_IGNORED:
+            facts[f"{section}.{name}"] = value
+
+
+def _length_matters(model: Any) -> bool:
+    """Whether the KV depends on the longest request that is allowed, for all we know."""
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    if getattr(config, "model_type", None) not in PLAIN_MODELS:
+        return True
+    kinds = _rope_kinds(getattr(config, "rope_parameters", None))
+    kinds |= _rope_kinds(getattr(config, "rope_scaling", None))
+    return not kinds <= PLAIN_ROPE
+
+
+def _rope_kinds(rope: Any) -> set[str]:
+    if not isinstance(rope, Mapping):
+        return set()
+    # One table, or one for each kind of layer.
+    tables = [rope, *(table for table in rope.values() if isinstance(table, Mapping))]
+    return {str(table[key]) for table in tables for key in ("rope_type", "type") if table.get(key)}
+
+
+def _add_draft(facts: dict[str, Any], vllm_config: Any, read_weights: bool) -> None:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return
+    for name in DRAFT_COUNTS:
+        facts[f"draft.{name}"] = _plain(getattr(speculative, name, None), f"draft.{name}")
+    facts["draft.model"] = str(draft.model)
+    _add_configuration(facts, "draft.config", draft)
+    target = vllm_config.model_config
+    if (draft.model, draft.revision) != (target.model, target.revision):
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        facts["draft.weights"] = _weights(draft, load, read_weights)
+
+
+def _weights(model: Any, load: Any, read: bool) -> Any:
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return {"dummy": int(model.seed or 0)}
+    if not read:
+        logger.warning("kvstore: fingerprint_weights = false: other weights go unnoticed")
+        return None
+    began = time.monotonic()
+    try:
+        files = model_files(model, load_format, load.download_dir)
+        found = fingerprint(files)
+    except UnreadableError as error:
+        raise ConfigError(
+            f"fingerprint_weights = true: the weights of {model.model} cannot be read ({error}). "
+            'Set fingerprint_weights = false and name them yourself, as identity = {"weights": '
+            '"v1"}: a new name for new weights'
+        ) from error
+    logger.info(
+        "kvstore: %d weight files of %d bytes known by %s after %.1f s",
+        len(files),
+        found.total_bytes,
+        found.digest,
+        time.monotonic() - began,
+    )
+    return {"fingerprint": found.digest, "bytes": found.total_bytes}
+
+
+def _release() -> str:
+    """Pages keep their layout within a minor release of vLLM; who builds vLLM is on his own."""
+    from vllm import __version__
+
+    match = re.match(r"(\d+\.\d+)\.\d+(\+\w+)?$", __version__)
+    return match[1] if match else str(__version__)
+
+
+def _device() -> dict[str, Any]:
+    """What decides the choice of kernels, and with it the order of bytes in a page."""
+    from vllm.platforms import current_platform
+
+    kind = str(current_platform.device_type)
+    if kind == "cpu":
+        return {"device": f"cpu {platform.machine()}", "device.amx": _has_amx()}
+    try:
+        capability = current_platform.get_device_capability()
+    except (NotImplementedError, RuntimeError):
+        capability = None
+    return {"device": kind, "device.capability": str(capability) if capability else None}
+
+
+def _has_amx() -> bool:
+    """vLLM's kernels pack keys in another order where the processor has AMX."""
+    import torch
+
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(probe()) if probe is not None else False
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` as JSON can hold it, always the same for the same.
+
+    Raises:
+        ConfigError: for an object that says nothing about itself.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {
+            str(key): _plain(item, f"{where}.{key}")
+            for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))
+        }
+    if isinstance(value, Set):
+        return sorted((_plain(item, where) for item in value), key=repr)
+    if isinstance(value, Sequence):
+        return [_plain(item, where) for item in value]
+    return _plain_object(value, where)
+
+
+def _plain_object(value: Any, where: str) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "torch":
+        # A data type, for one.
+        return str(value).removeprefix("torch.")
+    if callable(getattr(value, "to_dict", None)):
+        return _plain(value.to_dict(), where)
+    if dataclasses.is_dataclass(value):
+        return {
+            each.name: _plain(getattr(value, each.name), f"{where}.{each.name}")
+            for each in dataclasses.fields(value)
+        }
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise ConfigError(
+        f"vLLM's setting {where} is a {type(value).__name__}: kvstore cannot tell whether two "
+        "engines have the same. Set automatic_identity = false and name what may be shared "
+        "yourself, in identity"
+    )
+
+
+def _short(value: Any) -> Any:
+    told = json.dumps(value, sort_keys=True)
+    if len(told) <= MAX_SHOWN:
+        return value
+    return f"xxh3:{xxh3_128(told.encode()).hexdigest()}"

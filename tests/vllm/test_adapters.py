@@ -1,0 +1,285 @@
+"""Which LoRA weights a request is computed with, as far as it can be known."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from kvstore.vllm.adapters import Adapters, Use
+from kvstore.vllm.fingerprint import Fingerprint, UnreadableError
+
+KEY = bytes(range(32)) + b"\0\0\0\1"
+
+
+class Disk:
+    """Files of adapters; fingerprints are taken when the test says so."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, str] = {}
+        self.writes = 0
+        self.asked: list[tuple[str, Future[Fingerprint]]] = []
+        self.at_once = True
+
+    def write(self, path: str, content: str) -> None:
+        self.writes += 1
+        self.content[path] = f"{content}:{self.writes}"
+
+    def take(self, path: str, known: Fingerprint | None) -> Future[Fingerprint]:
+        future: Future[Fingerprint] = Future()
+        self.asked.append((path, future))
+        if self.at_once:
+            self.answer()
+        return future
+
+    def answer(self, count: int = 1000) -> None:
+        for path, future in self.asked[:count]:
+            if path in self.content:
+                digest, write = self.content[path].split(":")
+                signature = ((path, 0, 0, 0, int(write), int(write)),)
+                future.set_result(Fingerprint(digest, signature, 1))
+            else:
+                future.set_exception(UnreadableError(path))
+        del self.asked[:count]
+
+
+class Rig:
+    def __init__(self, settings: str = "") -> None:
+        self.disk = Disk()
+        self.disk.write("a", "first")
+        self.adapters = Adapters(self.disk.take, settings, 2.0)
+        self.now = 0.0
+        self.count = 0
+
+    def arrive(self, adapter: int = 1, path: str = "a", inplace: bool = False) -> Use:
+        self.count += 1
+        use = self.adapters.arrive(f"r{self.count}", adapter, path, inplace, self.now)
+        self.adapters.settle(self.now)
+        return use
+
+    def reload(self, ran: bool = True) -> Use:
+        use = self.arrive(inplace=True)
+        if ran:
+            self.adapters.ran([use.request])
+        self.adapters.finish(use)
+        self.adapters.settle(self.now)
+        return use
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def clean(use: Use) -> bool:
+    return bool(use.salt) and not use.waiting and not use.doubtful
+
+
+def test_the_same_weights_have_the_same_keys_in_every_process(rig: Rig) -> None:
+    other = Rig()
+    other.disk.write("a", "first")
+    key = rig.arrive().key(KEY)
+    assert other.arrive(adapter=7).key(KEY) == key
+    assert len(key) == len(KEY)
+    assert key[-4:] == KEY[-4:]
+    assert key != KEY
+
+
+def test_other_weights_or_settings_have_other_keys(rig: Rig) -> None:
+    rig.disk.write("b", "second")
+    keys = {rig.arrive().key(KEY), rig.arrive(2, "b").key(KEY), Rig("bf16").arrive().key(KEY)}
+    assert len(keys) == 3
+
+
+def test_a_touched_file_is_the_same_adapter(rig: Rig) -> None:
+    first = rig.arrive()
+    rig.disk.write("a", "first")
+    assert rig.arrive().key(KEY) == first.key(KEY)
+
+
+def test_files_that_change_under_the_engine_put_the_adapter_in_doubt(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = rig.arrive()
+    other = rig.arrive(2)
+    rig.disk.write("a", "second")
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        assert rig.arrive().doubtful
+        assert rig.arrive().doubtful
+    assert first.doubtful, "it may be computed with either"
+    assert clean(other)
+    assert len(caplog.records) == 1
+    rig.disk.write("a", "first")
+    assert rig.arrive().doubtful, "vLLM may have loaded the second meanwhile"
+    assert clean(rig.arrive(3)), "loaded afresh under an id of its own"
+
+
+def test_another_path_under_a_loaded_id_is_in_doubt(rig: Rig) -> None:
+    rig.arrive()
+    rig.disk.write("b", "second")
+    assert rig.arrive(1, "b").doubtful
+
+
+def test_a_reload_in_place_is_in_doubt_until_it_is_over(rig: Rig) -> None:
+    before = rig.arrive()
+    rig.disk.write("a", "second")
+    reload = rig.arrive(inplace=True)
+    assert reload.doubtful
+    assert before.doubtful
+    assert not reload.waiting
+    beside = rig.arrive()
+    assert beside.doubtful
+    rig.adapters.ran([reload.request])
+    rig.adapters.finish(reload)
+    after = rig.arrive()
+    assert clean(after)
+    assert beside.doubtful
+    assert after.key(KEY) == _second_key()
+
+
+def _second_key() -> bytes:
+    rig = Rig()
+    rig.disk.write("a", "second")
+    return rig.arrive().key(KEY)
+
+
+def test_a_reload_that_never_ran_leaves_the_adapter_in_doubt(rig: Rig) -> None:
+    rig.arrive()
+    rig.disk.write("a", "second")
+    rig.reload(ran=False)
+    assert rig.arrive().doubtful
+    rig.reload()
+    assert clean(rig.arrive())
+
+
+def test_files_written_during_a_reload_leave_the_adapter_in_doubt(rig: Rig) -> None:
+    reload = rig.arrive(inplace=True)
+    rig.adapters.ran([reload.request])
+    rig.disk.write("a", "second")
+    rig.adapters.finish(reload)
+    assert rig.arrive().doubtful
+
+
+def test_of_several_reloads_the_last_one_decides(rig: Rig) -> None:
+    one, two = rig.arrive(inplace=True), rig.arrive(inplace=True)
+    rig.adapters.ran([one.request, two.request])
+    rig.adapters.finish(two)
+    assert rig.arrive().doubtful
+    rig.adapters.finish(one)
+    assert clean(rig.arrive())
+
+
+def test_requests_wait_for_their_fingerprint_in_turn(rig: Rig) -> None:
+    rig.disk.at_once = False
+    one, two = rig.arrive(), rig.arrive()
+    assert one.waiting
+    assert two.waiting
+    rig.disk.answer(1)
+    rig.adapters.settle(rig.now)
+    assert clean(one)
+    assert two.waiting
+    rig.disk.answer()
+    rig.adapters.settle(rig.now)
+    assert clean(two)
+
+
+def test_nobody_waits_longer_than_the_deadline_and_nothing_is_guessed_then(rig: Rig) -> None:
+    rig.disk.at_once = False
+    use = rig.arrive()
+    rig.adapters.settle(1.9)
+    assert use.waiting
+    rig.adapters.settle(2.0)
+    assert not use.waiting
+    assert use.doubtful
+    rig.disk.answer()
+    rig.disk.at_once = True
+    assert rig.arrive().doubtful, "what vLLM has loaded was not seen in time"
+
+
+def test_an_adapter_that_is_not_there_yet_may_come(rig: Rig) -> None:
+    assert rig.arrive(5, "org/name").doubtful
+    rig.disk.write("org/name", "x")
+    assert clean(rig.arrive(5, "org/name"))
+
+
+def test_a_request_whose_adapter_nobody_tells_is_in_doubt(rig: Rig) -> None:
+    use = rig.adapters.unknown("r")
+    assert use.doubtful
+    rig.adapters.finish(use)
+
+
+def test_a_finished_request_keeps_its_keys_for_what_is_under_way(rig: Rig) -> None:
+    use = rig.arrive()
+    key = use.key(KEY)
+    rig.adapters.finish(use)
+    rig.disk.write("a", "second")
+    rig.arrive()
+    assert use.key(KEY) == key
+
+
+class Engine(RuleBasedStateMachine):
+    """vLLM loads, evicts and reloads; whoever is clean was computed with what its keys say.
+
+    Files change only while vLLM holds the adapter, or with a reload; what is loaded on
+    eviction is what lies there at that moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = Disk()
+        self.adapters = Adapters(self.disk.take, "", 2.0)
+        self.disk.write("a", "0")
+        self.loaded: str | None = None
+        self.live: list[tuple[Use, bool]] = []
+        self.count = 0
+        self.keys: dict[bytes, str] = {}
+
+    def _content(self) -> str:
+        return self.disk.content["a"].split(":")[0]
+
+    @rule(content=st.sampled_from("012"))
+    @precondition(lambda self: self.loaded is not None)
+    def write(self, content: str) -> None:
+        self.disk.write("a", content)
+
+    @rule(inplace=st.booleans())
+    def arrive_and_run(self, inplace: bool) -> None:
+        self.count += 1
+        use = self.adapters.arrive(f"r{self.count}", 1, "a", inplace, 0.0)
+        self.adapters.settle(0.0)
+        self.live.append((use, inplace))
+        self.adapters.ran([use.request])
+        if inplace or self.loaded is None:
+            self.loaded = self._content()
+        self.step()
+
+    @rule()
+    @precondition(lambda self: self.live)
+    def step(self) -> None:
+        if any(inplace for _, inplace in self.live):
+            # vLLM reads the files again in each step of such a request.
+            self.loaded = self._content()
+        for use, _ in self.live:
+            if clean(use):
+                told = self.keys.setdefault(use.key(KEY), str(self.loaded))
+                assert told == self.loaded
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def finish(self, data: st.DataObject) -> None:
+        use, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.adapters.finish(use)
+        self.adapters.settle(0.0)
+
+    @rule()
+    @precondition(lambda self: not self.live and self.loaded is not None)
+    def evict_and_load(self) -> None:
+        """Room was needed for other adapters, and this one is asked for again."""
+        self.loaded = None
+        self.arrive_and_run(False)
+
+
+TestEngine = Engine.TestCase

@@ -1,0 +1,169 @@
+"""KV computed with one model is never served to another, and is there when the first comes back.
+
+Real engines, one after the other over one path. Between them one thing changes: the model's
+configuration, the weights under its path, the weights of an adapter under its name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import Run, run_engine
+
+pytest.importorskip("vllm")
+
+from tests.vllm.checkpoints import CONFIG, save_adapter, save_llama
+
+LENGTH = 256
+PROMPTS = [[seed, LENGTH] for seed in range(3)]
+NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
+ROPE = {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}}
+ADAPTER = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": "adapter"}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+Rounds = list[dict[str, Any]]
+
+
+class Place:
+    """A folder with a model, an adapter and a cache, and what may take their places."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for seed, name in enumerate(("first", "second")):
+            save_llama(folder / "weights" / name, seed)
+            save_adapter(folder / "adapters" / name, seed)
+
+    def use(self, weights: str, adapter: str) -> None:
+        for kind, name, place in (
+            ("weights", weights, "tiny-model"),
+            ("adapters", adapter, "adapter"),
+        ):
+            shutil.copytree(self.folder / kind / name, self.folder / place, dirs_exist_ok=True)
+
+    def run(
+        self,
+        rounds: Rounds,
+        *,
+        weights: str = "first",
+        adapter: str = "first",
+        offload: bool = True,
+        **engine: Any,
+    ) -> Run:
+        self.use(weights, adapter)
+        tier = {
+            "type": "disk",
+            "path": str(self.folder / "cache"),
+            "capacity_bytes": "256MiB",
+            "segment_bytes": "4MiB",
+        }
+        return run_engine(
+            self.folder,
+            {
+                "config": CONFIG,
+                "engine": {
+                    "load_format": "auto",
+                    "max_model_len": 1024,
+                    "enable_lora": True,
+                    "max_lora_rank": 8,
+                    **engine,
+                },
+                "kvstore": {"cpu_bytes_to_use": "16MiB", "tiers": [tier]} if offload else None,
+                "max_tokens": 6,
+                "rounds": rounds,
+            },
+            ONE_PROCESS,
+        )
+
+
+def plain(name: str = "plain") -> dict[str, Any]:
+    return {"name": name, "prompts": PROMPTS}
+
+
+def adapted(name: str = "adapted", **lora: Any) -> dict[str, Any]:
+    return {"name": name, "prompts": PROMPTS, "lora": {**ADAPTER, **lora}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("identity"))
+
+
+@pytest.fixture(scope="module")
+def truth(place: Place) -> Run:
+    """The first model and both adapters, without offload."""
+    second = {"lora_name": "other", "lora_int_id": 2, "lora_path": "adapters/second"}
+    return place.run([plain(), adapted(), adapted("second adapter", **second)], offload=False)
+
+
+@pytest.fixture(scope="module")
+def stored(place: Place) -> Run:
+    """The first engine over the path: it stores all that later ones may and may not take."""
+    return place.run([plain(), adapted()])
+
+
+def tokens(run: Run, name: str = "plain") -> list[list[int]]:
+    return run.rounds[name].tokens
+
+
+def test_the_first_engine_answers_as_one_without_offload(truth: Run, stored: Run) -> None:
+    assert tokens(stored) == tokens(truth)
+    assert tokens(stored, "adapted") == tokens(truth, "adapted")
+    assert tokens(truth, "adapted") != tokens(truth, "second adapter")
+
+
+def test_another_rope_theta_takes_nothing_of_the_cache(place: Place, stored: Run) -> None:
+    changed = place.run([plain()], **ROPE)
+    assert changed.rounds["plain"].cached == NO_HIT
+    assert tokens(changed) == tokens(place.run([plain()], offload=False, **ROPE))
+    assert all(a != b for a, b in zip(tokens(changed), tokens(stored), strict=True))
+
+
+def test_other_weights_under_one_path_take_nothing_of_the_cache(place: Place, stored: Run) -> None:
+    changed = place.run([plain()], weights="second")
+    assert changed.rounds["plain"].cached == NO_HIT
+    assert tokens(changed) == tokens(place.run([plain()], weights="second", offload=False))
+    assert all(a != b for a, b in zip(tokens(changed), tokens(stored), strict=True))
+
+
+def test_other_adapter_weights_under_one_name_take_nothing_of_the_first(
+    place: Place, truth: Run, stored: Run
+) -> None:
+    """The base model is the same, so its chunks are hits."""
+    changed = place.run([plain(), adapted()], adapter="second")
+    assert changed.rounds["plain"].cached == ALL_HIT
+    assert tokens(changed) == tokens(truth)
+    assert changed.rounds["adapted"].cached == NO_HIT
+    assert tokens(changed, "adapted") == tokens(truth, "second adapter")
+
+
+def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_while_it_runs(
+    place: Place, truth: Run, stored: Run
+) -> None:
+    """On the way back everything is there, whatever came between; irrelevant settings differ."""
+    found = place.run(
+        [
+            plain(),
+            adapted(),
+            adapted("reloaded", load_inplace=True) | {"replace": ["adapters/second", "adapter"]},
+            adapted("known again"),
+            adapted("hit"),
+            adapted("overwritten") | {"replace": ["adapters/first", "adapter"]},
+        ],
+        num_gpu_blocks_override=200,
+        max_num_seqs=7,
+        max_model_len=768,
+        seed=3,
+    )
+    for name in ("plain", "adapted"):
+        assert found.rounds[name].cached == ALL_HIT, name
+        assert tokens(found, name) == tokens(truth, name)
+    for name in ("reloaded", "known again", "hit", "overwritten"):
+        assert tokens(found, name) == tokens(truth, "second adapter"), name
+    assert found.rounds["reloaded"].cached == NO_HIT
+    assert found.rounds["hit"].cached == ALL_HIT
+    assert found.rounds["overwritten"].cached == NO_HIT
+    assert "other files than vLLM has loaded" in found.log
