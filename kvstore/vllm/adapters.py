@@ -55,6 +55,7 @@ class Use:
     salt: bytes = b""
     ran: bool = False
     taken: Future[Fingerprint] | None = None
+    before: Fingerprint | None = None
 
     def key(self, key: bytes) -> bytes:
         """What the chunk that vLLM calls `key` is kept under."""
@@ -87,7 +88,7 @@ class Adapters:
         self._adapters: dict[int, _Adapter] = {}
         self._arrivals: deque[Use] = deque()
         self._reloading: dict[str, Use] = {}
-        self._checks: list[tuple[_Adapter, Use, Fingerprint, Future[Fingerprint]]] = []
+        self._checks: list[tuple[_Adapter, Use, Future[Fingerprint]]] = []
         self._told: set[str] = set()
 
     def arrive(self, request: str, adapter: int, path: str, inplace: bool, now: float) -> Use:
@@ -96,12 +97,11 @@ class Adapters:
         use = Use(request, adapter, path, now)
         if inplace:
             self._doubt(known)
-            use.taken = self._take(path, None)
-            use.doubtful = True
             known.reloads[request] = self._reloading[request] = use
-        elif known.reloads:
+        if known.reloads:
             use.doubtful = True
-        else:
+        if inplace or not use.doubtful:
+            # A reload waits, too: its files are to be seen before vLLM reads them.
             use.taken = self._take(path, known.loaded)
             use.waiting = True
             self._arrivals.append(use)
@@ -130,8 +130,9 @@ class Adapters:
         """These requests have been scheduled for the first time."""
         if self._reloading:
             for request in requests:
-                if request in self._reloading:
-                    self._reloading[request].ran = True
+                use = self._reloading.get(request)
+                if use is not None and use.before is not None:
+                    use.ran = True
 
     def finish(self, use: Use) -> None:
         """The request is over; copies of its chunks may still be under way."""
@@ -142,13 +143,12 @@ class Adapters:
         if known.reloads.pop(use.request, None) is None:
             return
         self._reloading.pop(use.request, None)
-        before = _result(use.taken)
-        if use.ran and before is not None and not known.reloads:
-            self._checks.append((known, use, before, self._take(use.path, None)))
+        if use.ran and not known.reloads:
+            self._checks.append((known, use, self._take(use.path, use.before)))
 
     def _learn(self, use: Use) -> None:
         found, done = _result(use.taken), use.taken is not None and use.taken.done()
-        use.waiting, use.taken = False, None
+        use.waiting, use.taken, use.before = False, None, found
         known = self._adapters[use.adapter]
         if found is None:
             use.doubtful = True
@@ -157,7 +157,7 @@ class Adapters:
             self._tell(
                 f"adapter {use.path}: its files cannot be read" + ("" if done else " in time")
             )
-        elif not use.doubtful and not known.doubtful:
+        elif not known.doubtful:
             if known.loaded is None:
                 known.loaded, known.path = found, use.path
             elif known.loaded.digest != found.digest or known.path != use.path:
@@ -168,13 +168,12 @@ class Adapters:
             told = f"{self._settings} {found.digest}"
             use.salt = blake2b(told.encode(), digest_size=32).digest()
 
-    def _checked(
-        self, known: _Adapter, use: Use, before: Fingerprint, after: Future[Fingerprint]
-    ) -> bool:
+    def _checked(self, known: _Adapter, use: Use, after: Future[Fingerprint]) -> bool:
         if not after.done():
             return False
-        found = _result(after)
-        if found is not None and found.signature == before.signature and not known.reloads:
+        found, before = _result(after), use.before
+        unchanged = found is not None and before is not None and found.signature == before.signature
+        if unchanged and not known.reloads:
             known.loaded, known.path, known.doubtful = found, use.path, False
         return True
 

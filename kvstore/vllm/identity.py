@@ -34,6 +34,7 @@ from kvstore.vllm.settings import (
     PARALLEL_COUNTS,
     PLAIN_MODELS,
     PLAIN_ROPE,
+    WITHOUT_DRAFT,
 )
 
 __all__ = ["adapter_settings", "engine_identity"]
@@ -121,9 +122,9 @@ def _rope_kinds(rope: Any) -> set[str]:
 
 
 def _add_draft(facts: dict[str, Any], vllm_config: Any, read_weights: bool) -> None:
-    speculative = getattr(vllm_config, "speculative_config", None)
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is None:
+    if draft is None or speculative.method in WITHOUT_DRAFT:
         return
     for name in DRAFT_COUNTS:
         facts[f"draft.{name}"] = _plain(getattr(speculative, name, None), f"draft.{name}")

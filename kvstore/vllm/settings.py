@@ -86,6 +86,9 @@ DRAFT_COUNTS = (
 )
 """Of `SpeculativeConfig`, where a draft model has layers of its own in the cache."""
 
+WITHOUT_DRAFT = _names("ngram ngram_gpu suffix")
+"""Methods whose draft model is none, or the target under another name."""
+
 PLAIN_ROPE = frozenset({"default", "llama3", "linear", "yarn", "mrope", "proportional"})
 PLAIN_MODELS = _names(
     """

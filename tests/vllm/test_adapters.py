@@ -155,6 +155,20 @@ def test_a_reload_that_never_ran_leaves_the_adapter_in_doubt(rig: Rig) -> None:
     assert clean(rig.arrive())
 
 
+def test_a_reload_that_ran_before_its_files_were_seen_leaves_the_adapter_in_doubt(
+    rig: Rig,
+) -> None:
+    rig.disk.at_once = False
+    reload = rig.arrive(inplace=True)
+    assert reload.waiting
+    rig.adapters.ran([reload.request])
+    rig.disk.answer()
+    rig.disk.at_once = True
+    rig.adapters.settle(rig.now)
+    rig.adapters.finish(reload)
+    assert rig.arrive().doubtful
+
+
 def test_files_written_during_a_reload_leave_the_adapter_in_doubt(rig: Rig) -> None:
     reload = rig.arrive(inplace=True)
     rig.adapters.ran([reload.request])

@@ -1,0 +1,302 @@
+"""Whose engine it is, and whose request, is found at the caller, or nothing is guessed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvstore.errors import ConfigError
+from kvstore.vllm.caller import request_of, vllm_config_of
+from tests.vllm.parts import make_spec
+
+BLOCK = 4096
+ANSWERS = {"model.name": "m"}
+
+
+def extra(folder: Path | None, **more: Any) -> dict[str, Any]:
+    tiers = [{"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}] if folder else []
+    return {
+        "cpu_bytes_to_use": 64 * BLOCK,
+        "tiers": tiers,
+        "automatic_identity": True,
+        "identity": {},
+        **more,
+    }
+
+
+def engine_of(spec: Any, lora_config: Any = None) -> Any:
+    """A `VllmConfig`, as far as it says that it is this engine's."""
+    transfer = SimpleNamespace(kv_connector_extra_config=spec.config.extra_config)
+    return SimpleNamespace(kv_transfer_config=transfer, lora_config=lora_config)
+
+
+def built_by_connector(vllm_config: Any, build: Callable[[], Any]) -> Any:
+    def further_in() -> Any:
+        return build()
+
+    return further_in()
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvstore.vllm.identity.engine_identity", lambda vllm_config, **more: dict(ANSWERS)
+    )
+
+
+@contextmanager
+def manager(spec: Any, vllm_config: Any = None) -> Iterator[Any]:
+    from kvstore.vllm.region import worker_region
+
+    region = worker_region(spec.config.engine_id, 1, spec.rows, spec.row_bytes)
+    found = built_by_connector(vllm_config, spec.get_manager)
+    found.region = region
+    try:
+        yield found
+    finally:
+        found.shutdown()
+
+
+def test_the_engine_is_found_by_the_very_table_of_its_options(tmp_path: Path) -> None:
+    spec, other = make_spec(extra(tmp_path), BLOCK), make_spec(extra(tmp_path), BLOCK)
+    config = engine_of(spec)
+
+    def find() -> Any:
+        return vllm_config_of(spec.config.extra_config)
+
+    assert built_by_connector(config, find) is config
+    assert built_by_connector(engine_of(other), find) is None
+    assert built_by_connector(None, find) is None
+
+
+def test_the_engine_that_vllm_says_is_the_current_one_is_taken_if_it_is_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, other = make_spec(extra(tmp_path), BLOCK), make_spec(extra(tmp_path), BLOCK)
+    current = engine_of(spec)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: current)
+    assert vllm_config_of(spec.config.extra_config) is current
+    assert vllm_config_of(other.config.extra_config) is None
+
+
+def test_what_the_engine_says_is_in_the_identity_on_disk(tmp_path: Path) -> None:
+    from tiers.disk.namespace import read_namespace
+
+    spec = make_spec(extra(tmp_path, identity={"build": "b"}), BLOCK)
+    with manager(spec, engine_of(spec)):
+        (folder,) = tmp_path.iterdir()
+        identity = read_namespace(folder)["identity"]
+    assert identity["model.name"] == "m"
+    assert identity["build"] == "b"
+    assert identity["tokens_per_hash"] == 16
+
+
+def test_an_engine_that_cannot_be_seen_is_refused_and_the_way_out_is_named(tmp_path: Path) -> None:
+    spec = make_spec(extra(tmp_path), BLOCK)
+    with pytest.raises(ConfigError, match="automatic_identity = false.*identity"):
+        spec.get_manager()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_an_automatic_identity_one_by_hand_is_required(tmp_path: Path) -> None:
+    spec = make_spec(extra(tmp_path, automatic_identity=False), BLOCK)
+    with pytest.raises(ConfigError, match="automatic_identity = false: name in identity"):
+        spec.get_manager()
+    spec = make_spec(extra(tmp_path, automatic_identity=False, identity={"weights": "1"}), BLOCK)
+    with manager(spec, engine_of(spec)):
+        assert spec.identity["weights"] == "1"
+        assert "model.name" not in spec.identity
+
+
+def test_host_memory_alone_needs_no_identity() -> None:
+    with manager(make_spec(extra(None), BLOCK)):
+        pass
+
+
+@pytest.mark.parametrize("key", ["automatic_identity", "fingerprint_weights"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_switches_are_true_or_false(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = .*true or false"):
+        make_spec(extra(tmp_path, **{key: value}), BLOCK)
+
+
+def test_a_request_is_found_by_its_id() -> None:
+    def told(request: Any, name: str) -> Any:
+        return request_of(name)
+
+    one = SimpleNamespace(request_id="r1", lora_request=None)
+    assert told(one, "r1") is one
+    assert told(one, "r2") is None
+    assert told(None, "r1") is None
+
+
+class Server:
+    """A scheduler over a manager that knows LoRA."""
+
+    def __init__(self, manager: Any) -> None:
+        from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+
+        self.manager, self.region = manager, manager.region
+        self.context, self.end = ReqContext, ScheduleEndContext
+        self.count = 0
+
+    def on_new_request(self, request: Any) -> Any:
+        context = self.context(request.request_id)
+        self.manager.on_new_request(context)
+        return context
+
+    def arrive(self, path: Path | None = None, adapter: int = 1, inplace: bool = False) -> Any:
+        self.count += 1
+        lora = path and SimpleNamespace(
+            lora_int_id=adapter, lora_path=str(path), load_inplace=inplace
+        )
+        return self.on_new_request(SimpleNamespace(request_id=f"r{self.count}", lora_request=lora))
+
+    def step(self, *new: Any) -> None:
+        self.manager.on_schedule_end(self.end([context.req_id for context in new], ()))
+
+    def lookup(self, keys: list[bytes], context: Any) -> list[str]:
+        for _ in range(2000):
+            answers = [self.manager.lookup(key, context).name for key in keys]
+            if "RETRY" not in answers and "HIT_PENDING" not in answers:
+                return answers
+            self.step()
+            time.sleep(0.001)
+        raise AssertionError("deferred forever")
+
+    def store(self, keys: list[bytes], context: Any) -> list[bytes]:
+        self.lookup(keys, context)
+        out = self.manager.prepare_store(keys, context)
+        for key, row in zip(out.keys_to_store, out.store_spec.block_ids, strict=True):
+            self.region.row(int(row))[: len(key)] = key
+        self.manager.complete_store(set(out.keys_to_store), context)
+        return list(out.keys_to_store)
+
+    def load(self, keys: list[bytes], context: Any) -> list[bytes]:
+        spec = self.manager.prepare_load(keys, context)
+        found = [bytes(self.region.row(int(row))[: len(keys[0])]) for row in spec.block_ids]
+        self.manager.complete_load(set(keys), context)
+        return found
+
+    def finish(self, *contexts: Any) -> None:
+        for context in contexts:
+            self.manager.on_request_finished(context)
+        self.step()
+
+
+KEYS = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
+HITS, MISSES = ["HIT"] * 4, ["MISS"] * 4
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+@contextmanager
+def server(cache: Path) -> Iterator[Server]:
+    spec = make_spec(extra(cache), BLOCK)
+    with manager(spec, engine_of(spec, lora_config=SimpleNamespace())) as found:
+        yield Server(found)
+
+
+def test_adapters_and_the_base_model_share_no_chunk(tmp_path: Path) -> None:
+    one, two = adapter(tmp_path / "one", b"1"), adapter(tmp_path / "two", b"2")
+    with server(tmp_path / "cache") as serving:
+        first, second, base = serving.arrive(one), serving.arrive(two, 2), serving.arrive()
+        assert serving.store(KEYS, first) == KEYS
+        assert serving.lookup(KEYS, first) == HITS
+        assert serving.load(KEYS, first) == KEYS
+        assert serving.lookup(KEYS, second) == MISSES
+        assert serving.lookup(KEYS, base) == MISSES
+        assert serving.store(KEYS, base) == KEYS
+        assert serving.lookup(KEYS, base) == HITS
+
+
+def test_an_adapter_hits_after_a_restart_if_its_files_are_the_same(tmp_path: Path) -> None:
+    path, cache = adapter(tmp_path / "adapter", b"1"), tmp_path / "cache"
+
+    def answers(content: bytes) -> list[str]:
+        adapter(path, content)
+        with server(cache) as serving:
+            context = serving.arrive(path)
+            found = serving.lookup(KEYS, context)
+            serving.store(KEYS, context)
+            serving.finish(context)
+        return found
+
+    assert answers(b"1") == MISSES
+    assert answers(b"2") == MISSES
+    assert answers(b"1") == answers(b"2") == HITS
+
+
+def test_a_request_in_doubt_neither_hits_nor_stores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = adapter(tmp_path / "adapter", b"1")
+    with server(tmp_path / "cache") as serving:
+        first = serving.arrive(path)
+        serving.store(KEYS, first)
+        adapter(path, b"2")
+        with caplog.at_level(logging.WARNING, "kvstore"):
+            second = serving.arrive(path)
+            assert serving.lookup(KEYS, second) == MISSES
+        assert serving.store(KEYS, second) == []
+        assert serving.lookup(KEYS, first) == MISSES
+        assert "other files than vLLM has loaded" in caplog.text
+        serving.finish(first, second)
+        reload = serving.arrive(path, inplace=True)
+        assert serving.lookup(KEYS, reload) == MISSES
+        serving.step(reload)
+        serving.finish(reload)
+        third = serving.arrive(path)
+        assert serving.store(KEYS, third) == KEYS
+        assert serving.lookup(KEYS, third) == HITS
+
+
+def test_a_request_that_does_not_show_its_adapter_neither_hits_nor_stores(tmp_path: Path) -> None:
+    with server(tmp_path / "cache") as serving:
+        base = serving.arrive()
+        serving.store(KEYS, base)
+        hidden = serving.context("hidden")
+        serving.manager.on_new_request(hidden)
+        assert serving.lookup(KEYS, hidden) == MISSES
+        assert serving.store(KEYS, hidden) == []
+        serving.finish(base, hidden)
+
+
+def test_positions_of_keys_stay_with_the_keys_of_an_adapter(tmp_path: Path) -> None:
+    from kvstore.vllm.adapters import Use
+
+    path = adapter(tmp_path / "adapter", b"1")
+    with server(tmp_path / "cache") as serving:
+        context = serving.arrive(path)
+        for number, key in enumerate(KEYS):
+            context.set_offload_key_position(key, 16 * (number + 1))
+        serving.store(KEYS, context)
+        use = context.get_state(Use)
+        assert [context.get_offload_key_position(use.key(key)) for key in KEYS] == [16, 32, 48, 64]
+
+
+def test_a_fingerprint_that_does_not_come_costs_the_deadline_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from concurrent.futures import Future
+
+    with server(tmp_path / "cache") as serving:
+        serving.manager._adapters._take = lambda path, known: Future()
+        serving.manager._adapters._patience = 0.05
+        context = serving.arrive(tmp_path)
+        assert serving.manager.prepare_store(KEYS, context) is None
+        assert serving.lookup(KEYS, context) == MISSES
+        assert serving.store(KEYS, context) == []

@@ -1,0 +1,332 @@
+"""Which settings of vLLM part two engines, and which do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvstore.errors import ConfigError
+from kvstore.vllm import identity as module
+from kvstore.vllm.identity import adapter_settings, engine_identity
+from tests.vllm.checkpoints import CONFIG, save_llama
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    **CONFIG,
+}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+ROPE = "config.rope_parameters"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_llama(folder, 0)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def engine(model: Path, **arguments: Any) -> Any:
+    """The configuration of an engine with these arguments, as vLLM makes it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, max_model_len=1024, **arguments
+    ).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def base(model: Path) -> dict[str, Any]:
+    return engine_identity(engine(model))
+
+
+def differs(base: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {key for key in base.keys() | other.keys() if base.get(key) != other.get(key)}
+
+
+def test_the_same_engine_has_the_same_identity_again_and_it_is_json(
+    model: Path, base: dict[str, Any]
+) -> None:
+    assert engine_identity(engine(model)) == base
+    assert json.loads(json.dumps(base, allow_nan=False)) == base
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"hf_overrides": {"rope_theta": 5.0}}, "config.rope_theta"),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}}, ROPE),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}}, ROPE),
+        ({"hf_overrides": {"rms_norm_eps": 1e-3}}, "config.rms_norm_eps"),
+        ({"hf_overrides": {"sliding_window": 64}}, "config.sliding_window"),
+        ({"hf_overrides": {"max_position_embeddings": 4096}}, "config.max_position_embeddings"),
+        ({"hf_overrides": {"something_new": {"a": [1]}}}, "config.something_new"),
+        ({"revision": "v2"}, "model.revision"),
+        ({"code_revision": "v2"}, "model.code_revision"),
+        ({"dtype": "float32"}, "model.dtype"),
+        ({"block_size": 64}, "cache.block_size"),
+        ({"load_format": "dummy"}, "weights"),
+        ({"additional_config": {"plugin": 1}}, "additional"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_changes_kv_bytes_parts_engines(
+    model: Path, base: dict[str, Any], arguments: dict[str, Any], told: str
+) -> None:
+    assert told in differs(base, engine_identity(engine(model, **arguments)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gpu_memory_utilization": 0.5},
+        {"num_gpu_blocks_override": 100},
+        {"max_num_seqs": 7},
+        {"max_num_batched_tokens": 2048},
+        {"enforce_eager": True},
+        {"seed": 5},
+        {"served_model_name": "other"},
+        {"max_logprobs": 5},
+        {"tokenizer_revision": "v2"},
+        {"generation_config": "vllm"},
+        {"override_generation_config": {"temperature": 0.5}},
+        {"enable_prefix_caching": False},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"hf_overrides": {"transformers_version": "1", "eos_token_id": 7}},
+        {"enable_lora": True, "max_lora_rank": 8},
+        {"load_format": "safetensors"},
+        {"disable_log_stats": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_does_not_change_kv_bytes_costs_no_hits(
+    model: Path, base: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    assert differs(base, engine_identity(engine(model, **arguments))) == set()
+
+
+def change(model: Path, changing: Callable[[Any], None]) -> dict[str, Any]:
+    config = engine(model)
+    changing(config)
+    return engine_identity(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("model_config", "quantization", "fp8"),
+        ("model_config", "disable_sliding_window", True),
+        ("model_config", "model_impl", "transformers"),
+        ("cache_config", "kv_cache_dtype_skip_layers", ["0"]),
+        ("cache_config", "sliding_window", 128),
+        ("cache_config", "mamba_cache_dtype", "float32"),
+        ("attention_config", "indexer_kv_dtype", "fp8"),
+        ("parallel_config", "cp_kv_cache_interleave_size", 16),
+    ],
+)
+def test_settings_that_this_model_cannot_have_part_engines_too(
+    model: Path, base: dict[str, Any], section: str, name: str, value: Any
+) -> None:
+    def set_it(config: Any) -> None:
+        object.__setattr__(getattr(config, section), name, value)
+
+    assert differs(base, change(model, set_it)) == {f"{section.removesuffix('_config')}.{name}"}
+
+
+def test_the_attention_backend_parts_engines(model: Path, base: dict[str, Any]) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def set_it(config: Any) -> None:
+        object.__setattr__(config.attention_config, "backend", AttentionBackendEnum.FLASHINFER)
+
+    assert differs(base, change(model, set_it)) == {"attention.backend"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "matters"),
+    [
+        ({}, False),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, False),
+        ({"rope_parameters": LONG}, True),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, True),
+        ({"rope_parameters": {"full_attention": LONG, "sliding_attention": {}}}, True),
+        ({"model_type": "llama4_text"}, True),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_longest_request_counts_where_kv_may_depend_on_it(
+    model: Path, overrides: dict[str, Any], matters: bool
+) -> None:
+    def identity(length: int) -> dict[str, Any]:
+        def set_it(config: Any) -> None:
+            config.model_config.max_model_len = length
+            for name, value in overrides.items():
+                object.__setattr__(config.model_config.hf_text_config, name, value)
+
+        return change(model, set_it)
+
+    expected = {"model.max_model_len"} if matters else set()
+    assert differs(identity(512), identity(1024)) == expected
+
+
+def test_every_setting_is_told_or_known_not_to_matter() -> None:
+    """A name that vLLM does not have any more is a slip, or a reason to look again."""
+    from vllm.config import AttentionConfig, CacheConfig, ModelConfig
+    from vllm.config.multimodal import MultiModalConfig
+
+    from kvstore.vllm import settings
+
+    newer = {"simple_cpu_offload_num_blocks", "trtllm_ragged_backend", "indexer_tp_shard_min_rows"}
+    initial = {"mm_processor_device", "model_arch_config"}
+    for config, ignored in (
+        (ModelConfig, settings.MODEL_IGNORED),
+        (CacheConfig, settings.CACHE_IGNORED),
+        (AttentionConfig, settings.ATTENTION_IGNORED),
+        (MultiModalConfig, settings.MULTIMODAL_IGNORED),
+    ):
+        known = {field.name for field in dataclasses.fields(config)}
+        assert ignored - known - newer - initial == set()
+
+
+def draft(config: Any, model: Path, **more: Any) -> None:
+    class Speculative:
+        method = "eagle"
+        num_speculative_tokens = 2
+        draft_model_config = engine(model).model_config
+
+    speculative = Speculative()
+    for name, value in more.items():
+        setattr(speculative, name, value)
+    object.__setattr__(config, "speculative_config", speculative)
+
+
+def test_a_draft_model_counts_with_its_weights(
+    model: Path, base: dict[str, Any], tmp_path: Path
+) -> None:
+    def identity(**more: Any) -> dict[str, Any]:
+        return change(model, lambda config: draft(config, tmp_path, **more))
+
+    save_llama(tmp_path, 1)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    one = identity()
+    assert {"draft.method", "draft.model", "draft.weights"} <= differs(base, one)
+    assert differs(one, identity(num_speculative_tokens=3)) == {"draft.num_speculative_tokens"}
+    save_llama(tmp_path, 2)
+    assert differs(one, identity()) == {"draft.weights"}
+
+
+def test_of_dummy_weights_the_seed_counts(model: Path) -> None:
+    one, two = (engine_identity(engine(model, load_format="dummy", seed=seed)) for seed in (0, 1))
+    assert differs(one, two) == {"weights"}
+
+
+def test_other_weights_part_engines_and_a_copied_folder_does_not(
+    model: Path, base: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_llama(tmp_path, 0)
+    assert differs(base, engine_identity(engine(tmp_path))) == set()
+    save_llama(tmp_path, 1)
+    assert differs(base, engine_identity(engine(tmp_path))) == {"weights"}
+
+
+def test_weights_that_cannot_be_read_stop_the_start_and_the_key_is_named(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine(model)
+    config.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(ConfigError, match="fingerprint_weights = false.*identity"):
+        engine_identity(config)
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        assert "weights" not in engine_identity(config, fingerprint_weights=False)
+    assert "other weights go unnoticed" in caplog.text
+
+
+def test_a_setting_that_cannot_be_told_stops_the_start_and_is_named(model: Path) -> None:
+    config = engine(model)
+    object.__setattr__(config.model_config, "quantization_config", object())
+    with pytest.raises(ConfigError, match=r"model\.quantization_config.*automatic_identity"):
+        engine_identity(config)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Paint:
+    colour: Colour = Colour.RED
+    path: Path = Path("/a")
+
+
+def test_values_of_every_kind_become_json() -> None:
+    import torch
+
+    value = {
+        "enum": Colour.RED,
+        "object": Paint(),
+        "type": Paint,
+        "dtype": torch.bfloat16,
+        "infinite": [float("inf"), 1.5],
+        "set": {"b", "a"},
+        "bytes": b"\1",
+        3: None,
+    }
+    assert module._plain(value, "x") == {
+        "enum": "RED",
+        "object": {"colour": "RED", "path": "/a"},
+        "type": f"{__name__}.Paint",
+        "dtype": "bfloat16",
+        "infinite": ["inf", 1.5],
+        "set": ["a", "b"],
+        "bytes": "01",
+        "3": None,
+    }
+
+
+def test_long_values_are_kept_as_digests(model: Path) -> None:
+    def identity(end: int) -> Any:
+        def set_it(config: Any) -> None:
+            config.model_config.hf_config.layers_left_out = [*range(1000), end]
+
+        return change(model, set_it)["config.layers_left_out"]
+
+    assert identity(0).startswith("xxh3:")
+    assert identity(0) != identity(1)
+
+
+def test_of_lora_only_what_changes_kv_counts_and_only_for_adapters(model: Path) -> None:
+    def settings(**arguments: Any) -> str:
+        return adapter_settings(engine(model, enable_lora=True, **arguments).lora_config)
+
+    base = settings()
+    assert settings(max_loras=3, max_lora_rank=64, max_cpu_loras=5) == base
+    assert settings(lora_target_modules=["o_proj"]) != base
+
+
+def test_a_patch_release_keeps_the_cache_and_a_minor_or_own_build_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import vllm
+
+    def release(version: str) -> str:
+        monkeypatch.setattr(vllm, "__version__", version)
+        return module._release()
+
+    assert release("0.32.0") == release("0.32.1") == release("0.32.0+cpu") == "0.32"
+    assert release("0.33.0.dev12+gabc") == "0.33.0.dev12+gabc"
