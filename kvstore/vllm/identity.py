@@ -27,6 +27,7 @@ from kvstore.vllm.settings import (
     ATTENTION_IGNORED,
     CACHE_IGNORED,
     DRAFT_COUNTS,
+    ENVIRONMENT_COUNTS,
     HF_IGNORED,
     LORA_COUNTS,
     MODEL_IGNORED,
@@ -68,8 +69,8 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
         _add(facts, name, getattr(vllm_config, f"{name}_config", None), ())
     for name in PARALLEL_COUNTS:
         facts[f"parallel.{name}"] = getattr(vllm_config.parallel_config, name, None)
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        facts["parallel.partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    for name in ENVIRONMENT_COUNTS:
+        facts[f"environment.{name}"] = os.environ.get(name)
     additional = getattr(vllm_config, "additional_config", None)
     facts["additional"] = _plain(additional, "additional_config") if additional else None
     facts["weights"] = _weights(model, load, fingerprint_weights)

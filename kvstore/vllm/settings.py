@@ -73,6 +73,21 @@ MULTIMODAL_IGNORED = _names(
 PARALLEL_COUNTS = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 """Of `ParallelConfig`, beside the shape that the layout tells."""
 
+ENVIRONMENT_COUNTS = (
+    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MLA_DISABLE",
+    "VLLM_PP_LAYER_PARTITION",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+)
+"""Variables that change the KV or its order in a page, where they are set."""
+
 DRAFT_COUNTS = (
     "method",
     "revision",

@@ -148,6 +148,15 @@ def test_settings_that_this_model_cannot_have_part_engines_too(
     assert differs(base, change(model, set_it)) == {f"{section.removesuffix('_config')}.{name}"}
 
 
+def test_variables_that_change_kv_part_engines(
+    model: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    found = engine_identity(engine(model))
+    assert differs(base, found) == {"environment.VLLM_PP_LAYER_PARTITION"}
+
+
 def test_the_attention_backend_parts_engines(model: Path, base: dict[str, Any]) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
