@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,24 @@ PREFERRED = {"pt": ".pt", "npcache": ".bin", "gguf": ".gguf"}
 TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Left by trainers beside the weights, never loaded."""
 
-CONFIGS = ("config.json", "params.json", "adapter_config.json")
-"""One of these is in every snapshot of a model hub's cache."""
+FORMATS = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""Load formats that read the files of the model itself."""
 
 
 def model_files(model: Any, load_format: str, download_dir: str | None) -> list[Path]:
@@ -29,6 +47,8 @@ def model_files(model: Any, load_format: str, download_dir: str | None) -> list[
     Raises:
         UnreadableError: if they do not lie on this machine.
     """
+    if load_format not in FORMATS:
+        raise UnreadableError(f"load_format {load_format} may take them from elsewhere")
     name = str(getattr(model, "model_weights", "") or model.model)
     place = _local(name, getattr(model, "revision", None), download_dir)
     if place.is_file():
@@ -67,18 +87,21 @@ def _local(name: str, revision: str | None, download_dir: str | None) -> Path:
 
 def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     """The folder of a model in the cache of the Hugging Face hub; nothing is downloaded."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        for config in CONFIGS:
-            found = try_to_load_from_cache(
-                name, config, cache_dir=download_dir, revision=revision or "main"
-            )
-            if isinstance(found, str):
-                return Path(found).parent
-    except (ImportError, ValueError, OSError):
+    # "org/name", and ":Q4_K" of one that holds several.
+    repository = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?", name)
+    if repository is None:
         return None
-    return None
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    folder = Path(download_dir or HF_HUB_CACHE) / f"models--{repository[1].replace('/', '--')}"
+    commit = revision or "main"
+    with contextlib.suppress(OSError):
+        # Otherwise the revision is a commit itself, or has never been fetched.
+        commit = (folder / "refs" / commit).read_text().strip()
+    snapshot = folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -130,7 +130,13 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         return LookupResult.RETRY
 
     def _take(self, path: str, known: Fingerprint | None) -> Future[Fingerprint]:
-        return self._reader.submit(lambda: fingerprint(adapter_files(path), known))
+        try:
+            return self._reader.submit(lambda: fingerprint(adapter_files(path), known))
+        except RuntimeError as error:
+            # No thread can be started, or the server is going down.
+            failed: Future[Fingerprint] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 def _salted(req_context: ReqContext) -> Use | None:

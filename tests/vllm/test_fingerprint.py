@@ -250,7 +250,6 @@ def test_a_model_of_a_hub_is_read_in_its_cache(tmp_path: Path) -> None:
     for commit, content in (("a" * 40, b"1"), ("b" * 40, b"2")):
         snapshot = repository / "snapshots" / commit
         snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text("{}")
         (snapshot / "model.safetensors").write_bytes(content)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
@@ -270,6 +269,13 @@ def test_weights_that_are_elsewhere_are_not_guessed(tmp_path: Path, name: str) -
         model_files(Model(name), "auto", str(tmp_path))
     with pytest.raises(UnreadableError):
         model_files(Model(str(tmp_path), model_weights=name), "auto", str(tmp_path))
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "a-plugin"])
+def test_a_loader_that_may_read_elsewhere_is_not_guessed(tmp_path: Path, load_format: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UnreadableError, match=load_format):
+        model_files(Model(str(tmp_path)), load_format, None)
 
 
 def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
