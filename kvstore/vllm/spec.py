@@ -25,6 +25,8 @@ from kvstore.vllm.metrics import Reporter
 
 __all__ = ["KVStoreOffloadingSpec"]
 
+logger = logging.getLogger("kvstore")
+
 CONNECTOR_KEYS = frozenset(
     {
         "spec_name",
@@ -89,6 +91,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         """Only here is it asked whose bytes these are: workers see rows, and no keys."""
         from kvstore.vllm.caller import vllm_config_of
         from kvstore.vllm.manager import KVStoreOffloadingManager
+        from kvstore.vllm.siblings import siblings
 
         vllm_config = vllm_config_of(self.config.extra_config)
         self.identity = {
@@ -96,6 +99,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             **self._engine_identity(vllm_config),
             **self.store_config.identity,
         }
+        paths = [path for tier in self.store_config.tiers for path in tier.paths]
+        for line in siblings(self.identity, paths):
+            logger.info("kvstore: not used: %s", line)
         lora_config = getattr(vllm_config, "lora_config", None)
         if lora_config is None or not self._fingerprint:
             return KVStoreOffloadingManager(self)

@@ -100,6 +100,22 @@ def test_what_the_engine_says_is_in_the_identity_on_disk(tmp_path: Path) -> None
     assert identity["tokens_per_hash"] == 16
 
 
+def test_a_cold_start_says_what_parts_the_engine_from_what_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(build: str) -> list[str]:
+        spec = make_spec(extra(tmp_path, identity={"build": build}), BLOCK)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "kvstore"), manager(spec, engine_of(spec)):
+            pass
+        return [line for line in caplog.messages if "differs" in line]
+
+    assert start("a") == []
+    (line,) = start("b")
+    assert line.endswith("is of the same model and differs in build")
+    assert start("a") == start("b") == []
+
+
 def test_an_engine_that_cannot_be_seen_is_refused_and_the_way_out_is_named(tmp_path: Path) -> None:
     spec = make_spec(extra(tmp_path), BLOCK)
     with pytest.raises(ConfigError, match="automatic_identity = false.*identity"):
