@@ -67,7 +67,6 @@ class Use:
 @dataclass(slots=True, eq=False)
 class _Adapter:
     loaded: Fingerprint | None = None
-    path: str = ""
     doubtful: bool = False
     live: set[Use] = field(default_factory=set)
     reloads: dict[str, Use] = field(default_factory=dict)
@@ -159,8 +158,8 @@ class Adapters:
             )
         elif not known.doubtful:
             if known.loaded is None:
-                known.loaded, known.path = found, use.path
-            elif known.loaded.digest != found.digest or known.path != use.path:
+                known.loaded = found
+            elif known.loaded.digest != found.digest:
                 self._doubt(known)
                 self._tell(f"adapter {use.path}: other files than vLLM has loaded")
         use.doubtful |= known.doubtful
@@ -174,7 +173,7 @@ class Adapters:
         found, before = _result(after), use.before
         unchanged = found is not None and before is not None and found.signature == before.signature
         if unchanged and not known.reloads:
-            known.loaded, known.path, known.doubtful = found, use.path, False
+            known.loaded, known.doubtful = found, False
         return True
 
     def _doubt(self, known: _Adapter) -> None:

@@ -46,6 +46,15 @@ ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 IDENTITY_KEYS = ("automatic_identity", "fingerprint_weights")
 """Keys that only a server has: see `kvstore.vllm.identity`."""
 
+UNSEEN = (
+    "this vLLM does not let kvstore see its configuration, so nobody can tell whose chunks may "
+    "be used"
+)
+BY_HAND = (
+    "Set automatic_identity = false and name in identity what engines must have in common, such "
+    'as {"model": "m", "weights": "v1"}'
+)
+
 
 class KVStoreOffloadingSpec(OffloadingSpec):
     """kvstore behind vLLM's OffloadingConnector; see `kvstore.config` for the keys."""
@@ -120,15 +129,15 @@ class KVStoreOffloadingSpec(OffloadingSpec):
                     'common to share chunks, such as {"model": "m", "weights": "v1"}'
                 )
             return {}
-        if vllm_config is not None:
-            return engine_identity(vllm_config, fingerprint_weights=self._fingerprint)
         if not self.store_config.tiers:
+            # Nothing outlives the process.
             return {}
-        raise ConfigError(
-            "this vLLM does not let kvstore see its configuration, so nobody can tell whose "
-            "chunks may be used. Set automatic_identity = false and name in identity what "
-            'engines must have in common, such as {"model": "m", "weights": "v1"}'
-        )
+        if vllm_config is not None:
+            try:
+                return engine_identity(vllm_config, fingerprint_weights=self._fingerprint)
+            except (AttributeError, TypeError) as error:
+                raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
+        raise ConfigError(f"{UNSEEN}. {BY_HAND}")
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

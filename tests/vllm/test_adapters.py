@@ -117,10 +117,12 @@ def test_files_that_change_under_the_engine_put_the_adapter_in_doubt(
     assert clean(rig.arrive(3)), "loaded afresh under an id of its own"
 
 
-def test_another_path_under_a_loaded_id_is_in_doubt(rig: Rig) -> None:
+def test_other_weights_under_a_loaded_id_are_in_doubt_wherever_they_lie(rig: Rig) -> None:
     rig.arrive()
-    rig.disk.write("b", "second")
-    assert rig.arrive(1, "b").doubtful
+    rig.disk.write("b", "first")
+    assert clean(rig.arrive(1, "b"))
+    rig.disk.write("c", "second")
+    assert rig.arrive(1, "c").doubtful
 
 
 def test_a_reload_in_place_is_in_doubt_until_it_is_over(rig: Rig) -> None:
@@ -144,6 +146,19 @@ def _second_key() -> bytes:
     rig = Rig()
     rig.disk.write("a", "second")
     return rig.arrive().key(KEY)
+
+
+def test_who_came_beside_a_reload_is_in_doubt_even_if_its_fingerprint_comes_later(
+    rig: Rig,
+) -> None:
+    reload = rig.arrive(inplace=True)
+    rig.adapters.ran([reload.request])
+    rig.disk.at_once = False
+    beside = rig.arrive()
+    rig.adapters.finish(reload)
+    rig.disk.answer()
+    rig.adapters.settle(rig.now)
+    assert beside.doubtful
 
 
 def test_a_reload_that_never_ran_leaves_the_adapter_in_doubt(rig: Rig) -> None:

@@ -123,6 +123,18 @@ def test_an_engine_that_cannot_be_seen_is_refused_and_the_way_out_is_named(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_engine_of_another_shape_is_refused_and_the_way_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_shape(vllm_config: Any, **more: Any) -> Any:
+        return vllm_config.model_config
+
+    monkeypatch.setattr("kvstore.vllm.identity.engine_identity", other_shape)
+    spec = make_spec(extra(tmp_path), BLOCK)
+    with pytest.raises(ConfigError, match=r"model_config.*automatic_identity = false"):
+        built_by_connector(engine_of(spec), spec.get_manager)
+
+
 def test_without_an_automatic_identity_one_by_hand_is_required(tmp_path: Path) -> None:
     spec = make_spec(extra(tmp_path, automatic_identity=False), BLOCK)
     with pytest.raises(ConfigError, match="automatic_identity = false: name in identity"):
