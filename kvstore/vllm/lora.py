@@ -37,7 +37,7 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         super().__init__(spec)
         self._reader = ThreadPoolExecutor(1, "kvstore-adapters")
         self._adapters = Adapters(self._take, settings, spec.store_config.deadline_s)
-        self._deferred: set[str] = set()
+        self._asked_again: set[str] = set()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = request_of(req_context.req_id)
@@ -64,7 +64,7 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._adapters.ran(context.new_req_ids)
-        self._deferred.clear()
+        self._asked_again.clear()
         super().on_schedule_end(context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -77,11 +77,11 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
                 return self._later(use)
         if use.doubtful:
             return LookupResult.MISS
-        return super().lookup(OffloadKey(use.key(key)), req_context)
+        return super().lookup(_named(key, use, req_context), req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        use = _salted(req_context)
-        return super().get_load_source(OffloadKey(use.key(key)) if use else key, req_context)
+        (named,) = _keys([key], req_context)
+        return super().get_load_source(named, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         super().touch(_keys(keys, req_context), req_context)
@@ -103,11 +103,7 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
             return None
         if use.doubtful:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        named = {OffloadKey(use.key(key)): key for key in keys}
-        for ours, key in named.items():
-            position = req_context.get_offload_key_position(key)
-            if position is not None:
-                req_context.set_offload_key_position(ours, position)
+        named = {_named(key, use, req_context): key for key in keys}
         out = super().prepare_store(list(named), req_context)
         if out is not None:
             out.keys_to_store = [named[key] for key in out.keys_to_store]
@@ -124,9 +120,9 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
 
     def _later(self, use: Use) -> LookupResult:
         # One RETRY defers the request; the MISS after it ends the scan of its keys.
-        if self._single_group and use.request in self._deferred:
+        if self._single_group and use.request in self._asked_again:
             return LookupResult.MISS
-        self._deferred.add(use.request)
+        self._asked_again.add(use.request)
         return LookupResult.RETRY
 
     def _take(self, path: str, known: Fingerprint | None) -> Future[Fingerprint]:
@@ -139,11 +135,17 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
             return failed
 
 
-def _salted(req_context: ReqContext) -> Use | None:
-    use = req_context.get_state(Use)
-    return use if use is not None and use.salt else None
-
-
 def _keys(keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
-    use = _salted(req_context)
-    return keys if use is None else [OffloadKey(use.key(key)) for key in keys]
+    use = req_context.get_state(Use)
+    if use is None or not use.salt:
+        return keys
+    return [_named(key, use, req_context) for key in keys]
+
+
+def _named(key: OffloadKey, use: Use, req_context: ReqContext) -> OffloadKey:
+    """The key under which the adapter's chunk is kept, at the same place in the prompt."""
+    named = OffloadKey(use.key(key))
+    position = req_context.get_offload_key_position(key)
+    if position is not None:
+        req_context.set_offload_key_position(named, position)
+    return named

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -113,17 +114,23 @@ def run_engine(
     # A relative path: the model has the same name wherever the test runs.
     request.write_text(json.dumps({"model_dir": "tiny-model", **scenario}))
     with log.open("w") as output:
-        process = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, str(ROUNDS), str(request), str(answer)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
             cwd=folder,
-            timeout=240,
-            check=False,
+            start_new_session=True,
         )
+        try:
+            status = process.wait(240)
+        finally:
+            # The engine's own processes outlive one that is killed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     text = log.read_text()
-    assert process.returncode == 0, "\n".join(text.splitlines()[-60:])
+    assert status == 0, "\n".join(text.splitlines()[-60:])
     report = json.loads(answer.read_text())
     rounds = {
         found["name"]: Round(
