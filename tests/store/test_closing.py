@@ -27,7 +27,8 @@ def io_threads() -> list[str]:
 
 
 async def everything_is_free(open_store: Open) -> None:
-    assert io_threads() == []
+    # The last thing that a thread does is to tell that it has ended.
+    await until(lambda: not io_threads())
     async with open_store(disk=32) as store:
         assert "lane-0" in store.description
 
@@ -228,6 +229,9 @@ PROGRAM = """
         # The loop ends, and cancels everything that is left.
 
     asyncio.run(main())
+    for thread in threading.enumerate():
+        if "-io-" in thread.name:
+            thread.join(2.0)
     print([thread.name for thread in threading.enumerate() if "-io-" in thread.name])
     async def again():
         async with kvstore.open(config) as store:
