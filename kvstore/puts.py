@@ -68,7 +68,9 @@ class Puts:
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
-        while offered < len(keys):
+        # What came before a reset is not stored after it.
+        era = self._core.era
+        while offered < len(keys) and era == self._core.era:
             here = [key for key in here if not self._core.may_go_below(key)]
             # A later part may not cost an earlier one its place.
             end = offered + min(width, rows - len(here))
@@ -93,12 +95,15 @@ class Puts:
         chunks: Sources = dict(zip(keys, sources, strict=True))
         left = dict.fromkeys(keys)
         since = time.monotonic()
+        era = self._core.era
         if not await self._turns.take(self._ceiling):
             return False
         mine = True
         try:
             while True:
                 now = self._driver.begin()
+                if era != self._core.era:
+                    return False
                 # What this call has stored and others have displaced is not stored again.
                 pool = self._core.pool.chunks
                 grant = self._core.prepare_store([k for k in keys if k in left or k in pool], name)
@@ -136,6 +141,7 @@ class Puts:
                 np.copyto(array[row, : source.size], source)
 
         self._driver.transfers += 1
+        era = self._core.era
         ok = False
         try:
             if len(keys) * sources[keys[0]].size <= COPY_INLINE_BYTES:
@@ -147,7 +153,7 @@ class Puts:
             ok = True
         finally:
             self._driver.transfers -= 1
-            self._core.complete_store(keys, name, ok)
+            self._core.complete_store(keys, name, ok, era)
             self._driver.pump()
 
 

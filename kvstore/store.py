@@ -250,11 +250,11 @@ class Store:
         if not keys:
             return Lease(self._home, self._nothing, lambda chunks: None)
         # One prompt for both ends of the lease.
-        held: list[Prompt] = []
+        held: list[tuple[Prompt, int]] = []
         return Lease(
             self._home,
             partial(self._begin_lease, list(keys), request, held),
-            lambda chunks: self._end_lease(chunks, held[0]),
+            lambda chunks: self._end_lease(chunks, *held[0]),
         )
 
     async def flush(self, timeout: float | None = None) -> bool:
@@ -273,17 +273,19 @@ class Store:
         return await self._save(timeout)
 
     async def reset(self) -> None:
-        """Forget everything, on every tier. Waits for leases and copies to end first.
+        """Forget everything, on every tier.
+
+        From the call on nothing from before is found, and a `put` that is under
+        way stores no more. Returns when the slower tiers have forgotten too, and
+        the leases and copies from before have ended: until then their rows are theirs.
 
         Raises:
             KVStoreError: on another loop, or when the store is closed.
         """
         self._driver.check()
-        while self._driver.transfers:
-            await self._driver.moved()
         self._core.reset()
         self._driver.pump()
-        while self._core.in_flight:
+        while self._core.overtaken or self._core.clearing:
             await self._driver.moved()
 
     def compact(self, bytes_per_second: int | str) -> None:
@@ -357,11 +359,10 @@ class Store:
         return prompt, answer
 
     async def _begin_lease(
-        self, keys: list[bytes], request: str | None, held: list[Prompt]
+        self, keys: list[bytes], request: str | None, held: list[tuple[Prompt, int]]
     ) -> Chunks:
         self._driver.check()
         prompt = self._prompts.getting(keys, request, time.monotonic())
-        held.append(prompt)
         prompt.busy += 1
         try:
             while True:
@@ -377,14 +378,15 @@ class Store:
             self._prompts.end(prompt)
             self._prompts.returned(prompt)
             raise
+        held.append((prompt, self._core.era))
         self._driver.transfers += 1
         self._prompts.had(prompt, count)
         self._driver.flush()
         return Chunks(keys[:count], [self._region.row(row) for row in rows], self.chunk_bytes)
 
-    def _end_lease(self, chunks: Chunks, prompt: Prompt) -> None:
+    def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
         self._driver.transfers -= 1
-        self._core.complete_load(list(chunks.keys), prompt.id)
+        self._core.complete_load(list(chunks.keys), prompt.id, era)
         self._prompts.returned(prompt)
         self._driver.pump()
 

@@ -23,6 +23,7 @@ from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import FORGET_AFTER, Line
+from kvstore.core.overtaken import Overtaken, Transfer
 from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
@@ -103,6 +104,10 @@ class Core:
         self._to_tell = pace.told
         self._unseen_request = Request("\0")
         self._unseen_request.state = RequestState.WAITING
+        self.overtaken = Overtaken(pool)
+        """Transfers that were prepared before a reset and have not ended."""
+        self.era = 0
+        """Counts resets. Who reports a transfer that may be older says in which it was prepared."""
         self._demoting = self.traffic.demoting
         self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
         if self._demoting:
@@ -226,6 +231,11 @@ class Core:
     def waiting(self) -> int:
         """Requests that are deferred."""
         return len(self.line.waiting)
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a tier has not been cleared since a reset, nor has failed to be."""
+        return self.traffic.clearing
 
     @property
     def unsaved(self) -> int:
@@ -396,11 +406,19 @@ class Core:
         self._told_later(request_id, used, list(keys))
         return [chunk.row for chunk in chunks]
 
-    def complete_load(self, keys: Collection[bytes], request_id: str) -> None:
+    def complete_load(
+        self, keys: Collection[bytes], request_id: str, era: int | None = None
+    ) -> None:
         """The device has read the rows: take the pins of `prepare_load` back.
 
         Keys that this request is not loading are counted as stray and ignored.
+
+        Args:
+            era: that in which the load was prepared; the present one if not given.
         """
+        if era is not None and era != self.era:
+            self._ended_late(keys, request_id, era)
+            return
         request = self._requests.get(request_id)
         for key in dict.fromkeys(keys):
             pins = request.loading.get(key, 0) if request is not None else 0
@@ -552,11 +570,19 @@ class Core:
         rows = [chunk.row for chunk in chunks]
         return StoreGrant([chunk.key for chunk in chunks], rows, evicted, declined)
 
-    def complete_store(self, keys: Collection[bytes], request_id: str, ok: bool = True) -> None:
+    def complete_store(
+        self, keys: Collection[bytes], request_id: str, ok: bool = True, era: int | None = None
+    ) -> None:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped.
 
         Keys that this request is not storing are counted as stray and ignored.
+
+        Args:
+            era: that in which the store was prepared; the present one if not given.
         """
+        if era is not None and era != self.era:
+            self._ended_late(keys, request_id, era)
+            return
         pool = self.pool
         stored: list[Chunk] = []
         ended = 0
@@ -659,9 +685,13 @@ class Core:
     def reset(self) -> None:
         """Forget everything, on every tier; on slower tiers durably, as soon as they can.
 
-        No transfer between device and host memory may be under way: the rows
-        of prepared loads and stores are given out again.
+        Transfers between device and host memory may be under way: a new `era`
+        begins, and their rows stay theirs until each is reported with the era in
+        which it was prepared, or `transfers_ended` says that all have ended.
         """
+        late = list(self._device_transfers())
+        self.overtaken.add(late)
+        self.era += 1
         for request in self._requests.values():
             self.line.leave(request)
         self._requests.clear()
@@ -671,7 +701,11 @@ class Core:
         self._asked.clear()
         self._listed.clear()
         self._asking = _NOBODY
-        self.traffic.reset()
+        self.traffic.reset(row for _, row in late)
+
+    def transfers_ended(self) -> None:
+        """Every transfer that was prepared before the last reset has ended, reported or not."""
+        self.overtaken.all_ended()
 
     def stats(self) -> CoreStats:
         """A snapshot of counters and gauges."""
@@ -687,6 +721,23 @@ class Core:
         )
 
     # -- inside ------------------------------------------------------------------------
+
+    def _device_transfers(self) -> Iterable[tuple[Transfer, int]]:
+        """Loads and stores that were prepared and are not complete, with their rows."""
+        chunks = self.pool.chunks
+        for request in self._requests.values():
+            for key, pins in request.loading.items():
+                for _ in range(pins):
+                    yield (self.era, request.id, key), chunks[key].row
+        for chunk in chunks.values():
+            if chunk.status == FILLING and chunk.stored_by is not None:
+                yield (self.era, chunk.stored_by, chunk.key), chunk.row
+
+    def _ended_late(self, keys: Collection[bytes], request_id: str, era: int) -> None:
+        """A transfer from before a reset has ended: its rows are free."""
+        for key in dict.fromkeys(keys):
+            self._totals.stray += not self.overtaken.ended((era, request_id, key))
+        self.line.moved = self.now
 
     def _enter(
         self,

@@ -18,8 +18,8 @@ __all__ = ["HostPool"]
 class HostPool:
     """Which chunk is in which row, who may leave, and who came and went.
 
-    A row is in exactly one place: free, under a chunk, or held by a move whose
-    chunk is gone (after `reset`). `rows` is never exceeded.
+    A row is in exactly one place: free, under a chunk, or held by moves and device
+    transfers whose chunk is gone (after `reset`). `rows` is never exceeded.
 
     A chunk is known to the policy, or it is *leaving*: the policy gave it up and
     `demote` asked for a copy of it first. A leaving chunk can still be read; a
@@ -93,7 +93,7 @@ class HostPool:
 
     @property
     def held(self) -> int:
-        """Rows that belong to moves whose chunks are gone."""
+        """Rows that belong to moves and device transfers whose chunks are gone."""
         return len(self._held)
 
     def begin_step(self) -> None:
@@ -429,7 +429,7 @@ class HostPool:
         self.policy.insert(chunk.key)
 
     def release_held(self, rows: Sequence[int]) -> None:
-        """A move whose chunks are gone has ended: its rows are free."""
+        """A move or a transfer whose chunks are gone has ended: its rows are free."""
         for row in rows:
             self._held[row] -= 1
             if not self._held[row]:
@@ -440,7 +440,7 @@ class HostPool:
     def reset(self, rows_in_flight: Iterable[int]) -> None:
         """Forget every chunk; rows in flight stay held until `release_held`.
 
-        A row that several moves are reading is given once for each.
+        A row that several of them touch is given once for each.
         """
         self.history.extend(
             (key, True) for key, chunk in self.chunks.items() if chunk.status != FILLING

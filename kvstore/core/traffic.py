@@ -5,7 +5,8 @@ A part of the core: it does no I/O either, and knows no time but `now`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvstore.core.chunk import Chunk
@@ -66,6 +67,7 @@ class Traffic:
         self.behind = False
         """More copies could have been begun in this step than its pace allows."""
         self._left = [self.pace.copied] * len(tiers)
+        self._owned = [tier for tier in tiers if not isinstance(tier, FollowedDirectory)]
         self.log: Callable[[str], None] = lambda message: None
         self._complaints = Complaints(lambda message: self.log(message), quiet=0.0)
 
@@ -100,16 +102,31 @@ class Traffic:
                 moves.append(self._hand_out(spare, tier))
         return moves
 
-    def reset(self) -> None:
-        """Every tier forgets everything; what is under way counts for its rows only."""
+    def reset(self, rows_in_transfer: Iterable[int] = ()) -> None:
+        """Every tier forgets everything; what is under way counts for its rows only.
+
+        Args:
+            rows_in_transfer: rows that the device may still write or read.
+        """
         # Rows of moves that an earlier reset orphaned are held already.
-        self._pool.reset(
+        moving = (
             row for id, move in self.moves.items() if id not in self.orphans for row in move.rows
         )
+        self._pool.reset(itertools.chain(moving, rows_in_transfer))
         self.orphans = set(self.moves)
         for tier in self._tiers:
             tier.reset()
             self.compactors[tier.index].reset()
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a tier has not been cleared since a reset, nor has failed to be."""
+        asked = self._owned if self._owned_clearing else self._tiers
+        return any(tier.clearing and not tier.retry_after for tier in asked)
+
+    @property
+    def _owned_clearing(self) -> bool:
+        return any(tier.clearing for tier in self._owned)
 
     def snapshot(self) -> list[TierStats]:
         """Counters and gauges, up to date."""
@@ -170,6 +187,9 @@ class Traffic:
         """Copies to, growth and clearing of one tier."""
         if tier.clearing:
             if tier.in_flight or self.now < tier.retry_after:
+                return []
+            if isinstance(tier, FollowedDirectory) and self._owned_clearing:
+                # What others store counts from where the own lane stands then.
                 return []
             return [self._move(Op.CLEAR, tier, [], [], [])]
         moves: list[Move] = []

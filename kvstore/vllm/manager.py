@@ -53,6 +53,9 @@ IDLE_SECONDS = 0.25
 UPKEEP_SECONDS = 0.02
 """How often compaction goes on while the server is idle."""
 
+TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
+"""vLLM 0.33 says when the workers have ended what was under way at a reset."""
+
 ANY_TIER = TierFilter.ALL
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
@@ -117,6 +120,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._deferred: dict[str, ReqContext] = {}
         """Requests that begin to wait in this step."""
         self._step_ended = 0.0
+        self._sent = 0
+        """Steps whose orders have gone to the workers."""
+        self._reported = 0
+        """Those of which the workers' report is in."""
+        self._flushed_by: int | None = None
+        """The step before which the workers end what was under way at a reset."""
         self._closed = False
         self._lookup = self._core.lookup
         if any(tier.relocations_per_second for tier in self._core.tiers):
@@ -211,6 +220,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._in_step:
             self._begin_step()
+        self._sent += 1
         self._hand_over()
         self._in_step = False
         self._retried.clear()
@@ -237,13 +247,22 @@ class KVStoreOffloadingManager(OffloadingManager):
         ]
 
     def reset_cache(self) -> None:
+        # vLLM reports no transfer that is under way now, but the workers are told to
+        # end them all before they begin the next step. Until then rows stay theirs.
         self._core.reset()
+        self._flushed_by = self._sent + 1
         self._hand_over()
 
     def on_reset_flushed(self) -> None:
-        """vLLM 0.33 tells when the workers have flushed; nothing waits for it here."""
+        self._flushed_by = None
+        self._core.transfers_ended()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        # vLLM asks once for each step, in order, after the workers have reported it.
+        self._reported = min(self._reported + 1, self._sent)
+        awaited = None if TELLS_OF_FLUSHES else self._flushed_by
+        if awaited is not None and self._reported >= awaited:
+            self.on_reset_flushed()
         stats = self._core.stats()
         report = OffloadingConnectorStats()
         for name, increment in self._reporter.counters(stats).items():

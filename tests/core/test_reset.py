@@ -188,3 +188,124 @@ def test_the_end_of_a_load_from_before_is_stray() -> None:
     rig.core.reset()
     rig.core.complete_load(keys, "r")
     assert rig.stats.stray == 3
+
+
+# -- transfers between device and host memory that a reset overtakes ------------------------
+
+
+def test_a_row_that_a_late_store_may_write_is_given_to_nobody_until_that_is_reported() -> None:
+    old, new = chain("old", 3), chain("new", 8)
+    rig = Rig(rows=8)
+    grant = rig.core.prepare_store(old, "w")
+    assert grant is not None
+    late, era = set(grant.rows), rig.core.era
+    rig.core.reset()
+    again = grant_as_far_as_possible(rig, new)
+    assert not late & set(again)
+    assert (len(again), rig.core.pool.held) == (5, 3)
+    rig.core.complete_store(old[:1], "w", era=era)
+    rig.core.complete_store(old[1:], "w", ok=False, era=era)
+    assert rig.stats.stray == 0
+    assert (rig.core.pool.free, rig.core.pool.held) == (3, 0)
+
+
+def test_a_row_that_a_late_load_may_read_is_given_to_nobody_until_that_is_reported() -> None:
+    keys = chain("a", 3)
+    rig = Rig(rows=4)
+    rig.put(keys)
+    rows = set(rig.load(keys, "r"))
+    rig.load(keys[:1], "s")
+    era = rig.core.era
+    rig.core.reset()
+    assert not rows & set(grant_as_far_as_possible(rig, chain("new", 4)))
+    rig.core.complete_load(keys, "r", era)
+    assert rig.core.pool.held == 1, "two loads read the same row"
+    rig.core.complete_load(keys[:1], "s", era)
+    assert rig.core.pool.held == 0
+    assert rig.stats.stray == 0
+
+
+def test_a_promotion_never_shares_a_row_with_a_late_store() -> None:
+    cold, warm = chain("cold", 4), chain("warm", 4)
+    rig = Rig(rows=8, on=[()])
+    grant = rig.core.prepare_store(warm, "w")
+    assert grant is not None
+    rig.core.reset()
+    rig.settle()
+    rig.core.tiers[0].entries.update({key: slot for slot, key in enumerate(cold)})
+    for key in cold:
+        rig.core.tiers[0].policy.insert(key)
+    assert rig.ask(cold) is None
+    rig.step()
+    assert not set(rig.promotion.rows) & set(grant.rows)
+
+
+def test_ends_of_transfers_of_one_key_and_one_request_are_told_apart_by_their_era() -> None:
+    keys = chain("a", 2)
+    rig = Rig(rows=8)
+    eras, rows = [], []
+    for _ in range(3):
+        grant = rig.core.prepare_store(keys, "w")
+        assert grant is not None
+        eras.append(rig.core.era)
+        rows.append(set(grant.rows))
+        rig.core.reset()
+    assert not rows[0] & rows[1] | rows[1] & rows[2] | rows[0] & rows[2]
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    rig.core.complete_store(keys, "w", era=eras[1])
+    assert not rig.in_host(keys[0]), "an old store's end is not that of the new one"
+    assert (rig.core.pool.held, rig.core.pool.free) == (4, 2)
+    rig.core.complete_store(keys, "w", era=rig.core.era)
+    assert rig.in_host(keys[0])
+    assert rig.core.pool.held == 4
+    for era in (eras[0], eras[2]):
+        rig.core.complete_store(keys, "w", era=era)
+    assert rig.core.pool.held == 0
+    assert rig.stats.stray == 0
+
+
+def test_an_end_that_comes_twice_frees_nothing_twice() -> None:
+    keys = chain("a", 2)
+    rig = Rig(rows=4)
+    assert rig.core.prepare_store(keys, "w") is not None
+    rig.core.reset()
+    rig.core.complete_store(keys, "w", era=0)
+    rig.core.complete_store(keys, "w", era=0)
+    assert rig.stats.stray == 2
+    assert rig.core.pool.free == 4
+
+
+def test_who_knows_that_all_transfers_have_ended_frees_their_rows_at_once() -> None:
+    rig = Rig(rows=8)
+    rig.put(chain("a", 2))
+    rig.load(chain("a", 2), "r")
+    assert rig.core.prepare_store(chain("b", 2), "w") is not None
+    rig.core.reset()
+    assert len(rig.core.overtaken) == rig.core.pool.held == 4
+    rig.core.transfers_ended()
+    assert (rig.core.pool.held, rig.core.pool.free) == (0, 8)
+    assert len(rig.core.overtaken) == 0
+
+
+def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ended() -> None:
+    keys = chain("a", 1)
+    rig = Rig(rows=2, on=[()])
+    rig.put(keys)
+    (copy,) = rig.step()
+    rig.load(keys, "r")
+    rig.core.reset()
+    rig.core.complete_load(keys, "r", 0)
+    assert rig.core.pool.held == 1
+    rig.end(copy)
+    rig.step()
+    assert rig.core.pool.held == 0
+
+
+def grant_as_far_as_possible(rig: Rig, keys: list[bytes]) -> list[int]:
+    """Rows of a store that is offered twice: the first time it may be put off."""
+    for _ in range(2):
+        grant = rig.core.prepare_store(keys, "late")
+        if grant is not None:
+            return grant.rows
+    raise AssertionError("a store is put off once")

@@ -314,6 +314,69 @@ async def test_a_reset_waits_for_leases_to_end(open_store: Open) -> None:
         assert store.lookup_prefix(keys) == 0
 
 
+async def test_what_is_leased_keeps_its_bytes_while_a_reset_and_new_stores_go_on(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=4) as store:
+        old, new = keys_of("a", 2), keys_of("b", 4)
+        await store.put(old, payloads(old))
+        async with store.get(old, "r") as chunks:
+            resetting = asyncio.create_task(store.reset())
+            await asyncio.sleep(0)
+            assert store.lookup_prefix(old) == 0
+            assert await store.put(new[:2], payloads(new[:2])) == 2
+            # The same keys and the same name, while the old lease lasts.
+            assert await store.put(new[:1], payloads(new[:1])) == 1
+            async with store.get(new[:2], "r") as again:
+                assert [bytes(chunk) for chunk in again] == payloads(new[:2])
+            others = keys_of("c", 2)
+            assert await store.put(others, payloads(others)) == 2
+            assert store.stats().free_rows == 0, "two rows are still leased"
+            assert [bytes(chunk) for chunk in chunks] == payloads(old)
+            assert not resetting.done()
+        await asyncio.wait_for(resetting, 5.0)
+        assert await store.put(new, payloads(new)) == 4
+
+
+async def test_a_reset_does_not_wait_for_what_began_after_it(open_store: Open) -> None:
+    async with open_store(rows=8) as store:
+        keys = keys_of("a", 2)
+        async with contextlib.AsyncExitStack() as leases:
+            await store.put(keys, payloads(keys))
+            async with store.get(keys):
+                resetting = asyncio.create_task(store.reset())
+                await asyncio.sleep(0)
+                await store.put(keys, payloads(keys))
+                await leases.enter_async_context(store.get(keys))
+            await asyncio.wait_for(resetting, 5.0)
+
+
+async def test_a_put_that_a_reset_overtakes_stores_no_more(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.puts.COPY_INLINE_BYTES", 0)
+    copying, go_on = threading.Event(), threading.Event()
+    copyto = np.copyto
+
+    def slow(target: Any, source: Any) -> None:
+        copying.set()
+        go_on.wait(5)
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", slow)
+    async with open_store(rows=4, disk=32) as store:
+        keys = keys_of("a", 12)
+        putting = asyncio.create_task(store.put(keys, payloads(keys)))
+        assert await asyncio.to_thread(copying.wait, 5)
+        resetting = asyncio.create_task(store.reset())
+        await asyncio.sleep(0.05)
+        assert not resetting.done()
+        go_on.set()
+        assert await putting == 0
+        await asyncio.wait_for(resetting, 5.0)
+        assert (store.stats().chunks, store.stats().free_rows) == (0, 4)
+
+
 async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,6 +382,143 @@ def test_a_reset_clears_the_disk_for_the_next_process_too(tmp_path: Path) -> Non
     second.close()
 
 
+class Trainee(Server):
+    """A server whose device copies are begun and land whenever the test says, as vLLM's may."""
+
+    def begin_store(self, name: str, keys: list[bytes]) -> list[int]:
+        request = self.context(name)
+        self.manager.on_new_request(request)
+        self.step()
+        out = self.manager.prepare_store(keys, request)
+        assert out is not None
+        assert len(out.keys_to_store) == len(keys)
+        return [int(row) for row in out.store_spec.block_ids]
+
+    def begin_load(self, name: str, keys: list[bytes]) -> list[int]:
+        request = self.context(name)
+        self.manager.on_new_request(request)
+        assert self.scan(request, keys) == len(keys)
+        return [int(row) for row in self.manager.prepare_load(keys, request).block_ids]
+
+    def reset(self) -> None:
+        """vLLM reports nothing more of what is under way, but for the end of the flush."""
+        self.manager.reset_cache()
+
+    def report(self) -> None:
+        """The workers' report of a step is in; with the first after a reset they have flushed."""
+        self.manager.get_stats()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Trainee, Server]]:
+    trainee = Trainee(tmp_path / "cache", rows=16)
+    replica = Server(tmp_path / "cache", rows=16)
+    yield trainee, replica
+    trainee.close()
+    replica.close()
+
+
+def both_reset(pair: tuple[Trainee, Server]) -> None:
+    for each in pair:
+        each.manager.reset_cache()
+    for each in pair:
+        while each.manager._core.clearing:
+            each.step()
+            time.sleep(0.001)
+
+
+def shared(trainee: Trainee, keys: list[bytes]) -> None:
+    """Wait until the trainee has seen what the replica stored."""
+    end = time.monotonic() + 5
+    while not any(keys[-1] in tier.entries for tier in trainee.manager._core.tiers):
+        assert time.monotonic() < end, "never seen"
+        trainee.step()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_late_device_copy_and_what_is_promoted_after_a_reset_never_meet(
+    pair: tuple[Trainee, Server], kind: str
+) -> None:
+    trainee, replica = pair
+    old, new = keys_of("old", 8), keys_of("new", 8)
+    if kind == "store":
+        late = trainee.begin_store("r1", old)
+    else:
+        trainee.store("r0", old)
+        trainee.settle()
+        late = trainee.begin_load("r1", old)
+    both_reset(pair)
+    replica.store("n1", new)
+    replica.settle()
+    shared(trainee, new)
+    request = trainee.context("r2")
+    while (hits := trainee.scan(request, new)) is None:
+        trainee.step()
+        time.sleep(0.001)
+    assert hits == 8
+    rows = [int(row) for row in trainee.manager.prepare_load(new, request).block_ids]
+    if kind == "load":
+        held = [bytes(trainee.region.row(row)[:36]) for row in late]
+        assert held == old, "a late load reads what was promoted into its rows"
+    for row in late:
+        trainee.region.row(row)[:36] = b"late" * 9
+    assert [bytes(trainee.region.row(row)[:36]) for row in rows] == new
+
+
+def test_rows_of_late_copies_are_free_once_the_workers_have_flushed(
+    pair: tuple[Trainee, Server],
+) -> None:
+    from kvstore.vllm import manager
+
+    trainee, _ = pair
+    pool = trainee.manager._core.pool
+    for round in range(3):
+        trainee.begin_store(f"s{round}", keys_of("a", 8))
+        trainee.reset()
+        # The report of the step that was under way comes first: it tells of no flush.
+        trainee.report()
+        assert pool.held == 8
+        trainee.step()
+        if manager.TELLS_OF_FLUSHES:
+            trainee.manager.on_reset_flushed()
+        else:
+            assert pool.held == 8
+            trainee.report()
+        assert (pool.held, pool.free) == (0, 16)
+
+
+def test_what_is_asked_for_more_often_than_there_are_steps_tells_of_no_flush(
+    pair: tuple[Trainee, Server],
+) -> None:
+    trainee, _ = pair
+    trainee.begin_store("s", keys_of("a", 8))
+    trainee.reset()
+    for _ in range(5):
+        trainee.report()
+    assert trainee.manager._core.pool.held == 8
+
+
+def test_the_same_request_stores_the_same_keys_again_after_a_reset(
+    pair: tuple[Trainee, Server],
+) -> None:
+    trainee, _ = pair
+    keys = keys_of("a", 4)
+    first = trainee.begin_store("r1", keys)
+    trainee.reset()
+    trainee.step()
+    request = trainee.context("r1")
+    out = trainee.manager.prepare_store(keys, request)
+    assert out is not None
+    again = [int(row) for row in out.store_spec.block_ids]
+    assert len(again) == 4
+    assert not set(first) & set(again)
+    for key, row in zip(keys, again, strict=True):
+        trainee.region.row(row)[:36] = key
+    trainee.manager.complete_store(set(keys), request)
+    assert trainee.load("r2", keys) == keys
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
