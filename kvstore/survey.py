@@ -16,6 +16,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from tiers.disk.epoch import EPOCH_NAME, read_epoch
 from tiers.disk.fault import Fault
 from tiers.disk.index import read_index
 from tiers.disk.lane import lane_folders, lane_owner
@@ -52,25 +53,34 @@ class SegmentSurvey:
     oldest_ms: int
     newest_ms: int
     reads: int
+    epoch: int
+    """The newest of its chunks; 0 when there are none."""
 
 
 @dataclass(slots=True)
 class LaneSurvey:
-    """One lane. `owner` is the process that writes to it now, or None."""
+    """One lane. `owner` is the process that writes to it now, or None.
+
+    `epoch` is the newest of its chunks, or None when it has none: who writes to
+    a lane of an older epoch than its namespace's has not been reset, and shares
+    with nobody who has.
+    """
 
     number: int
     path: str
     owner: int | None
+    epoch: int | None = None
     segments: list[SegmentSurvey] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class NamespaceSurvey:
-    """One namespace with its lanes, and the faults that were met on the way."""
+    """One namespace with its newest epoch, its lanes, and the faults met on the way."""
 
     name: str
     path: str
     identity: dict[str, Any]
+    epoch: int = 0
     lanes: list[LaneSurvey] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -174,6 +184,10 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     except KVStoreError as error:
         found.faults.append(Fault.of(folder / FILE_NAME, error))
     try:
+        found.epoch = read_epoch(folder)
+    except KVStoreError as error:
+        found.faults.append(Fault.of(folder / EPOCH_NAME, error))
+    try:
         lanes = lane_folders(folder)
     except OSError as error:
         found.faults.append(Fault.of(folder, error))
@@ -182,6 +196,7 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         lane = LaneSurvey(number, str(lane_folder), lane_owner(lane_folder))
         found.lanes.append(lane)
         found.faults += _lane(lane, digest)
+        lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
     return found
 
 
@@ -236,6 +251,7 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
         oldest_ms=int(stored.min()) if count else 0,
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
+        epoch=int(live.records["epoch"].max()) if count else 0,
     ), faults
 
 

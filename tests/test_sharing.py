@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import kvstore
 from kvstore.store import Store
+from kvstore.types import NO_MOVE, Completion
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(100)]
@@ -153,17 +155,94 @@ async def test_a_lane_whose_files_are_removed_is_forgotten(tmp_path: Path, repli
         assert await held(second, KEYS[5:20]) == 0
 
 
-async def test_a_reset_forgets_what_others_had_stored_but_not_what_they_store_later(
-    replica: Open,
+async def looked(store: Store) -> None:
+    """Wait until the store has looked at the lanes of others, as it does by itself now and then."""
+    (tier,) = [tier for tier in store._assembly.tiers if tier.follows]
+    news = await tier.refresh()
+    store._engine._done.append(Completion(NO_MOVE, [], news=news, tier=1))
+    store._pump()
+
+
+@pytest.mark.parametrize("ahead", [-5.0, 0.0, 5.0])
+async def test_replicas_share_again_when_each_has_been_reset_whatever_their_clocks(
+    replica: Open, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     async with replica() as first, replica() as second:
         await put(first, KEYS[:20])
         await eventually(second, KEYS[:20], 20)
         await second.reset()
-        await asyncio.sleep(1.2)
+        await looked(second)
+        assert await held(second, KEYS[:20]) == 0, "forgotten is forgotten"
+        # The neighbour goes on with its old weights.
+        clock = time.time_ns
+        monkeypatch.setattr("time.time_ns", lambda: clock() + int(ahead * 1e9))
+        await put(first, KEYS[20:40])
+        await looked(second)
+        assert await held(second, KEYS[:40]) == await held(second, KEYS[20:40]) == 0
+        for part in (KEYS[:20], KEYS[20:40]):
+            assert await held(first, part) == 20, "it has not been reset"
+        # It is given the new ones, too.
+        await first.reset()
+        await put(first, KEYS[40:60])
+        await looked(second)
+        assert await held(second, KEYS[40:60]) == 20
+        await put(second, KEYS[60:80])
+        await looked(first)
+        assert await held(first, KEYS[60:80]) == 20
+        assert await held(first, KEYS[:40]) == await held(second, KEYS[:40]) == 0
+
+
+async def test_who_has_not_been_reset_takes_nothing_of_who_has(replica: Open) -> None:
+    async with replica() as first, replica() as second:
+        await second.reset()
+        await put(second, KEYS[:20])
+        await looked(first)
+        assert await held(first, KEYS[:20]) == 0
+        # Who opens now belongs to the newest.
+        async with replica() as third:
+            assert await held(third, KEYS[:20]) == 20
+            await put(third, KEYS[20:30])
+            await looked(second)
+            assert await held(second, KEYS[20:30]) == 10
+
+
+async def test_a_slot_that_a_neighbour_rewrites_after_its_reset_is_a_miss_before_it_is_seen(
+    replica: Open,
+) -> None:
+    async with replica() as first, replica() as second:
+        await put(first, KEYS[:20])
+        await eventually(second, KEYS[:20], 20)
+        async with second.get(KEYS[:1]):
+            pass
+        # The second keeps nothing in host memory but still believes in the first's slots.
+        second._core.pool.reset(())
+        await first.reset()
+        others = [payload(key)[::-1] for key in KEYS[:20]]
+        assert await first.put(KEYS[:20], others) == 20
+        assert await first.flush(10)
         assert await held(second, KEYS[:20]) == 0
-        await put(first, KEYS[20:30])
-        await eventually(second, KEYS[20:30], 10)
+
+
+async def test_two_resets_at_once_end_in_one_epoch(replica: Open) -> None:
+    async with replica() as first, replica() as second:
+        await asyncio.gather(first.reset(), second.reset())
+        await put(first, KEYS[:20])
+        await looked(second)
+        assert await held(second, KEYS[:20]) == 20
+
+
+async def test_a_lane_that_slept_through_a_reset_brings_nothing_back(replica: Open) -> None:
+    async with replica(lane=0) as sleeper:
+        await put(sleeper, KEYS[:20])
+    async with replica(lane=1) as other:
+        assert await held(other, KEYS[:20]) == 20
+        await other.reset()
+        await put(other, KEYS[20:30])
+        async with replica(lane=0) as woken:
+            assert await held(woken, KEYS[:20]) == 0
+            assert await held(woken, KEYS[20:30]) == 10
+        await looked(other)
+        assert await held(other, KEYS[:20]) == 0
 
 
 async def test_sharing_can_be_turned_off(replica: Open) -> None:

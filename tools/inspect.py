@@ -27,7 +27,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _print(namespace: NamespaceSurvey) -> None:
-    print(f"namespace {namespace.name}")
+    epoch = f", epoch {namespace.epoch}" if namespace.epoch else ""
+    print(f"namespace {namespace.name}{epoch}")
     for name, value in sorted(namespace.identity.items()):
         print(f"  {name}: {json.dumps(value)[:100]}")
     for lane in namespace.lanes:
@@ -38,6 +39,7 @@ def _print(namespace: NamespaceSurvey) -> None:
         print(
             f"  lane {lane.number}, {owner}: {live} chunks, {format_size(held)} "
             f"in {format_size(size)}"
+            + (f", of epoch {lane.epoch}" if lane.epoch not in (None, namespace.epoch) else "")
         )
         _print_segments(lane)
     for fault in namespace.faults:

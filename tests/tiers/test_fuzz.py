@@ -238,7 +238,7 @@ RECORD_FIELDS = {
     "stored_ms": 8,
     "read_ms": 8,
     "reads": 4,
-    "zero_a": 4,
+    "epoch": 4,
     "zero_b": 4,
 }
 

@@ -171,3 +171,29 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: kvstore {name}" in capsys.readouterr().out
+
+
+async def test_inspect_shows_the_epoch_and_compact_and_purge_leave_it(cache: Path) -> None:
+    from tiers.disk.epoch import raise_epoch
+
+    (namespace,) = cache.iterdir()
+    assert "epoch" not in command("inspect", str(cache)).stdout
+    raise_epoch(namespace, 3)
+    text = command("inspect", str(cache)).stdout
+    assert f"namespace {namespace.name}, epoch 3" in text
+    assert ", of epoch 0" in text
+    told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
+    assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, 0)
+    before = sum(segment["live"] for segment in told["lanes"][0]["segments"])
+    assert command("verify", str(cache)).returncode == 0
+    assert command("compact", str(cache)).returncode == 0
+    told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
+    assert sum(segment["live"] for segment in told["lanes"][0]["segments"]) == before
+    assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, 0)
+    assert command("purge", str(cache), "--all").returncode == 0
+    told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
+    assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, None)
+    (namespace / "epoch").write_text("soon\n")
+    done = command("inspect", str(cache))
+    assert done.returncode == 1
+    assert "holds no epoch" in done.stdout

@@ -164,7 +164,9 @@ def _write_records(extent: Extent, sequence: int) -> None:
     digests = [xxh3_128_digest(buffer[:size]) for buffer in extent.buffers]
     segment.write_records(
         extent.first,
-        encode_records(extent.keys, extent.first, sequence, size, digests, segment.seed),
+        encode_records(
+            extent.keys, extent.first, sequence, size, digests, segment.seed, segment.epoch
+        ),
     )
 
 
@@ -190,7 +192,7 @@ def _verified(
     assert isinstance(got, int)
     segment, first = extent.segment, extent.first
     size, slot_bytes = segment.geometry.chunk_bytes, segment.geometry.slot_bytes
-    known = live_chunks(raw, first, size, segment.seed)
+    known = live_chunks(raw, first, size, segment.seed, segment.epoch)
     ok: list[bool] = []
     for index, (key, buffer) in enumerate(zip(extent.keys, extent.buffers, strict=True)):
         whole = got >= index * slot_bytes + size

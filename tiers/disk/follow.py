@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -35,7 +34,7 @@ class _Known:
     Segments of path p have the numbers p, p + n, p + 2n, n being the number of paths.
     """
 
-    def __init__(self, volumes: Sequence[Volume], namespace: str, not_before_ms: int) -> None:
+    def __init__(self, volumes: Sequence[Volume], namespace: str, epoch: int) -> None:
         self.places = Places()
         self.watches = [
             Watch(
@@ -43,7 +42,7 @@ class _Known:
                 namespace,
                 itertools.count(index, len(volumes)),
                 self.places,
-                not_before_ms,
+                epoch,
             )
             for index, volume in enumerate(volumes)
         ]
@@ -67,7 +66,7 @@ class FollowedLanes(Tier):
     def open(self, region: PinnedRegion) -> TierOpening:
         self._region = region
         self._volumes = list(self._own.volumes)
-        self._known = self._nothing_since(0)
+        self._known = self._of_epoch()
         for watch in self._known.watches:
             for _ in watch.look():
                 pass
@@ -225,8 +224,11 @@ class FollowedLanes(Tier):
     # -- following -----------------------------------------------------------------------
 
     async def clear(self) -> list[int] | None:
-        """Forget what others hold now; what they store from now on will be seen."""
-        await self._forget(self._nothing_since(time.time_ns() // 1_000_000))
+        """Forget what others hold, but for what is of the epoch that the own lane has moved to.
+
+        The caller clears the own tier first.
+        """
+        await self._forget(self._of_epoch())
         return []
 
     async def refresh(self) -> News:
@@ -252,8 +254,8 @@ class FollowedLanes(Tier):
     def abandon(self) -> None:
         self._known = _Known([], "", 0)
 
-    def _nothing_since(self, not_before_ms: int) -> _Known:
-        return _Known(self._volumes, self._own.namespace_digest, not_before_ms)
+    def _of_epoch(self) -> _Known:
+        return _Known(self._volumes, self._own.namespace_digest, self._own.epoch)
 
     async def _forget(self, known: _Known) -> None:
         """Know only what `known` does from now on."""

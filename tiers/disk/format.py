@@ -14,7 +14,7 @@ nothing. A record is 128 bytes, little-endian:
     0    u16   version, 1                40   u64   stored at, ms since 1970
     2    u8    state, 1 = live           48   u64   last read at, ms since 1970
     3    u8    key length k, 1 to 56     56   u32   times read
-    4    u32   slot in this segment      60   u32   0
+    4    u32   slot in this segment      60   u32   epoch of the writer
     8    u64   sequence                  64   56 B  key, its first k bytes
     16   u64   payload length            120  u32   0
     24   16 B  xxh3-128 of the payload   124  u32   CRC32C of bytes 0 to 123,
@@ -79,7 +79,7 @@ RECORD = np.dtype(
         ("stored_ms", "<u8"),
         ("read_ms", "<u8"),
         ("reads", "<u4"),
-        ("zero_a", "<u4"),
+        ("epoch", "<u4"),
         ("key", "u1", (MAX_KEY_BYTES,)),
         ("zero_b", "<u4"),
         ("crc", "<u4"),
@@ -243,6 +243,7 @@ def encode_records(
     length: int,
     digests: Sequence[bytes],
     seed: int,
+    epoch: int = 0,
 ) -> bytes:
     """Records of `keys` in neighbouring slots, ready to be written."""
     # On the path of every write, and mostly for few records: no arrays here.
@@ -260,7 +261,7 @@ def encode_records(
             now,
             now,
             0,
-            0,
+            epoch,
             key,
             0,
         )
@@ -270,9 +271,9 @@ def encode_records(
 
 
 def live_chunks(
-    raw: bytes, first_slot: int, length: int, seed: int
+    raw: bytes, first_slot: int, length: int, seed: int, epoch: int = 0
 ) -> dict[int, tuple[bytes, bytes]]:
-    """Key and digest by slot of the valid records in `raw`, the index from `first_slot` on.
+    """Key and digest by slot of the valid records of `epoch` in `raw`, from `first_slot` on.
 
     Says the same as `decode_records`, faster for the few records of an extent.
     """
@@ -280,7 +281,7 @@ def live_chunks(
     view = memoryview(raw)
     for index in range(len(raw) // RECORD_BYTES):
         at = index * RECORD_BYTES
-        version, state, key_length, slot, _, its_length, digest, _, _, _, _, key, _ = (
+        version, state, key_length, slot, _, its_length, digest, _, _, _, its_epoch, key, _ = (
             _PACKED.unpack_from(raw, at)
         )
         if (
@@ -288,6 +289,7 @@ def live_chunks(
             and state == LIVE
             and slot == first_slot + index
             and its_length == length
+            and its_epoch == epoch
             and 1 <= key_length <= MAX_KEY_BYTES
             and crc32c(view[at : at + RECORD_BYTES - 4], seed)
             == int.from_bytes(view[at + RECORD_BYTES - 4 : at + RECORD_BYTES], "little")
@@ -318,6 +320,15 @@ class LiveRecords:
     slots: list[int]
     records: Records
     damaged: list[int]
+
+    def of_epoch(self, epoch: int) -> tuple[LiveRecords, list[int]]:
+        """Those of `epoch`, and the slots of the others."""
+        same = self.records["epoch"] == epoch
+        if same.all():
+            return self, []
+        slots = np.array(self.slots, np.int64)
+        kept = LiveRecords(slots[same].tolist(), self.records[same], self.damaged)
+        return kept, slots[~same].tolist()
 
     def keys(self) -> list[bytes]:
         """The keys, in the same order."""

@@ -35,6 +35,7 @@ class Recovered:
         foreign_bytes: what they take of the disk.
         faults: segments that cannot be used or were cut short, and records that were
             neither empty nor valid and have been erased.
+        outdated: records of another epoch, which were erased.
         removed: names of leftovers and surplus segments that were removed.
     """
 
@@ -45,6 +46,7 @@ class Recovered:
     foreign: list[str]
     foreign_bytes: int
     faults: list[Fault]
+    outdated: int
     removed: list[str]
 
     @property
@@ -78,6 +80,7 @@ def recover(
     capacity_bytes: int,
     backend: IOBackend,
     trust: Trust = STRICT,
+    epoch: int | None = None,
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
@@ -85,6 +88,9 @@ def recover(
     much as it has on the disk, and never costs a segment. When the segments
     alone are more than the capacity allows, those whose chunks are coldest are
     removed.
+
+    Args:
+        epoch: chunks of other epochs are erased; those of all are kept without one.
     """
     removed = remove_leftovers(folder)
     segments: dict[int, Segment] = {}
@@ -92,13 +98,14 @@ def recover(
     foreign: list[str] = []
     foreign_bytes = 0
     faults: list[Fault] = []
+    outdated = 0
     for path in _other_files(folder):
         foreign.append(f"{path}: no file of a lane")
         foreign_bytes += _disk_bytes(path)
     for number, path in segment_files(folder):
         try:
             size = path.lstat().st_size
-            segment, records = _open(path, namespace, geometry, backend, trust)
+            segment, records, others = _open(path, namespace, geometry, backend, trust, epoch)
         except (ForeignFileError, OSError) as error:
             faults.append(Fault.of(path, error))
             told = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -109,6 +116,7 @@ def recover(
             told = f"cut short: {size} of {geometry.file_bytes} bytes are left"
             faults.append(Fault(str(path), None, told))
         faults += [Fault(str(path), slot, "damaged record") for slot in records.damaged]
+        outdated += others
         segments[number] = segment
         found[number] = records
     while segments and len(segments) * geometry.file_bytes > capacity_bytes:
@@ -122,23 +130,40 @@ def recover(
     # No lane ever comes near the limit: a record that claims to have is not counted on from.
     sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
     return Recovered(
-        segments, entries, sequences, sequence, foreign, foreign_bytes, faults, removed
+        segments, entries, sequences, sequence, foreign, foreign_bytes, faults, outdated, removed
     )
 
 
 def _open(
-    path: Path, namespace: str, geometry: Geometry, backend: IOBackend, trust: Trust
-) -> tuple[Segment, LiveRecords]:
-    """Open a segment, read its index and erase what is damaged in it."""
+    path: Path,
+    namespace: str,
+    geometry: Geometry,
+    backend: IOBackend,
+    trust: Trust,
+    epoch: int | None,
+) -> tuple[Segment, LiveRecords, int]:
+    """Open a segment, read its index and erase what is damaged or of another epoch in it.
+
+    Returns:
+        Also how many records of other epochs it had.
+    """
     segment = Segment.open(path, namespace, geometry, backend, trust)
     try:
         records = segment.live_records(0, geometry.slots)
         for slot in records.damaged:
             segment.erase_records(slot, 1)
+        others: list[int] = []
+        if epoch is not None:
+            segment.epoch = epoch
+            records, others = records.of_epoch(epoch)
+        # They lie in runs: whole segments, mostly.
+        for run in np.split(np.array(others, np.int64), np.flatnonzero(np.diff(others) != 1) + 1):
+            if len(run):
+                segment.erase_records(int(run[0]), len(run))
     except OSError:
         segment.close()
         raise
-    return segment, records
+    return segment, records, len(others)
 
 
 def _other_files(folder: Path) -> list[Path]:

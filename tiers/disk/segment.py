@@ -43,6 +43,7 @@ class Segment:
     Attributes:
         number: its number within the lane, part of the file's name.
         seed: seeds the CRC of its records.
+        epoch: of the records that are written, and of those that are read.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Segment:
         self.header = header
         self.geometry = header.geometry
         self.seed = segment_seed(header.segment_id)
+        self.epoch = 0
         self.backend = backend
         self.data = data
         self._records = records

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, PathUnusableError
 from kvstore.types import TierOpening
 from tiers.base import Tier, Transfer, error_of
+from tiers.disk.epoch import read_epoch
 from tiers.disk.format import Geometry
 from tiers.disk.io import IOBackend
 from tiers.disk.namespace import Namespace
@@ -86,6 +87,7 @@ class DiskTier(Tier):
                 f"segment_bytes = {self._segment_bytes}: a segment must hold at least one chunk "
                 f"of {self._chunk_bytes} bytes, so at least {smallest} bytes"
             )
+        epoch = max(read_epoch(self._namespace.establish(path, self.trust)) for path in self._paths)
         try:
             for path in self._paths:
                 volume = Volume(
@@ -97,8 +99,12 @@ class DiskTier(Tier):
                     io_threads=self._thread_count,
                     lane=self._lane,
                     trust=self.trust,
+                    epoch=epoch,
                 )
                 self.volumes.append(volume)
+                failed = volume.raise_epoch(epoch) if epoch else 0
+                if isinstance(failed, str):
+                    raise PathUnusableError(failed)
                 if volume.geometry != self.volumes[0].geometry:
                     raise ConfigError(
                         f"the segments in {volume.lane.folder} have {volume.geometry.slots} slots, "
@@ -165,6 +171,11 @@ class DiskTier(Tier):
     def namespace_digest(self) -> str:
         """What the segments of the namespace carry."""
         return self._namespace.digest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which this process is: only chunks of this one are exchanged."""
+        return self.volumes[0].epoch
 
     @property
     def backend(self) -> IOBackend:
@@ -285,15 +296,50 @@ class DiskTier(Tier):
         return index, number, within
 
     async def clear(self) -> list[int] | None:
+        epoch = await self._next_epoch()
+        if epoch is None:
+            return None
+        # From here on the next process takes nothing that is older, erased or not.
         for volume in self.volumes:
             (done,) = await volume.threads.run([volume.erase_all], load=False)
             if not done:
                 return None
+        for volume in self.volumes:
+            volume.enter_epoch(epoch)
         return sorted(
             self._segment(index, number)
             for index, volume in enumerate(self.volumes)
             for number in volume.segments
         )
+
+    async def _next_epoch(self) -> int | None:
+        """Move the namespace to an epoch newer than this process's, unless somebody has.
+
+        Who resets after a neighbour did joins it: both have the same weights then.
+        """
+        ask = [volume.newest_epoch for volume in self.volumes]
+        highest = await self._highest(ask)
+        if highest is None:
+            return None
+        wanted = highest if highest > self.epoch else highest + 1
+        while True:
+            highest = await self._highest(
+                [partial(volume.raise_epoch, wanted) for volume in self.volumes]
+            )
+            if highest is None or highest == wanted:
+                return highest
+            wanted = highest
+
+    async def _highest(self, calls: Sequence[Callable[[], int | str]]) -> int | None:
+        """The highest answer of the volumes, None if one of them has none."""
+        answers: list[int] = []
+        for volume, call in zip(self.volumes, calls, strict=True):
+            (answer,) = await volume.threads.run([call], load=False)
+            if isinstance(answer, str):
+                logger.warning("disk tier: cannot be cleared: %s", answer)
+                return None
+            answers.append(answer)
+        return max(answers)
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         # A record that is written now would be lost between reading and writing the index.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
+from tiers.disk.epoch import raise_epoch, read_epoch
 from tiers.disk.extents import (
     Extent,
     Outcome,
@@ -72,6 +73,7 @@ class Volume:
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
         trust: whose folders and files are taken.
+        epoch: chunks of another are erased.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -88,7 +90,9 @@ class Volume:
         io_threads: int,
         lane: int | None,
         trust: Trust,
+        epoch: int = 0,
     ) -> None:
+        self.epoch = epoch
         self.capacity_bytes = capacity_bytes
         self.segments: dict[int, Segment] = {}
         self.max_segments = 0
@@ -124,7 +128,13 @@ class Volume:
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
         recovered = recover(
-            folder, self._digest, geometry, self.capacity_bytes, self.backend, self.trust
+            folder,
+            self._digest,
+            geometry,
+            self.capacity_bytes,
+            self.backend,
+            self.trust,
+            self.epoch,
         )
         self.segments = recovered.segments
         for reason in recovered.foreign:
@@ -136,6 +146,12 @@ class Volume:
                 folder,
             )
         _warn_of_size(folder, self.capacity_bytes)
+        if recovered.outdated:
+            logger.warning(
+                "disk tier: %d chunks in %s are from before a reset; they are gone",
+                recovered.outdated,
+                folder,
+            )
         room = max(0, self.capacity_bytes - recovered.foreign_bytes)
         self.max_segments = room // geometry.file_bytes
         if not self.segments and self.max_segments:
@@ -259,6 +275,28 @@ class Volume:
             segment.close()
             return None
 
+    def newest_epoch(self) -> int | str:
+        """The newest epoch of the namespace here, or why that is not known. May block."""
+        try:
+            return read_epoch(self.lane.folder.parent)
+        except KVStoreError as error:
+            return str(error)
+
+    def raise_epoch(self, epoch: int) -> int | str:
+        """The newest epoch here, now that it is `epoch` at least, or what failed. May block."""
+        try:
+            return raise_epoch(self.lane.folder.parent, epoch)
+        except KVStoreError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self.lane.folder.parent}: the epoch cannot be moved: {error.strerror}"
+
+    def enter_epoch(self, epoch: int) -> None:
+        """What is written and read from now on is of `epoch`; nothing is under way."""
+        self.epoch = epoch
+        for segment in self.segments.values():
+            segment.epoch = epoch
+
     def erase_all(self) -> bool:
         """Take out every record, for good; whether that worked. May block."""
         try:
@@ -318,9 +356,11 @@ class Volume:
             self.lane.folder / f"segment-{number}.safetensors"
         ):
             number += 1
-        self.segments[number] = Segment.create(
+        segment = Segment.create(
             self.lane.folder, number, self._digest, self.geometry, self.backend
         )
+        segment.epoch = self.epoch
+        self.segments[number] = segment
         return number
 
     def _add_counters(self, number: int) -> None:

@@ -98,7 +98,7 @@ class Watch:
         namespace: digest of what is followed.
         numbers: numbers for segments, different from those of any other watch.
         places: where it is told what lies where.
-        not_before_ms: what was stored before is not there.
+        epoch: chunks of another are not there.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Watch:
         namespace: str,
         numbers: Iterator[int],
         places: Places,
-        not_before_ms: int,
+        epoch: int,
     ) -> None:
         self._own = own
         self._namespace = namespace
         self._numbers = numbers
         self._places = places
-        self._not_before_ms = not_before_ms
+        self._epoch = epoch
         self._lanes: dict[Path, _Lane] = {}
         self._by_number: dict[int, Watched] = {}
         self._turn: Iterator[tuple[Path, str]] = iter(())
@@ -218,6 +218,7 @@ class Watch:
         if header.namespace != self._namespace or not same:
             return None
         segment = Segment.follow(path, header, self._own.backend, self._own.trust)
+        segment.epoch = self._epoch
         return Watched(next(self._numbers), segment, inode, np.zeros(its.slots, np.uint32))
 
     def _read(self, watched: Watched) -> None:
@@ -234,9 +235,9 @@ class Watch:
         live = decode_at(
             records[there].tobytes(), there, segment.geometry.chunk_bytes, segment.seed
         )
-        stored = (live.records["stored_ms"] >= self._not_before_ms).tolist()
+        of_ours = (live.records["epoch"] == self._epoch).tolist()
         appeared: list[tuple[bytes, int]] = []
-        for slot, key, counts in zip(live.slots, live.keys(), stored, strict=True):
+        for slot, key, counts in zip(live.slots, live.keys(), of_ours, strict=True):
             if counts:
                 keys[slot] = key
                 appeared.append((key, first + slot))

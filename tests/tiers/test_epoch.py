@@ -1,0 +1,223 @@
+"""Epochs: what a reset leaves behind is not taken any more, whoever wrote it and whenever."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ForeignFileError, PathUnusableError
+from kvstore.testing.tier import key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import NAMESPACE, Child, lane_of
+from tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
+from tiers.disk.volume import Volume
+
+KEYS = [key_of(number) for number in range(8)]
+
+
+@pytest.fixture
+def space(folder: Path) -> Path:
+    """A namespace's folder."""
+    return NAMESPACE.establish(folder)
+
+
+def test_a_namespace_without_the_file_is_in_epoch_0(space: Path) -> None:
+    assert read_epoch(space) == 0
+
+
+def test_an_epoch_only_rises(space: Path) -> None:
+    assert raise_epoch(space, 3) == 3
+    assert raise_epoch(space, 2) == 3
+    assert raise_epoch(space, 3) == 3
+    assert read_epoch(space) == 3
+    assert (space / EPOCH_NAME).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"four", b"-1\n", b"4\n4\n", b"%d\n" % (MAX_EPOCH + 1), b"9" * 64]
+)
+def test_a_damaged_file_is_refused_rather_than_guessed_at(
+    space: Path, content: bytes, open_bench: OpenBench
+) -> None:
+    (space / EPOCH_NAME).write_bytes(content)
+    with pytest.raises(ForeignFileError, match="holds no epoch"):
+        read_epoch(space)
+    with pytest.raises(ForeignFileError, match="holds no epoch"):
+        open_bench()
+
+
+def test_what_is_no_plain_file_is_refused(space: Path) -> None:
+    (space / EPOCH_NAME).symlink_to("/etc/hostname")
+    with pytest.raises(PathUnusableError):
+        read_epoch(space)
+    (space / EPOCH_NAME).unlink()
+    os.mkfifo(space / EPOCH_NAME)
+    with pytest.raises(PathUnusableError):
+        read_epoch(space)
+
+
+def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
+    space: Path, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.disk.epoch.LOCK_SECONDS", 0.05)
+    holder = child(
+        """
+        import fcntl
+        fd = os.open(sys.argv[1], os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        say("held")
+        sys.stdin.readline()
+        """,
+        space / "namespace.json",
+    )
+    assert holder.line() == "held"
+    with pytest.raises(OSError, match="does not let go"):
+        raise_epoch(space, 1)
+    assert read_epoch(space) == 0
+    holder.kill()
+    assert raise_epoch(space, 1) == 1
+
+
+def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or_the_new(
+    space: Path, child: Callable[..., Child]
+) -> None:
+    rng = random.Random(5)
+    reached = 0
+    for _ in range(8):
+        mover = child(
+            """
+            from tiers.disk.epoch import raise_epoch, read_epoch
+            folder = Path(sys.argv[1])
+            epoch = read_epoch(folder)
+            say("go", epoch)
+            while True:
+                epoch = raise_epoch(folder, epoch + 1)
+            """,
+            space,
+        )
+        assert mover.line() == f"go {reached}"
+        time.sleep(rng.uniform(0.0, 0.02))
+        os.kill(mover.pid, signal.SIGKILL)
+        mover.kill()
+        now = read_epoch(space)
+        assert now >= reached
+        reached = now
+    assert raise_epoch(space, reached + 1) == reached + 1
+    assert sorted(file.name for file in space.iterdir()) == [EPOCH_NAME, "namespace.json"]
+
+
+def test_many_processes_that_move_the_epoch_at_once_never_move_it_back(
+    space: Path, child: Callable[..., Child]
+) -> None:
+    code = """
+        from tiers.disk.epoch import raise_epoch, read_epoch
+        folder, seen = Path(sys.argv[1]), 0
+        for _ in range(30):
+            now = raise_epoch(folder, read_epoch(folder) + 1)
+            assert now > seen
+            seen = now
+        say("last", seen)
+        """
+    movers = [child(code, space) for _ in range(3)]
+    last = [int(mover.line().split()[1]) for mover in movers]
+    assert read_epoch(space) == max(last)
+
+
+async def test_records_carry_the_epoch_and_only_those_of_it_are_found(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:4], range(4))
+    assert await bench.tier.clear() == [0]
+    assert read_epoch(folder / NAMESPACE.name) == 1
+    await bench.store(KEYS[4:6], range(2))
+    await bench.tier.close([])
+    # Somebody else has moved on since: the lane's chunks are from before.
+    again = open_bench()
+    assert {key for key, _ in again.opening.entries} == set(KEYS[4:6])
+    await again.tier.close([])
+    raise_epoch(folder / NAMESPACE.name, 2)
+    last = open_bench()
+    assert list(last.opening.entries) == []
+
+
+async def test_chunks_of_a_cache_from_before_there_were_epochs_are_found(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:4], range(4))
+    await bench.tier.close([])
+    assert not (folder / NAMESPACE.name / EPOCH_NAME).exists()
+    assert {key for key, _ in open_bench().opening.entries} == set(KEYS[:4])
+
+
+async def test_who_is_killed_before_it_has_erased_brings_nothing_back(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:4], range(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Volume, "erase_all", lambda self: False)
+        assert await bench.tier.clear() is None
+    bench.abandon()
+    assert list(open_bench().opening.entries) == []
+
+
+async def test_a_reset_that_is_tried_again_moves_on_once(
+    open_bench: OpenBench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    with monkeypatch.context() as patch:
+        patch.setattr(Volume, "erase_all", lambda self: False)
+        for _ in range(3):
+            assert await bench.tier.clear() is None
+    assert await bench.tier.clear() == [0]
+    assert read_epoch(folder / NAMESPACE.name) == 1
+
+
+async def test_a_path_whose_epoch_cannot_be_moved_is_not_cleared(
+    open_bench: OpenBench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+
+    def refuse(folder: Path, epoch: int) -> int:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiers.disk.volume.raise_epoch", refuse)
+        assert await bench.tier.clear() is None
+    assert await bench.tier.clear() == [0]
+
+
+async def test_of_several_paths_that_disagree_the_highest_epoch_counts(
+    tmp_path: Path, open_bench: OpenBench
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    bench = open_bench(paths)
+    await bench.store(KEYS[:2], [0, 8])
+    await bench.tier.close([])
+    # Killed after the first path had been told.
+    raise_epoch(lane_of(paths[0]).parent, 7)
+    again = open_bench(paths)
+    assert list(again.opening.entries) == []
+    assert [read_epoch(lane_of(path).parent) for path in paths] == [7, 7]
+    assert again.tier.epoch == 7
+    assert await again.tier.clear() == [0, 1]
+    assert [read_epoch(lane_of(path).parent) for path in paths] == [8, 8]
+
+
+async def test_who_resets_after_others_did_joins_the_newest(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench = open_bench()
+    raise_epoch(folder / NAMESPACE.name, 5)
+    await bench.tier.clear()
+    assert bench.tier.epoch == 5
+    await bench.tier.clear()
+    assert bench.tier.epoch == 6

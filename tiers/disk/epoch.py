@@ -1,0 +1,113 @@
+"""The epoch of a namespace: chunks of different epochs are not exchanged.
+
+A reset says that chunks stored so far may be wrong from now on, because weights
+have changed. It moves its process to a newer epoch, and each record carries the
+epoch of the process that wrote it. The newest epoch of all stands in a small
+file in the namespace's folder, in decimal; no file means 0. It only ever rises:
+it is replaced as a whole and under a lock, so it survives a kill at any moment.
+Where the folders of one tier disagree, the highest counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+from kvstore.errors import ForeignFileError, PathUnusableError
+from tiers.disk import namespace
+
+__all__ = ["EPOCH_NAME", "MAX_EPOCH", "raise_epoch", "read_epoch"]
+
+EPOCH_NAME = "epoch"
+MAX_EPOCH = 2**32 - 2
+"""A record has 32 bits for it."""
+
+LOCK_SECONDS = 1.0
+"""How long to wait for another process that moves the epoch."""
+
+
+def read_epoch(folder: Path) -> int:
+    """The newest epoch of the namespace in `folder`.
+
+    Raises:
+        ForeignFileError: if the file is none of ours, or damaged.
+        PathUnusableError: if it cannot be read.
+    """
+    file = folder / EPOCH_NAME
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            raw = os.read(fd, 64)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
+    digits = raw.removesuffix(b"\n")
+    if not digits.isdigit() or len(digits) > 10 or int(digits) > MAX_EPOCH:
+        raise ForeignFileError(
+            f"{file}: holds no epoch, so nobody can tell which chunks are still right; "
+            f"remove the folder {folder}"
+        )
+    return int(digits)
+
+
+def raise_epoch(folder: Path, epoch: int) -> int:
+    """Make sure that the namespace's newest epoch is `epoch` at least; returns what it is then.
+
+    What it returns stands durably. May block.
+
+    Raises:
+        OSError: if it cannot be written, or another process holds the lock.
+        KVStoreError: as `read_epoch` does.
+    """
+    standing = read_epoch(folder)
+    if standing >= epoch:
+        return standing
+    lock = os.open(folder / namespace.FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _lock(lock)
+        standing = read_epoch(folder)
+        if standing < epoch:
+            _write(folder, epoch)
+            standing = epoch
+        return standing
+    finally:
+        os.close(lock)
+
+
+def _lock(fd: int) -> None:
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise OSError(errno.EBUSY, "another process does not let go of it") from None
+            time.sleep(0.005)
+
+
+def _write(folder: Path, epoch: int) -> None:
+    # Who holds the lock is alone: the name is free, or a killed process left it.
+    temporary = folder / f".{EPOCH_NAME}.new"
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, b"%d\n" % epoch)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, folder / EPOCH_NAME)
+    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(above)
+    finally:
+        os.close(above)
