@@ -106,6 +106,7 @@ def _assemble(
             io_threads=tier_config.io_threads,
             lane=tier_config.lane,
             strict_modes=tier_config.strict_modes,
+            share_after_reset=tier_config.share_after_reset,
         )
         opening = disk.open(region)
         tiers.append(disk)

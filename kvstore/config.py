@@ -59,6 +59,8 @@ class DiskConfig:
         io_threads: threads that do I/O, for each path.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
+        share_after_reset: whether that goes on between processes that have all been reset: for
+            replicas that are each reset once for each change of weights, and never else.
         admission: filters that decide what is written; written as one name, as a
             table of `name` and parameters, or as a list of these.
         compaction_rate: bytes per second that may be copied to empty sparse segments while
@@ -76,6 +78,7 @@ class DiskConfig:
     io_threads: int = 4
     lane: int | None = None
     share: bool = True
+    share_after_reset: bool = False
     compaction_rate: int = 0
     admission: tuple[Choice, ...] = ()
     flow: Flow = Flow.WRITE_THROUGH
@@ -383,6 +386,7 @@ _DISK: Mapping[str, _Check] = {
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,
+    "share_after_reset": _flag,
     "compaction_rate": _size(0),
     "admission": check_filters,
     "flow": _flow,

@@ -164,10 +164,11 @@ async def looked(store: Store) -> None:
 
 
 @pytest.mark.parametrize("ahead", [-5.0, 0.0, 5.0])
-async def test_replicas_share_again_when_each_has_been_reset_whatever_their_clocks(
+async def test_replicas_may_share_again_when_each_has_been_reset_whatever_their_clocks(
     replica: Open, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
-    async with replica() as first, replica() as second:
+    both = {"share_after_reset": True}
+    async with replica(**both) as first, replica(**both) as second:
         await put(first, KEYS[:20])
         await eventually(second, KEYS[:20], 20)
         await second.reset()
@@ -223,12 +224,27 @@ async def test_a_slot_that_a_neighbour_rewrites_after_its_reset_is_a_miss_before
         assert await held(second, KEYS[:20]) == 0
 
 
-async def test_two_resets_at_once_end_in_one_epoch(replica: Open) -> None:
-    async with replica() as first, replica() as second:
-        await asyncio.gather(first.reset(), second.reset())
+@pytest.mark.parametrize("joins", [True, False])
+async def test_two_resets_at_once_end_in_one_epoch_only_where_that_is_wished(
+    replica: Open, joins: bool
+) -> None:
+    async with replica(share_after_reset=joins) as first, replica(share_after_reset=joins) as other:
+        await asyncio.gather(first.reset(), other.reset())
         await put(first, KEYS[:20])
+        await looked(other)
+        assert await held(other, KEYS[:20]) == (20 if joins else 0)
+
+
+async def test_a_replica_that_was_reset_once_more_gives_nothing_to_the_next_change_of_weights(
+    replica: Open,
+) -> None:
+    async with replica() as first, replica() as second:
+        await first.reset()
+        await first.reset()
+        await put(first, KEYS[:20])
+        await second.reset()
         await looked(second)
-        assert await held(second, KEYS[:20]) == 20
+        assert await held(second, KEYS[:20]) == 0
 
 
 async def test_a_lane_that_slept_through_a_reset_brings_nothing_back(replica: Open) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -32,7 +33,7 @@ def test_a_namespace_without_the_file_is_in_epoch_0(space: Path) -> None:
 
 
 def test_an_epoch_only_rises(space: Path) -> None:
-    assert raise_epoch(space, 3) == 3
+    assert raise_epoch(space, 3) == 0, "it is the first"
     assert raise_epoch(space, 2) == 3
     assert raise_epoch(space, 3) == 3
     assert read_epoch(space) == 3
@@ -81,7 +82,7 @@ def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
         raise_epoch(space, 1)
     assert read_epoch(space) == 0
     holder.kill()
-    assert raise_epoch(space, 1) == 1
+    assert raise_epoch(space, 1) == 0
 
 
 def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or_the_new(
@@ -97,7 +98,8 @@ def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or
             epoch = read_epoch(folder)
             say("go", epoch)
             while True:
-                epoch = raise_epoch(folder, epoch + 1)
+                epoch += 1
+                raise_epoch(folder, epoch)
             """,
             space,
         )
@@ -108,7 +110,7 @@ def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or
         now = read_epoch(space)
         assert now >= reached
         reached = now
-    assert raise_epoch(space, reached + 1) == reached + 1
+    assert raise_epoch(space, reached + 1) == reached
     assert sorted(file.name for file in space.iterdir()) == [EPOCH_NAME, "namespace.json"]
 
 
@@ -119,7 +121,8 @@ def test_many_processes_that_move_the_epoch_at_once_never_move_it_back(
         from tiers.disk.epoch import raise_epoch, read_epoch
         folder, seen = Path(sys.argv[1]), 0
         for _ in range(30):
-            now = raise_epoch(folder, read_epoch(folder) + 1)
+            raise_epoch(folder, read_epoch(folder) + 1)
+            now = read_epoch(folder)
             assert now > seen
             seen = now
         say("last", seen)
@@ -169,10 +172,17 @@ async def test_who_is_killed_before_it_has_erased_brings_nothing_back(
     assert list(open_bench().opening.entries) == []
 
 
-async def test_a_reset_that_is_tried_again_moves_on_once(
+async def test_many_that_reset_at_once_are_each_alone(open_bench: OpenBench) -> None:
+    benches = [open_bench() for _ in range(4)]
+    for _ in range(5):
+        await asyncio.gather(*(bench.tier.clear() for bench in benches))
+        assert len({bench.tier.epoch for bench in benches}) == 4
+
+
+async def test_a_reset_that_is_tried_again_joins_what_it_had_moved_to(
     open_bench: OpenBench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = open_bench()
+    bench = open_bench(share_after_reset=True)
     with monkeypatch.context() as patch:
         patch.setattr(Volume, "erase_all", lambda self: False)
         for _ in range(3):
@@ -212,11 +222,13 @@ async def test_of_several_paths_that_disagree_the_highest_epoch_counts(
     assert [read_epoch(lane_of(path).parent) for path in paths] == [8, 8]
 
 
-async def test_who_resets_after_others_did_joins_the_newest(
+async def test_who_resets_after_others_did_is_alone_unless_told_to_join_them(
     open_bench: OpenBench, folder: Path
 ) -> None:
-    bench = open_bench()
-    raise_epoch(folder / NAMESPACE.name, 5)
+    alone, bench = open_bench(), open_bench(share_after_reset=True)
+    raise_epoch(folder / NAMESPACE.name, 4)
+    await alone.tier.clear()
+    assert alone.tier.epoch == 5
     await bench.tier.clear()
     assert bench.tier.epoch == 5
     await bench.tier.clear()

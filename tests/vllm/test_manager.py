@@ -36,7 +36,14 @@ class Server:
         spec = make_spec(
             {
                 "cpu_bytes_to_use": rows * BLOCK,
-                "tiers": [{"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}],
+                "tiers": [
+                    {
+                        "type": "disk",
+                        "path": str(folder),
+                        "capacity_bytes": "300MiB",
+                        "share_after_reset": True,
+                    }
+                ],
                 **extra,
             },
             BLOCK,

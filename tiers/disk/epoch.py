@@ -60,9 +60,10 @@ def read_epoch(folder: Path) -> int:
 
 
 def raise_epoch(folder: Path, epoch: int) -> int:
-    """Make sure that the namespace's newest epoch is `epoch` at least; returns what it is then.
+    """Make sure that the namespace's newest epoch is `epoch` at least; returns what it was before.
 
-    What it returns stands durably. May block.
+    It stands durably then. Of several that raise it to the same one, one is told less
+    than that: it is the first. May block.
 
     Raises:
         OSError: if it cannot be written, or another process holds the lock.
@@ -77,7 +78,6 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         standing = read_epoch(folder)
         if standing < epoch:
             _write(folder, epoch)
-            standing = epoch
         return standing
     finally:
         os.close(lock)

@@ -47,6 +47,7 @@ class DiskTier(Tier):
         io_threads: threads that do I/O, for each path.
         lane: number of the lane; by default the first that is free.
         strict_modes: whether folders and files that others own or may write are refused.
+        share_after_reset: whether a reset joins the epoch of neighbours that were reset before.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class DiskTier(Tier):
         io_threads: int = 4,
         lane: int | None = None,
         strict_modes: bool = True,
+        share_after_reset: bool = False,
     ) -> None:
+        self._share_after_reset = share_after_reset
         self._paths = [paths] if isinstance(paths, Path) else list(paths)
         self._namespace = namespace
         self._chunk_bytes = chunk_bytes
@@ -313,22 +316,25 @@ class DiskTier(Tier):
         )
 
     async def _next_epoch(self) -> int | None:
-        """Move the namespace to an epoch newer than this process's, unless somebody has.
+        """Move the namespace to a newer epoch, which is this process's alone.
 
-        Who resets after a neighbour did joins it: both have the same weights then.
+        With `share_after_reset` it is that of the neighbours who were reset before.
         """
-        ask = [volume.newest_epoch for volume in self.volumes]
-        highest = await self._highest(ask)
+        highest = await self._highest([volume.newest_epoch for volume in self.volumes])
         if highest is None:
             return None
-        wanted = highest if highest > self.epoch else highest + 1
+        joins = self._share_after_reset and highest > self.epoch
+        wanted = highest if joins else highest + 1
         while True:
-            highest = await self._highest(
+            before = await self._highest(
                 [partial(volume.raise_epoch, wanted) for volume in self.volumes]
             )
-            if highest is None or highest == wanted:
-                return highest
-            wanted = highest
+            if before is None or before < wanted:
+                return None if before is None else wanted
+            if self._share_after_reset and before == wanted:
+                return wanted
+            # Somebody else was faster.
+            wanted = before if self._share_after_reset else before + 1
 
     async def _highest(self, calls: Sequence[Callable[[], int | str]]) -> int | None:
         """The highest answer of the volumes, None if one of them has none."""

@@ -283,7 +283,7 @@ class Volume:
             return str(error)
 
     def raise_epoch(self, epoch: int) -> int | str:
-        """The newest epoch here, now that it is `epoch` at least, or what failed. May block."""
+        """Make the newest epoch here `epoch` at least; what it was, or what failed. May block."""
         try:
             return raise_epoch(self.lane.folder.parent, epoch)
         except KVStoreError as error:
