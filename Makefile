@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # skipped is listed with its reason.
 TESTS := $(BIN)/python -m pytest -n logical --dist loadgroup -rs
 
-.PHONY: demo test check unit vllm figures kill soak fuzz clean
+.PHONY: demo test check unit vllm figures kill reset simulation soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -38,6 +38,14 @@ figures: $(READY)
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
 kill: $(READY)
 	@$(BIN)/python benchmarks/kill_engine.py --kills 20
+
+# Resets of a real vLLM engine amid stores and loads, beside a neighbour: about ten minutes.
+reset: $(READY)
+	@$(BIN)/python benchmarks/reset_engine.py --resets 100
+
+# A million random acts of the core's simulation over a hundred seeds: some minutes.
+simulation: $(READY)
+	@KVSTORE_SIMULATION=10000 $(BIN)/python -m pytest tests/core/test_simulation.py -k no_interleaving --timeout 3600
 
 # Half an hour of mixed load, watched from outside.
 soak: $(READY)

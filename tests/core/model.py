@@ -19,9 +19,21 @@ from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Completion, Move, News, Op, TierOpening
 from policies import create_policy
 
-__all__ = ["GARBAGE", "Client", "World", "chain", "random_act", "random_world", "scatter"]
+__all__ = [
+    "GARBAGE",
+    "Client",
+    "World",
+    "chain",
+    "contents_of",
+    "random_act",
+    "random_world",
+    "scatter",
+]
 
-GARBAGE = b"garbage"
+Content = tuple[bytes, int]
+"""What a row or a slot holds: a chunk's key, and the weights that it was computed with."""
+
+GARBAGE: Content = (b"", -1)
 
 MEDIA = ("disk", "remote", "far")
 
@@ -32,6 +44,26 @@ def chain(prompt: int, length: int) -> list[bytes]:
         f"{prompt >> max(0, 6 - depth // 2):04x}-{depth:04d}".encode() + b"\0\0\0\0"
         for depth in range(length)
     ]
+
+
+def contents_of(slots: list[Content]) -> dict[bytes, int]:
+    """Where the chunks are that `slots` hold."""
+    return {content[0]: slot for slot, content in enumerate(slots) if content is not GARBAGE}
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy between device and host memory that a reset has overtaken.
+
+    It reads or writes its rows at any moment until it has ended.
+    """
+
+    era: int
+    request: str
+    keys: list[bytes]
+    rows: list[int]
+    contents: list[Content]
+    store: bool
 
 
 @dataclass
@@ -69,6 +101,8 @@ class Client:
     loaded: list[bytes] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    weights: int = 0
+    """Those that its present copy between device and host memory is of."""
 
     def forget(self) -> None:
         """Its wait and its leases have ended."""
@@ -92,6 +126,8 @@ class World:
         followed: whether there is one tier more, which a neighbour writes to.
         deadline, ceiling, lease: of the core, in seconds.
         faults: the fraction of moves that fail, or some of their blocks.
+        reports: whether the server reports copies that a reset has overtaken, one by one;
+            else it says when all have ended, as vLLM does.
     """
 
     def __init__(
@@ -112,10 +148,20 @@ class World:
         faults: float = 0.1,
         stripes: int = 1,
         relocation: int = 0,
+        reports: bool = True,
     ) -> None:
-        self.rows = [GARBAGE] * rows
+        self.reports = reports
+        self.weights = self.newest_weights = self.their_weights = 0
+        """Of this process, of anybody, of the neighbour."""
+        self.epoch = self.newest_epoch = self.their_epoch = self.heard_epoch = 0
+        """The same for the epochs of chunks on the last tier, and the one that is looked for."""
+        self.weights_of = {0: 0}
+        """Those of the processes of each epoch."""
+        self.rows: list[Content] = [GARBAGE] * rows
         self.slots = [[GARBAGE] * slots for _ in range(tiers + followed)]
         self.followed = tiers if followed else -1
+        self.their_epochs = [0] * slots
+        """Of what the neighbour's slots hold."""
         self.gossip = News()
         """What the neighbour did and nobody was told of."""
         self.segment_slots = segment_slots
@@ -146,6 +192,12 @@ class World:
         """A process begins, and finds these entries on its tiers."""
         rows = len(self.rows)
         self.rows = [GARBAGE] * rows
+        self.late: list[Copy] = []
+        """Copies that resets have overtaken."""
+        self.sources: dict[int, list[Content]] = {}
+        """What the rows of copies to tiers hold, by move."""
+        self.looked_for: dict[int, int] = {}
+        """The epoch that each promotion from the neighbour was begun in."""
         self.row_owner: list[object | None] = [None] * rows
         directories: list[TierDirectory] = []
         self.segment_ids = segments
@@ -222,6 +274,9 @@ class World:
             for request in [self.core._requests.get(client.id)]
             if request is not None and (request.deferring or client.id in line.waiting)
         ]
+        for client, _ in in_line:
+            # What left its tier while it was waited for does not come.
+            client.failed.update(key for key in client.keys if not self._exists(key))
         for move in self.core.flush(self.now):
             self._start(move)
         for client, request in in_line:
@@ -232,6 +287,10 @@ class World:
                 if line.truncations == truncations:
                     # Otherwise the rest may have been given up, not granted.
                     client.granted = granted
+
+    def _exists(self, key: bytes) -> bool:
+        core = self.core
+        return key in core.pool.chunks or any(key in tier.entries for tier in core.tiers)
 
     def take_in(self) -> None:
         """The core hears of moves that have ended, in the middle of a step."""
@@ -330,12 +389,16 @@ class World:
         client.loaded = keys
         client.forget()
         client.state = "loading"
-        for key, row in zip(keys, client.rows, strict=True):
-            assert self.rows[row] == key, f"row {row} holds {self.rows[row]!r}, not {key!r}"
+        client.weights = self.weights
+        self._check_load(client)
+
+    def _check_load(self, client: Client) -> None:
+        for key, row in zip(client.loaded, client.rows, strict=True):
+            found = self.rows[row]
+            assert found == (key, client.weights), f"row {row} holds {found}, while {key!r} is read"
 
     def finish_load(self, client: Client) -> None:
-        for key, row in zip(client.loaded, client.rows, strict=True):
-            assert self.rows[row] == key, f"row {row} was rewritten while it was read"
+        self._check_load(client)
         self.core.complete_load(set(client.loaded), client.id)
         self.moved = self.now
         client.state = "computing"
@@ -392,6 +455,7 @@ class World:
             assert self.row_owner[row] is None, f"row {row} is in use by {self.row_owner[row]}"
             self.row_owner[row] = client
             self.rows[row] = GARBAGE
+        client.weights = self.weights
         client.stored, client.rows = grant.keys, grant.rows
         client.state = "storing" if grant.keys else "done"
 
@@ -400,7 +464,7 @@ class World:
             assert self.row_owner[row] is client
             self.row_owner[row] = None
             if key not in failed:
-                self.rows[row] = key
+                self.rows[row] = (key, client.weights)
         # As servers do: as a set, in no order.
         self.core.complete_store({*client.stored} - {*failed}, client.id)
         self.core.complete_store(failed, client.id, ok=False)
@@ -418,14 +482,52 @@ class World:
             del self.clients[client.id]
 
     def reset(self) -> None:
-        """As a server does it: with no transfer between device and host under way."""
-        if any(c.state in ("loading", "storing") for c in self.clients.values()):
-            return
-        self.core.reset()
+        """The server has new weights, in the middle of whatever it does."""
+        core = self.core
+        for client in list(self.clients.values()):
+            if client.state in ("loading", "storing"):
+                store = client.state == "storing"
+                keys = client.stored if store else client.loaded
+                contents = [(key, client.weights) for key in keys]
+                copy = Copy(core.era, client.id, keys, client.rows, contents, store)
+                self.late.append(copy)
+                for row in copy.rows if store else ():
+                    self.row_owner[row] = copy
+            if client.gone:
+                del self.clients[client.id]
+        core.reset()
+        self.newest_weights += 1
+        self.weights = self.newest_weights
         self.hits_this_step.clear()
         for client in self.clients.values():
             client.forget()
             client.state, client.put_off = "asking", False
+
+    def land(self, copy: Copy, *, moment: bool = False) -> None:
+        """A late copy moves its bytes, once more or (not `moment`) for the last time."""
+        if copy.store:
+            for row, content in zip(copy.rows, copy.contents, strict=True):
+                self.rows[row] = content
+        else:
+            self._check_late(copy)
+        if moment:
+            return
+        self.late.remove(copy)
+        for row in copy.rows if copy.store else ():
+            assert self.row_owner[row] is copy
+            self.row_owner[row] = None
+        core = self.core
+        if self.reports and copy.store:
+            core.complete_store(set(copy.keys), copy.request, era=copy.era)
+        elif self.reports:
+            core.complete_load(set(copy.keys), copy.request, copy.era)
+        elif not self.late:
+            core.transfers_ended()
+        self.moved = self.now
+
+    def _check_late(self, copy: Copy) -> None:
+        for row, content in zip(copy.rows, copy.contents, strict=True):
+            assert self.rows[row] == content, f"row {row} was rewritten while a late load reads it"
 
     def restart(self) -> None:
         """The process is killed; the next one finds what the slots hold."""
@@ -433,16 +535,33 @@ class World:
             if move.op is Op.CASCADE:
                 for slot in move.slots:
                     self.slots[move.tier][slot] = GARBAGE
-        found = [
-            {key: slot for slot, key in enumerate(slots) if key is not GARBAGE}
-            for slots in self.slots
-        ]
+        outdated = self.followed >= 0 and self.epoch < self.newest_epoch
         for tier in self.core.tiers:
-            if not tier.clearing and tier.index != self.followed:
-                for key, slot in tier.entries.items():
-                    kept = key in found[tier.index] or (tier.index, slot) in self.rotten
-                    assert kept, "what was stored is gone"
-        self.begin(found, self.segment_ids)
+            if tier.index == self.followed:
+                continue
+            if tier.clearing or outdated:
+                # Its records are of an older epoch, or will be erased before anybody asks.
+                self.slots[tier.index] = [GARBAGE] * len(self.slots[tier.index])
+                continue
+            found = contents_of(self.slots[tier.index])
+            for key, slot in tier.entries.items():
+                kept = key in found or (tier.index, slot) in self.rotten
+                assert kept, "what was stored is gone"
+        if self.followed >= 0:
+            # Who starts belongs to the newest epoch, and has its weights.
+            self.epoch = self.newest_epoch
+            self.weights = self.weights_of[self.epoch]
+            self.heard_epoch = self.epoch
+        found_now = [contents_of(slots) for slots in self.slots]
+        if self.followed >= 0:
+            theirs = found_now[self.followed]
+            found_now[self.followed] = {
+                key: slot
+                for key, slot in theirs.items()
+                if self.their_epochs[slot] == self.heard_epoch
+            }
+            self.gossip = News()
+        self.begin(found_now, self.segment_ids)
 
     def listen(self) -> None:
         """Somebody follows the events."""
@@ -470,9 +589,11 @@ class World:
                 self.rows[row] = GARBAGE
                 self.moved = self.now
             else:
-                assert self.rows[row] == key, "a copy of bytes that are not the key's"
+                assert self.rows[row] == (key, self.weights), "a copy of bytes not the key's"
                 self.slots[move.tier][slot] = GARBAGE
                 self.rotten.discard((move.tier, slot))
+        self.sources[move.id] = [self.rows[row] for row in move.rows]
+        self.looked_for[move.id] = self.heard_epoch
         self.moves.append(move)
 
     def complete(self, index: int, failures: Collection[int] = ()) -> None:
@@ -490,30 +611,41 @@ class World:
             segments = [next(n for n in range(len(ids) + 1) if n not in ids)]
             ids.update(segments)
         elif move.op is Op.CLEAR and move.tier == self.followed:
-            # What the neighbour has stays; from now on only what is new is told.
-            self.gossip = News()
+            # What the neighbour has stays; from now on only what is of the epoch is told.
+            if len(self.slots) == 1:
+                self.epoch = self._new_epoch(self.weights)
+            self.heard_epoch = self.epoch
+            held = contents_of(slots).items()
+            now = [(k, slot) for k, slot in held if self.their_epochs[slot] == self.heard_epoch]
+            self.gossip = News(now, [])
         elif move.op is Op.CLEAR and not failed:
             segments = sorted(ids)
             slots[:] = [GARBAGE] * len(slots)
+            if move.tier == self.followed - 1:
+                self.epoch = self._new_epoch(self.weights)
         for position, (key, row, slot) in enumerate(
             zip(move.keys, move.rows, move.slots, strict=True)
         ):
             if move.op is Op.PROMOTE:
                 assert self.row_owner[row] is move
                 self.row_owner[row] = None
-                # A slot that holds anything else fails its digest.
-                ok[position] = ok[position] and slots[slot] == key
-                self.rows[row] = key if ok[position] else GARBAGE
+                # A slot that holds anything else fails its digest, or is of another epoch.
+                ok[position] = ok[position] and slots[slot][0] == key
+                if move.tier == self.followed:
+                    ok[position] &= self.their_epochs[slot] == self.looked_for[move.id]
+                self.rows[row] = slots[slot] if ok[position] else GARBAGE
                 if not ok[position]:
                     for client in self.clients.values():
                         client.failed.add(key)
             else:
                 slots[slot] = self.rows[row] if ok[position] else GARBAGE
-                assert not ok[position] or slots[slot] == key, "a row changed while it was copied"
+                before = self.sources[move.id][position]
+                same = slots[slot] == before
+                assert not ok[position] or same, "a row changed while it was copied"
         unread = [
             place
             for place in failures
-            if move.op is Op.PROMOTE and slots[move.slots[place]] == move.keys[place]
+            if move.op is Op.PROMOTE and slots[move.slots[place]][0] == move.keys[place]
         ]
         error = "injected" if failed else None
         self.done.append(Completion(move.id, ok, segments, error, unread=unread[::2]))
@@ -527,12 +659,12 @@ class World:
             for position, (key, source, target) in enumerate(
                 zip(move.keys, move.slots, move.targets, strict=True)
             ):
-                ok[position] = ok[position] and slots[source] == key
+                ok[position] = ok[position] and slots[source][0] == key
                 if ok[position]:
-                    slots[target] = key
+                    slots[target] = slots[source]
             failed = not all(ok)
         elif not failed and move.op is Op.LIST:
-            found = [(slots[slot], slot) for slot in its_slots if slots[slot] is not GARBAGE]
+            found = [(slots[slot][0], slot) for slot in its_slots if slots[slot] is not GARBAGE]
         elif not failed:
             tier = self.core.tiers[move.tier]
             orphan = move.id in self.core.traffic.orphans
@@ -550,14 +682,41 @@ class World:
     def neighbour_writes(self, slot: int, key: bytes) -> None:
         """Somebody else stores `key`, over whatever was in the slot."""
         slots = self.slots[self.followed]
-        if key in slots:
+        if key in contents_of(slots):
             return
         if slots[slot] is not GARBAGE:
-            self.gossip.gone.append(slots[slot])
-        slots[slot] = key
-        self.gossip.gone = [gone for gone in self.gossip.gone if gone != key]
+            self.gossip.gone.append(slots[slot][0])
+        slots[slot] = (key, self.their_weights)
+        self.their_epochs[slot] = self.their_epoch
         self.gossip.appeared = [(k, s) for k, s in self.gossip.appeared if s != slot]
-        self.gossip.appeared.append((key, slot))
+        if self.their_epoch == self.heard_epoch:
+            self.gossip.gone = [gone for gone in self.gossip.gone if gone != key]
+            self.gossip.appeared.append((key, slot))
+
+    def neighbour_resets(self) -> None:
+        """The neighbour has newer weights, and forgets what it stored with older ones."""
+        self.newest_weights += 1
+        self.their_weights = self.newest_weights
+        self.their_epoch = self._new_epoch(self.their_weights)
+        self._neighbour_forgets()
+
+    def neighbour_restarts(self) -> None:
+        """Another process takes the neighbour's place. It belongs to the newest epoch."""
+        if self.their_epoch < self.newest_epoch:
+            self.their_epoch = self.newest_epoch
+            self.their_weights = self.weights_of[self.newest_epoch]
+            self._neighbour_forgets()
+
+    def _neighbour_forgets(self) -> None:
+        slots = self.slots[self.followed]
+        self.gossip.gone += contents_of(slots)
+        self.gossip.appeared = []
+        slots[:] = [GARBAGE] * len(slots)
+
+    def _new_epoch(self, weights: int) -> int:
+        self.newest_epoch += 1
+        self.weights_of[self.newest_epoch] = weights
+        return self.newest_epoch
 
     def hear_news(self) -> None:
         """The engine has looked what the neighbour did."""
@@ -592,8 +751,21 @@ class World:
             busy += chunk.status != READY
             unsaved += chunk.status == READY and chunk.unsaved != 0
             if chunk.status >= READY:
-                assert self.rows[chunk.row] == key, "a ready chunk without its bytes"
+                found = self.rows[chunk.row]
+                assert found == (key, self.weights), f"a ready chunk of {key!r} holds {found}"
                 assert chunk.waiters is None
+        for client in self.clients.values():
+            if client.state == "loading":
+                self._check_load(client)
+        for copy in self.late:
+            if not copy.store:
+                self._check_late(copy)
+        if self.reports or not self.late:
+            orphans = self.core.traffic.orphans
+            owners = [copy.rows for copy in self.late]
+            owners += [self.core.traffic.moves[id].rows for id in orphans]
+            held_by = {row for rows in owners for row in rows}
+            assert pool.held == len(held_by), "rows are held for nobody"
         assert busy == pool.busy
         assert unsaved == pool.unsaved
         counted = [c for c in pool.chunks.values() if c.counted == pool.step == c.step]
@@ -651,7 +823,8 @@ class World:
         assert len(tier.policy) == len(tier.entries)
         assert tier.segments <= tier.max_segments, "over the disk budget"
         for key, slot in tier.entries.items():
-            assert contents[slot] == key or (tier.index, slot) in self.rotten, "a stale entry"
+            right = contents[slot] == (key, self.weights)
+            assert right or (tier.index, slot) in self.rotten, "a stale entry"
         if not tier.clearing:
             in_use = len(slots) + tier.free + tier.retired_free
             for move in (m for m in self.core.traffic.moves.values() if m.tier == tier.index):
@@ -685,6 +858,8 @@ class World:
         for tier in core.tiers:
             # A segment that cannot be emptied is tried again for ever.
             tier.relocations_per_second = 0.0
+        for copy in list(self.late):
+            self.land(copy)
         for client in list(self.clients.values()):
             self.leave(client)
             if client.state == "loading":
@@ -725,7 +900,7 @@ class World:
         known = 0
         for key in client.keys:
             held = [self.slots[t.index][t.entries[key]] for t in core.tiers if key in t.entries]
-            if key not in core.pool.chunks and (not held or held[0] != key):
+            if key not in core.pool.chunks and (not held or held[0][0] != key):
                 break
             known += 1
         answer = self.ask(client)
@@ -753,7 +928,7 @@ def random_world(rng: random.Random) -> World:
         segment_slots=segment_slots,
         slots=segment_slots * rng.choice((1, 2, 3, 6)),
         tiers=rng.choice((0, 1, 1, 1, 2)),
-        followed=rng.random() < 0.2,
+        followed=rng.random() < 0.3,
         in_flight=rng.choice((1, 3, rows)),
         ceiling=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
@@ -763,6 +938,7 @@ def random_world(rng: random.Random) -> World:
         flow=rng.choice((Flow.WRITE_THROUGH, Flow.WRITE_THROUGH, Flow.DEMOTE, Flow.EXCLUSIVE)),
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
         pace=rng.choice((None, None, None, SLOW)),
+        reports=rng.random() < 0.5,
     )
     if world.relocation:
         scatter(world, rng)
@@ -779,13 +955,17 @@ def scatter(world: World, rng: random.Random) -> None:
             keys = list(dict.fromkeys(key for n in range(64) for key in chain(n, 12)))
             for slot in range(len(contents)):
                 if rng.random() < 0.2:
-                    contents[slot] = keys.pop(rng.randrange(len(keys)))
-                    found[tier][contents[slot]] = slot
+                    contents[slot] = (keys.pop(rng.randrange(len(keys))), world.weights)
+                    found[tier][contents[slot][0]] = slot
     world.begin(found, segments)
 
 
 def random_act(world: World, rng: random.Random) -> None:
     """One act of the server, the engine or the clock."""
+    if world.late:
+        # Late copies touch their rows at any moment, and end after a while.
+        copy = rng.choice(world.late)
+        world.land(copy, moment=rng.random() < 0.9)
     roll = rng.random()
     clients = list(world.clients.values())
     able = [i for i, move in enumerate(world.moves) if move.tier not in world.silent]
@@ -802,19 +982,21 @@ def random_act(world: World, rng: random.Random) -> None:
         if rng.random() < world.faults:
             failures = {p for p in range(max(size, 1)) if rng.random() < 0.5}
         world.complete(index, failures)
-    elif 0.75 <= roll < 0.754:
+    elif 0.75 <= roll < 0.755:
         rare_act(world, rng)
-    elif 0.754 <= roll < 0.76:
+    elif 0.755 <= roll < 0.76:
         world.silent.clear()
         world.cramped.clear()
-    elif 0.76 <= roll < 0.78:
+    elif 0.76 <= roll < 0.77:
         world.hand_over()
-    elif 0.78 <= roll < 0.79:
+    elif 0.77 <= roll < 0.78:
         world.take_in()
-    elif 0.79 <= roll < 0.8 and world.followed >= 0:
+    elif 0.78 <= roll < 0.8 and world.followed >= 0:
         prompt, length = rng.randrange(64), 2 * len(world.rows)
         for key in chain(prompt, length)[: rng.randrange(length)]:
             world.neighbour_writes(rng.randrange(len(world.slots[world.followed])), key)
+        if rng.random() < 0.05:
+            rng.choice((world.neighbour_resets, world.neighbour_restarts))()
         if rng.random() < 0.7:
             world.hear_news()
     else:
@@ -825,25 +1007,25 @@ def rare_act(world: World, rng: random.Random) -> None:
     """What happens to a store now and then."""
     roll = rng.random()
     tiers = range(len(world.slots))
-    if roll < 0.1:
+    if roll < 0.25:
         world.reset()
-    elif roll < 0.14:
+    elif roll < 0.28:
         world.restart()
-    elif roll < 0.16:
-        world.core.save()
-    elif roll < 0.2:
-        world.step(30.0)
     elif roll < 0.3:
+        world.core.save()
+    elif roll < 0.34:
+        world.step(30.0)
+    elif roll < 0.4:
         world.core.poll(world.now, [Completion(-1, [True])])
         world.hits_this_step.clear()
         world.core.complete_load([b"stray"], "nobody")
         world.core.complete_store([b"stray"], "nobody")
     elif not tiers:
         return
-    elif roll < 0.5:
+    elif roll < 0.55:
         tier = rng.choice([tier for tier in tiers if tier != world.followed] or [0])
         world.rot(tier, rng.randrange(len(world.slots[tier])))
-    elif roll < 0.75:
+    elif roll < 0.8:
         world.silent ^= {rng.choice(tiers)}
     else:
         world.cramped ^= {rng.choice(tiers)}

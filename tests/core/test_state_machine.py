@@ -242,18 +242,22 @@ class StoreAgainstSets(RuleBasedStateMachine):
         # The completion is taken in at once, so that the reference is not ahead of the core.
         self.world.take_in()
 
-    @precondition(lambda self: not self.clients("loading", "storing"))
     @rule()
     def reset(self) -> None:
-        if any(client.gone for client in self.world.clients.values()):
-            return
         self.world.reset()
         self.stored.clear()
         self.hosted.clear()
-        self.entered.clear()
+        # Rows of copies that go on are missing until those have ended.
+        late = {row for copy in self.world.late for row in copy.rows}
+        self.entered = {b"late-%d" % row for row in late}
         # Slots of copies that are still under way are not free yet; count them in.
         self.sent = [set() for _ in self.sent]
         self.written = [set() for _ in self.written]
+
+    @precondition(lambda self: self.world.late)
+    @rule(data=st.data(), moment=st.booleans())
+    def land(self, data: st.DataObject, moment: bool) -> None:
+        self.world.land(data.draw(st.sampled_from(self.world.late)), moment=moment)
 
     @rule()
     def restart(self) -> None:
