@@ -28,7 +28,7 @@ from kvstore.core.traffic import Traffic
 from kvstore.types import Op
 from tests.core.model import World, random_act, random_world, scatter
 
-SEEDS = range(100, 200)
+SEEDS = range(100)
 ACTS = int(os.environ.get("KVSTORE_SIMULATION", "2000"))
 """Acts of each seed; `make simulation` sets it to ten thousand."""
 SEEDS_PER_TEST = 10

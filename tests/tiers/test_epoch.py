@@ -118,7 +118,9 @@ def test_many_processes_that_move_the_epoch_at_once_never_move_it_back(
     space: Path, child: Callable[..., Child]
 ) -> None:
     code = """
+        from tiers.disk import epoch
         from tiers.disk.epoch import raise_epoch, read_epoch
+        epoch.LOCK_SECONDS = 30
         folder, seen = Path(sys.argv[1]), 0
         for _ in range(30):
             raise_epoch(folder, read_epoch(folder) + 1)
