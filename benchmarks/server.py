@@ -3,9 +3,10 @@
     python benchmarks/server.py FOLDER
 
 Many users at once ask for prompts of which host memory holds a few, the disk the
-rest, and nobody the last two chunks. Three ways to ask take turns in one store, each with and without names
-of requests: `get` alone; `resolve`, then `get` of what was found; `lookup_prefix`
-again and again, then `get`. What counts is the ratio to `get` alone in the same run.
+rest, and nobody the last two chunks. Three ways to ask take turns in one store, each
+with and without names of requests: `get` alone; `resolve`, then `get` of what was
+found; `lookup_prefix` again and again, then `get`. What counts is the ratio to `get`
+alone in the same run.
 """
 
 from __future__ import annotations
