@@ -15,8 +15,8 @@ from tests.faults.conftest import Device
 from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop, until
 from tiers.disk.io import IO_BACKENDS, Run, choose_backend
 
-FROZEN_SECONDS = 1.0
-STILL_SECONDS = 0.4
+FROZEN_SECONDS = 2.0
+STILL_SECONDS = 1.0
 """A loop that waits for the thaw stands still for longer."""
 
 ALL = range(SLOTS)
