@@ -274,14 +274,16 @@ class World:
             for request in [self.core._requests.get(client.id)]
             if request is not None and (request.deferring or client.id in line.waiting)
         ]
+        # Behind the first miss it did not ask, so nothing there can be granted to it.
+        asked = [min(len(set(request.keys)), len(client.keys)) for client, request in in_line]
         for client, _ in in_line:
             # What left its tier while it was waited for does not come.
             client.failed.update(key for key in client.keys if not self._exists(key))
         for move in self.core.flush(self.now):
             self._start(move)
-        for client, request in in_line:
+        for (client, request), most in zip(in_line, asked, strict=True):
             waits = request.state is RequestState.WAITING
-            granted = request.granted if waits else len(client.keys)
+            granted = request.granted if waits else most
             if granted > client.seen:
                 client.seen, client.moved = granted, self.now
                 if line.truncations == truncations:
