@@ -277,6 +277,13 @@ class Line:
                 self._lease(request, chunk)
             else:
                 tier = first if first is not None and key in first.entries else self._holder(key)
+                if tier is None and (missing or request.pending):
+                    tier = self._overloaded_holder(key)
+                    if tier is not None:
+                        # It waits in any case, and what it waits for may be the whole load.
+                        reach = position
+                        request.waits_for = tier.index
+                        break
                 if tier is not None:
                     if not left:
                         left = self._left()
@@ -294,6 +301,10 @@ class Line:
         room = 0
         if missing:
             incoming = [request.keys[position] for position, _ in reversed(missing)]
+            spare = pool.obtainable - len(missing)
+            if spare > 0 and pool.free < len(missing):
+                # What is here of the rest shall not go for it, as far as all can be here together.
+                pool.keep(request.keys[reach : reach + spare])
             room = pool.make_room(len(missing), shed_unsaved=True, incoming=incoming)
         grants: dict[int, Grant] = {}
         for tier in self._tiers:
@@ -352,5 +363,12 @@ class Line:
     def _holder(self, key: bytes) -> TierDirectory | None:
         for tier in self._tiers:
             if key in tier.entries and tier.readable:
+                return tier
+        return None
+
+    def _overloaded_holder(self, key: bytes) -> TierDirectory | None:
+        """A tier that has the chunk, and more to read than is worth beginning to wait for."""
+        for tier in self._tiers:
+            if key in tier.entries and tier.congested and not tier.stalled:
                 return tier
         return None

@@ -222,3 +222,51 @@ def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: 
 
 def test_the_pace_of_a_step_lets_as_much_be_taken_in_as_is_begun() -> None:
     assert DEFAULT_PACE.absorbed >= DEFAULT_PACE.granted + DEFAULT_PACE.copied
+
+
+def test_a_prefix_that_is_granted_in_parts_does_not_give_up_its_own_end() -> None:
+    keys = chain("a", 10)
+    rig = Rig(rows=16, on=[keys[:6]], pace=FEW)
+    # Its end is the coldest of all, and room has to be made for the second part only.
+    rig.put(keys[6:])
+    rig.put(chain("later", 8))
+    rig.settle()
+    promoted_before = rig.stats.tiers[0].promoted
+    assert rig.resolve(keys) == 10
+    assert rig.stats.tiers[0].promoted - promoted_before == 6
+
+
+def test_where_a_prefix_cannot_be_whole_its_end_gives_way_to_its_beginning() -> None:
+    keys, others = chain("a", 10), chain("other", 6)
+    rig = Rig(rows=12, on=[keys[:6]], pace=FEW)
+    rig.put(keys[6:])
+    rig.put(others)
+    rig.settle()
+    assert rig.ask(others, "other") == 6
+    rig.load(others, "other")
+    assert rig.resolve(keys) == 6
+
+
+def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -> None:
+    keys = chain("a", 10)
+    rig = Rig(rows=16, on=[keys], pace=FEW, ceiling=10.0)
+    # Four on their way are more than is worth beginning to wait for.
+    rig.core.tiers[0].seconds_per_chunk = 3.0
+    assert rig.ask(keys) is None
+    rig.step()
+    assert rig.core.tiers[0].congested
+    assert rig.ask(chain("a", 6)[4:], "late") == 0
+    rig.step()
+    assert rig.resolve(keys) == 10
+
+
+def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() -> None:
+    first, second = chain("a", 4), chain("b", 4)
+    rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, ceiling=10.0)
+    rig.core.tiers[0].seconds_per_chunk = 3.0
+    assert rig.ask(first, "a") is None
+    assert rig.ask(second, "b") is None
+    rig.step()
+    assert rig.core.tiers[0].congested
+    rig.step()
+    assert rig.ask(second, "b") == 0
