@@ -305,12 +305,28 @@ class HostPool:
         if not missing or not entering:
             return entering
         place_of = {key: place for place, key in enumerate(keys)}
+        behind = list(entering)
+        if given_up:
+            # The policy has cut the prompt: then what is here of it is cut from its end.
+            step = self.step
+            here = (key for key in reversed(place_of) if key in chunks)
+            behind += [
+                key
+                for key in here
+                if chunks[key].status == READY
+                and chunks[key].step != step
+                and not chunks[key].unsaved
+            ]
+            behind.sort(key=place_of.__getitem__, reverse=True)
         moving_up: list[bytes] = []
-        for (place, key), last in zip(missing, list(entering), strict=False):
+        for (place, key), last in zip(missing, behind, strict=False):
             if place_of[last] < place:
                 break
-            del entering[last]
             policy.remove(last)
+            if last in entering:
+                del entering[last]
+            else:
+                given_up[last] = chunks.pop(last)
             moving_up.append(key)
         for key in reversed(moving_up):
             policy.insert(key)

@@ -323,7 +323,7 @@ class World:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
             if not held:
-                client.leased = 0
+                client.granted = client.leased = 0
             return None
         if answer is None:
             if answered and client.joined is not None:

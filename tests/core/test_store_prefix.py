@@ -6,12 +6,14 @@ Servers differ in when they end a step: before they offer its stores (`early`), 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from kvstore.core import StoreGrant
-from policies import create_policy, policy_names
+from policies import Protected, create_policy, policy_names
 from policies.hitdensity import HitDensity
+from policies.lru import LRU
 from tests.core.rig import Rig, chain
 
 POLICIES = [*policy_names(), "hit-density, whole stores"]
@@ -39,6 +41,13 @@ def assert_no_hole(rig: Rig, keys: list[bytes], grant: StoreGrant) -> None:
     gap = here.index(False) if False in here else len(keys)
     behind = set(keys[gap:])
     assert not behind & set(grant.keys), "a tail without its head"
+
+
+def assert_cut_from_its_end(rig: Rig, keys: list[bytes], before: list[bytes], room: int) -> None:
+    """A prompt that fits has lost nothing that was here, or else lacks nothing but its end."""
+    here = [key in rig.core.pool.chunks for key in keys]
+    if len(keys) <= room and not all(key in rig.core.pool.chunks for key in before):
+        assert not any(here[here.index(False) :]), "a hole, and something given up for it"
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -70,6 +79,7 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
         rows = rng.choice((3, 5, 8, 13))
         rig = rig_of(policy, rows)
         loading: list[tuple[str, list[bytes]]] = []
+        storing: list[tuple[str, list[bytes]]] = []
         for step in range(60):
             for number in range(rng.randrange(3)):
                 asked = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
@@ -82,6 +92,9 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
             chunks = rig.core.pool.chunks.values()
             hindered = any(c.status or c.step == rig.core.pool.step for c in chunks)
             free = [k for k in keys if k not in rig.core.pool.chunks]
+            before = [k for k in keys if k in rig.core.pool.chunks]
+            room = rig.core.pool.free
+            room += sum(not c.status and c.step != rig.core.pool.step for c in chunks)
             grant = offered_last(rig, keys, early, f"w-{step}")
             if grant is not None:
                 assert grant.keys == [key for key in keys if key in grant.keys]
@@ -90,15 +103,59 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
                 if hindered:
                     # Otherwise the policy alone has chosen.
                     assert_no_hole(rig, keys, grant)
+                    assert_cut_from_its_end(rig, keys, before, room)
                 tried += hindered
-                rig.core.complete_store(grant.keys, f"w-{step}")
+                storing.append((f"w-{step}", grant.keys))
             rig.core.on_request_finished(f"w-{step}")
+            while storing and rng.random() < 0.8:
+                name, stored = storing.pop(0)
+                rig.core.complete_store(stored, name)
             while loading and rng.random() < 0.5:
                 name, loaded = loading.pop(0)
                 rig.core.complete_load(loaded, name)
                 rig.core.on_request_finished(name)
             rig.step(0.01)
     assert tried > 500
+
+
+class Scripted(LRU):
+    """Gives up what the test says."""
+
+    declines = True
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.script: list[bytes] = []
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        victims = self.script[:count]
+        if any(protected(key) for key in victims):
+            return None
+        del self.script[:count]
+        for key in victims:
+            self.remove(key)
+        return victims
+
+
+def test_a_policy_that_cuts_a_prompt_cuts_what_is_here_of_it_from_its_end() -> None:
+    keys = chain("cut", 7)
+    policy = Scripted(9)
+    rig = Rig(rows=9, on=(), policy=policy)
+    rig.put([*keys[:2], *keys[4:], *chain("other", 3)])
+    assert rig.core.prepare_store(chain("busy", 1), "busy") is not None
+    rig.step()
+    # For the fourth chunk the policy gives up the last one, and then the fourth for the third.
+    policy.script = [keys[6], keys[3]]
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[2:4]
+    assert grant.evicted == [keys[6], keys[5]]
+    assert [key in rig.core.pool.chunks for key in keys] == [True] * 5 + [False] * 2
+    assert all(rig.in_host(key) for key in chain("other", 3))
+    rig.core.complete_store(grant.keys, "w")
+    assert len(policy) == len(rig.core.pool.chunks) == 9
 
 
 def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
