@@ -36,6 +36,9 @@ class IllegalTransitionError(AssertionError):
 class Chunk:
     """One chunk resident in host memory.
 
+    A row has one such object, which stands for each chunk that lives there in turn: so a
+    server makes none while it runs, and its garbage collector has none to look at.
+
     Attributes:
         key: the chunk's key.
         row: its row in the host region.
@@ -43,7 +46,8 @@ class Chunk:
         unsaved: bit t is set while the chunk stands in the queue for tier t.
         step: the last step in which a lookup answered "hit" for it.
         counted: the last step in which the pool counted it among those.
-        waiters: requests to be told when FILLING ends; None when there are none.
+        waiters: requests to be told when FILLING ends; None when there are none. A tuple is
+            shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were given, prefix order within a store.
         origin: index of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
@@ -69,13 +73,17 @@ class Chunk:
     )
 
     def __init__(self, key: bytes, row: int, origin: int, order: int) -> None:
-        self.key = key
         self.row = row
+        self.begin(key, origin, order)
+
+    def begin(self, key: bytes, origin: int, order: int) -> None:
+        """Stand for `key` from now on, which is to be filled."""
+        self.key = key
         self.status = FILLING
         self.unsaved = 0
         self.step = -1
         self.counted = -1
-        self.waiters: list[Request] | None = None
+        self.waiters: list[Request] | tuple[Request, ...] | None = None
         self.origin = origin
         self.order = order
         self.stored_by: str | None = None

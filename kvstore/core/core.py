@@ -124,7 +124,9 @@ class Core:
         self._asking = _NOBODY
         self._polled = 0.0
         self._totals = CoreStats(rows=pool.rows)
-        self._keep_events = events
+        pool.keeps_history = events
+        for tier in self.tiers:
+            tier.keeps_history = events
 
     def log_to(self, write: Callable[[str], None]) -> None:
         """Where one line per change of a tier's health goes; nowhere by default."""
@@ -144,10 +146,6 @@ class Core:
         self.line.begin_step()
         self.traffic.begin_step()
         self._to_absorb = self._pace.absorbed
-        if not self._keep_events:
-            self.pool.history.clear()
-            for tier in self.tiers:
-                tier.history.clear()
         self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
         for tier in self.tiers:
@@ -387,11 +385,13 @@ class Core:
         used: list[bytes] = []
         for chunk in dict.fromkeys(chunks):
             key, origin = chunk.key, chunk.origin
-            if leases.pop(key, None) is None:
+            if key in leases:
+                # The pin of its lease becomes that of the load.
+                del leases[key]
+            else:
                 if chunk.leaving:
                     pool.stay(chunk)
                 pool.pin(chunk)
-            # Otherwise the pin of its lease becomes that of the load.
             loading[key] = loading.get(key, 0) + 1
             origins[origin] = origins.get(origin, 0) + 1
             if origin < 0:
@@ -541,7 +541,7 @@ class Core:
             answers = pool.admission.admit(new, self.now)
             declined = [key for key, answer in zip(new, answers, strict=True) if not answer]
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
-        before = len(pool.history)
+        before = len(pool.left)
         may_fit = len(new) <= pool.rows and (pool.busy > 0 or pool.held > 0 or self.unsaved > 0)
         chunks, room = self._enter(offered, new, declined, may_fit)
         if room < len(new):
@@ -566,7 +566,7 @@ class Core:
             chunk.stored_by = request_id
         self.chains.storing(request_id, len(chunks))
         self._totals.declined += len(declined)
-        evicted = [key for key, left in pool.history[before:] if left]
+        evicted = pool.left[before:]
         rows = [chunk.row for chunk in chunks]
         return StoreGrant([chunk.key for chunk in chunks], rows, evicted, declined)
 

@@ -109,6 +109,8 @@ class TierDirectory:
         """What is asked of it already takes longer than anybody would wait."""
         self.store_after = 0.0
         """No copy to this tier is started before this time: it failed a short while ago."""
+        self.keeps_history = True
+        """Whether anybody takes `history`."""
         self.history: list[tuple[bytes, bool]] = []
         """Keys that appeared or (True) left since events were taken, in order."""
         self.evicted = 0
@@ -328,7 +330,8 @@ class TierDirectory:
             self._faulty.pop(self._device_of(slot), None)
         self.entries[key] = slot
         self.policy.insert(key)
-        self.history.append((key, False))
+        if self.keeps_history:
+            self.history.append((key, False))
 
     def not_written(self, key: bytes, slot: int) -> None:
         """The copy failed; the slot is free again."""
@@ -346,7 +349,8 @@ class TierDirectory:
         self._unread.pop(key, None)
         self.policy.remove(key)
         self._give((slot,))
-        self.history.append((key, True))
+        if self.keeps_history:
+            self.history.append((key, True))
 
     def unread(self, key: bytes) -> bool:
         """The entry could not be read this time; whether it shall be tried again."""
@@ -357,6 +361,15 @@ class TierDirectory:
         """The entry was read: what failed before has passed."""
         if self._unread:
             self._unread.pop(key, None)
+
+    def all_read_well(self, keys: Sequence[bytes]) -> None:
+        """Each of the entries was read. Where chunks move up, they are here no longer."""
+        if self._unread:
+            for key in keys:
+                self._unread.pop(key, None)
+        if self.flow is Flow.EXCLUSIVE:
+            for key in keys:
+                self.forget(key)
 
     def begin_read(self, key: bytes) -> int:
         """Protect the entry while it is read; returns its slot."""
@@ -442,7 +455,8 @@ class TierDirectory:
 
     def reset(self) -> None:
         """Forget everything. No slot is given until `cleared`."""
-        self.history.extend((key, True) for key in self.entries)
+        if self.keeps_history:
+            self.history.extend((key, True) for key in self.entries)
         self.entries.clear()
         self._unread.clear()
         self.policy.clear()
@@ -484,5 +498,6 @@ class TierDirectory:
         if self._unread:
             for key in victims:
                 self._unread.pop(key, None)
-        self.history.extend((key, True) for key in victims)
+        if self.keeps_history:
+            self.history.extend((key, True) for key in victims)
         self.evicted += len(victims)

@@ -27,7 +27,7 @@ class FollowedDirectory(TierDirectory):
 
     def forget(self, key: bytes) -> None:
         """The entry was out of date."""
-        if self.entries.pop(key, None) is not None:
+        if self.entries.pop(key, None) is not None and self.keeps_history:
             self.history.append((key, True))
 
     def learn(self, news: News) -> None:
@@ -37,7 +37,7 @@ class FollowedDirectory(TierDirectory):
         for key in news.gone:
             self.forget(key)
         for key, slot in news.appeared:
-            if key not in self.entries:
+            if self.keeps_history and key not in self.entries:
                 self.history.append((key, False))
             self.entries[key] = slot
 

@@ -129,9 +129,11 @@ class Line:
         """End the wait: what is in host memory by now is the answer."""
         self.waiting.pop(request.id, None)
         if request.pending:
-            for key, chunk in list(request.leases.items()):
+            chunks = self._pool.chunks
+            for key in list(request.leases):
+                chunk = chunks[key]
                 if chunk.status == FILLING and chunk.waiters is not None:
-                    chunk.waiters.remove(request)
+                    _wait_no_more(chunk, request)
                     del request.leases[key]
             request.pending = 0
         request.state = RequestState.ANSWERED
@@ -159,6 +161,29 @@ class Line:
         for request in waiters or ():
             self._pool.pin(chunk)
             self._arrived(request, now)
+
+    def all_filled(self, chunks: Sequence[Chunk], now: float) -> None:
+        """`HostPool.fill` and `filled` for each of `chunks`, in their order."""
+        pool = self._pool
+        start, size = 0, len(chunks)
+        while start < size:
+            waiters = chunks[start].waiters
+            end = start + 1
+            if type(waiters) is tuple:
+                # Granted to one request, for which all of them become pins.
+                while end < size and chunks[end].waiters is waiters:
+                    end += 1
+                run = chunks[start:end]
+                pool.fill_pinned(run)
+                for chunk in run:
+                    chunk.waiters = None
+                (request,) = waiters
+                request.pending -= end - start - 1
+                self._arrived(request, now)
+            else:
+                pool.fill(chunks[start])
+                self.filled(chunks[start], now)
+            start = end
 
     def failed(self, chunk: Chunk, now: float) -> None:
         """A chunk will not come; whoever waited for it goes on without."""
@@ -221,13 +246,15 @@ class Line:
         return request.since is not None and now - request.since >= self.deadline
 
     def _release(self, request: Request) -> None:
-        for chunk in request.leases.values():
+        pool = self._pool
+        chunks = pool.chunks
+        for key in request.leases:
+            chunk = chunks[key]
             if chunk.status == FILLING:
-                if chunk.waiters is not None:
-                    chunk.waiters.remove(request)
+                _wait_no_more(chunk, request)
             else:
-                self._pool.unpin(chunk)
-        request.leases.clear()
+                pool.unpin(chunk)
+        request.leases = {}
         request.pending = 0
 
     def _arrived(self, request: Request, now: float) -> None:
@@ -313,9 +340,10 @@ class Line:
                 chunks = pool.reserve(keys, tier.index)
                 grants[tier.index] = (chunks, tier.begin_reads(keys))
                 # Nobody else can know of them yet.
+                alone = (request,)
                 for chunk in chunks:
-                    request.leases[chunk.key] = chunk
-                    chunk.waiters = [request]
+                    chunk.waiters = alone
+                request.leases.update(dict.fromkeys(keys))
                 request.pending += len(chunks)
                 request.newest = max(request.newest, chunks[-1].order)
         if room < len(missing):
@@ -348,13 +376,14 @@ class Line:
     def _lease(self, request: Request, chunk: Chunk) -> None:
         if chunk.key in request.leases:
             return
-        request.leases[chunk.key] = chunk
+        request.leases[chunk.key] = None
         if chunk.leaving:
             self._pool.stay(chunk)
         if chunk.status == FILLING:
-            if chunk.waiters is None:
-                chunk.waiters = []
-            chunk.waiters.append(request)
+            if isinstance(chunk.waiters, list):
+                chunk.waiters.append(request)
+            else:
+                chunk.waiters = [*(chunk.waiters or ()), request]
             request.pending += 1
             request.newest = max(request.newest, chunk.order)
         else:
@@ -372,3 +401,12 @@ class Line:
             if key in tier.entries and tier.congested and not tier.stalled:
                 return tier
         return None
+
+
+def _wait_no_more(chunk: Chunk, request: Request) -> None:
+    """The request does not wait for the chunk any more."""
+    waiters = chunk.waiters
+    if isinstance(waiters, list):
+        waiters.remove(request)
+    elif waiters is not None:
+        chunk.waiters = None

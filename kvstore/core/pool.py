@@ -72,9 +72,15 @@ class HostPool:
         """Chunks that left for others."""
         self.shed = 0
         """Chunks evicted before they had reached a tier that was to keep them."""
+        self.keeps_history = True
+        """Whether anybody takes `history`."""
         self.history: list[tuple[bytes, bool]] = []
         """Keys that became ready or (True) left since events were taken, in order."""
+        self.left: list[bytes] = []
+        """Keys that have left in this step."""
         self._free = list(range(rows - 1, -1, -1))
+        self._of_row = [Chunk(b"", row, -1, -1) for row in range(rows)]
+        """What stands for the chunk in each row, whether there is one or not."""
         self._reserved = 0
         # Counts every change that could make a chunk evictable, so that a vain
         # search for victims is not repeated until there is a reason to.
@@ -100,6 +106,7 @@ class HostPool:
         """Chunks that answered "hit" in the step before may leave from now on."""
         self.step += 1
         self.marked = 0
+        self.left.clear()
         self._changes += 1
         self.cut_short = False
         self._questions = self.pace.questions
@@ -280,11 +287,13 @@ class HostPool:
             self._leave(chunk)
         first = self._reserved
         self._reserved += len(entering)
-        entered = [
-            Chunk(key, self._free.pop(), -1, first + index)
-            for index, key in enumerate(reversed(entering))
-        ]
-        chunks.update((chunk.key, chunk) for chunk in reversed(entered))
+        entered: list[Chunk] = []
+        for index, key in enumerate(reversed(entering), first):
+            chunk = self._of_row[self._free.pop()]
+            chunk.begin(key, -1, index)
+            entered.append(chunk)
+        for chunk in reversed(entered):
+            chunks[chunk.key] = chunk
         self.busy += len(entered)
         return entered, all_asked
 
@@ -341,12 +350,17 @@ class HostPool:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
         first = self._reserved
         self._reserved += len(keys)
-        chunks = [
-            Chunk(key, self._free.pop(), origin, first + index) for index, key in enumerate(keys)
-        ]
+        of_row, free = self._of_row, self._free
+        chunks: list[Chunk] = []
+        for index, key in enumerate(keys, first):
+            chunk = of_row[free.pop()]
+            chunk.begin(key, origin, index)
+            chunks.append(chunk)
+        here, insert = self.chunks, self.policy.insert
         for chunk in reversed(chunks):
-            self.chunks[chunk.key] = chunk
-            self.policy.insert(chunk.key)
+            key = chunk.key
+            here[key] = chunk
+            insert(key)
         self.busy += len(chunks)
         return chunks
 
@@ -360,7 +374,17 @@ class HostPool:
         self._changes += 1
         if chunk.aside:
             self._loose.append(chunk)
-        self.history.append((chunk.key, False))
+        if self.keeps_history:
+            self.history.append((chunk.key, False))
+
+    def fill_pinned(self, chunks: Collection[Chunk]) -> None:
+        """filling -> pinned once: `fill` and then `pin` each, for somebody who has waited."""
+        for chunk in chunks:
+            if chunk.status != FILLING:
+                raise IllegalTransitionError(f"fill of {chunk!r}")
+            chunk.status = 1
+        if self.keeps_history:
+            self.history += [(chunk.key, False) for chunk in chunks]
 
     def discard(self, chunk: Chunk) -> None:
         """filling -> absent: the bytes never came. The row is free again."""
@@ -458,9 +482,10 @@ class HostPool:
 
         A row that several of them touch is given once for each.
         """
-        self.history.extend(
-            (key, True) for key, chunk in self.chunks.items() if chunk.status != FILLING
-        )
+        if self.keeps_history:
+            self.history.extend(
+                (key, True) for key, chunk in self.chunks.items() if chunk.status != FILLING
+            )
         self.chunks.clear()
         self.policy.clear()
         self._waiting.clear()
@@ -587,7 +612,9 @@ class HostPool:
             self.shed += 1
             self.unsaved -= 1
         self._free.append(chunk.row)
-        self.history.append((chunk.key, True))
+        self.left.append(chunk.key)
+        if self.keeps_history:
+            self.history.append((chunk.key, True))
 
     def _reclaim(self, count: int) -> None:
         """Let go of chunks that were leaving and are copied, until `count` rows are free."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import enum
 
-from kvstore.core.chunk import Chunk
-
 __all__ = ["Request", "RequestState"]
 
 
@@ -35,7 +33,7 @@ class Request:
             new round has a new list.
         tried: keys of earlier rounds of the same wait.
         granted: how many of `keys` were leased, fetched or given up so far.
-        leases: chunks that stay for this request; filling ones count in `pending`.
+        leases: keys of chunks that stay for this request; filling ones count in `pending`.
         pending: leased chunks that are still filling.
         loading: pins of loads that were prepared and are not complete.
         since: when this wait began, or None when there is none.
@@ -77,7 +75,7 @@ class Request:
         self.tried: set[bytes] = set()
         self.granted = 0
         self.needs_rows = True
-        self.leases: dict[bytes, Chunk] = {}
+        self.leases: dict[bytes, None] = {}
         self.pending = 0
         self.loading: dict[bytes, int] = {}
         self.since: float | None = None

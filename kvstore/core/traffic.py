@@ -296,7 +296,15 @@ class Traffic:
         newest = -1
         tier.end_reads(move.keys)
         unread = set(completion.unread)
-        for place, (key, ok) in enumerate(zip(move.keys, completion.ok, strict=True)):
+        ends = list(zip(move.keys, completion.ok, strict=True))
+        if ends and all(completion.ok):
+            chunks = [pool.chunks[key] for key in move.keys]
+            newest = chunks[-1].order
+            line.all_filled(chunks, now)
+            totals.promoted += len(chunks)
+            tier.all_read_well(move.keys)
+            ends.clear()
+        for place, (key, ok) in enumerate(ends):
             chunk = pool.chunks[key]
             newest = chunk.order
             if ok:

@@ -795,8 +795,9 @@ class World:
             assert (request.state is RequestState.WAITING) == (line.waiting.get(name) is request)
             assert (request.state is RequestState.ANSWERED) == (line.answered.get(name) is request)
             pending = 0
-            for key, chunk in request.leases.items():
-                assert core.pool.chunks[key] is chunk, "a lease on a chunk that is gone"
+            for key in request.leases:
+                assert key in core.pool.chunks, "a lease on a chunk that is gone"
+                chunk = core.pool.chunks[key]
                 assert request.state is not RequestState.SCANNING, "leases without a wait"
                 if chunk.status == FILLING:
                     pending += 1

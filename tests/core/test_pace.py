@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection
 
 import pytest
@@ -270,3 +271,21 @@ def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() 
     assert rig.core.tiers[0].congested
     rig.step()
     assert rig.ask(second, "b") == 0
+
+
+def test_a_chunk_on_its_way_through_host_memory_is_nothing_new_for_the_garbage_collector() -> None:
+    keys = chain("a", 500)
+    rig = Rig(rows=600, on=[keys], segment_slots=512, in_flight=512, events=False)
+    gc.collect()
+    before = len(gc.get_objects())
+    most = 0
+    assert rig.ask(keys) is None
+    for _ in range(10):
+        for move in list(rig.moves):
+            rig.end(move)
+        rig.step()
+        most = max(most, len(gc.get_objects()) - before)
+    assert rig.ask(keys) == len(keys)
+    rig.core.prepare_load(keys, "r")
+    most = max(most, len(gc.get_objects()) - before)
+    assert most < 100, f"{most} objects for {len(keys)} chunks"
