@@ -90,6 +90,10 @@ class Server:
             steps = None if steps is None else steps - 1
         return done
 
+    def end(self) -> None:
+        """Let everything go while the interpreter still lives."""
+        self.engine.engine_core.shutdown()
+
     @property
     def manager(self) -> Any:
         scheduler = self.engine.engine_core.engine_core.scheduler
@@ -177,6 +181,9 @@ class Neighbour:
             stderr=(folder / "neighbour.log").open("w"),
             text=True,
         )
+
+    def begun(self) -> None:
+        """Wait until it serves."""
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n", "see neighbour.log"
 
@@ -193,10 +200,10 @@ class Neighbour:
 
 
 def trial(
-    server: Server, other: Neighbour, rng: random.Random
+    server: Server, other: Neighbour, rng: random.Random, seeds: list[int]
 ) -> tuple[list[tuple[int, list[int]]], int]:
     """One reset amid requests; what was completed by both, and the rows that it left to copies."""
-    shared, own = rng.sample(range(PROMPTS), 4), rng.sample(range(PROMPTS), 3)
+    shared, own = rng.sample(seeds, 4), rng.sample(seeds, 3)
     for seed in own:
         server.ask(seed)
     done = server.run(rng.randrange(1, 12))
@@ -211,7 +218,10 @@ def trial(
     done += other.tell(json.dumps(shared))
     # The neighbour's chunks are seen after half a second.
     time.sleep(rng.choice((0.0, 0.6, 0.8)))
-    for seed in rng.sample(shared, 3) + own[:1]:
+    # Steps with something to do, in which it hears of them.
+    server.ask(own[0])
+    done += server.run(2)
+    for seed in rng.sample(shared, 3):
         server.ask(seed)
     if rng.random() < 0.7:
         done += server.run()
@@ -222,6 +232,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--resets", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--right", metavar="FILE", help="the right tokens, as [seed, tokens], computed before"
+    )
     parser.add_argument("--reference", metavar="FOLDER")
     parser.add_argument("--neighbour", metavar="FOLDER")
     options = parser.parse_args()
@@ -233,21 +246,24 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="kvstore-reset-") as name:
         folder = Path(name)
-        subprocess.run(
-            [sys.executable, __file__, "--reference", name],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        right = dict(json.loads((folder / "reference.json").read_text()))
+        told = options.right or folder / "reference.json"
+        if not options.right:
+            subprocess.run(
+                [sys.executable, __file__, "--reference", name],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        right = dict(json.loads(Path(told).read_text()))
         rng = random.Random(options.seed)
         other = Neighbour(folder)
         try:
             server = Server(folder, folder / "cache", rng)
+            other.begun()
             done: list[tuple[int, list[int]]] = []
             amid = wrong = 0
             for number in range(options.resets):
-                completed, left = trial(server, other, rng)
+                completed, left = trial(server, other, rng, sorted(right))
                 amid += left > 0
                 bad = sum(tokens != right[seed] for seed, tokens in completed)
                 wrong += bad
@@ -259,6 +275,7 @@ def main() -> int:
             done += rest
             sources = server.manager._core.stats().loaded_from
             held = server.manager._core.pool.held
+            server.end()
         finally:
             other.end()
     print(

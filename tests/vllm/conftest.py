@@ -11,6 +11,7 @@ from tests.vllm.engines import Run, run_engine
 
 HERE = Path(__file__).parent
 PROMPTS = [[seed, 2048] for seed in range(8)]
+SHORT = [[seed, 512] for seed in range(200, 208)]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,6 +37,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 {"name": "each", "prompts": PROMPTS},
                 {"name": "together", "prompts": PROMPTS, "together": True},
                 {"name": "long", "prompts": [[100, 4096]]},
+                {"name": "short", "prompts": SHORT, "together": True},
             ],
         },
     )
