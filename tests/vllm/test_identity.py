@@ -150,6 +150,8 @@ def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_w
             adapted(),
             adapted("reloaded", load_inplace=True) | {"replace": ["adapters/second", "adapter"]},
             adapted("known again"),
+            # Whoever came while the new files were being looked at has stored nothing.
+            adapted("stored again"),
             adapted("hit"),
             adapted("overwritten") | {"replace": ["adapters/first", "adapter"]},
         ],
@@ -161,7 +163,7 @@ def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_w
     for name in ("plain", "adapted"):
         assert found.rounds[name].cached == ALL_HIT, name
         assert tokens(found, name) == tokens(truth, name)
-    for name in ("reloaded", "known again", "hit", "overwritten"):
+    for name in ("reloaded", "known again", "stored again", "hit", "overwritten"):
         assert tokens(found, name) == tokens(truth, "second adapter"), name
     assert found.rounds["reloaded"].cached == NO_HIT
     assert found.rounds["hit"].cached == ALL_HIT
