@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import HELD, LATER, EvictionPolicy, Protected
+from policies.base import EvictionPolicy, Protected
+from policies.queues import sift
 
 __all__ = ["LFU"]
 
@@ -62,21 +63,7 @@ class LFU(EvictionPolicy):
     ) -> list[bytes] | None:
         if count > len(self._groups) - self._held:
             return None
-        victims: list[bytes] = []
-        in_use: list[bytes] = []
-        held: list[bytes] = []
-        for key in self._rising():
-            if len(victims) == count:
-                break
-            answer = protected(key)
-            if not answer:
-                victims.append(key)
-            elif answer == HELD:
-                held.append(key)
-            elif answer == LATER:
-                break
-            else:
-                in_use.append(key)
+        victims, in_use, held = sift(self._rising(), count, protected)
         for key in held:
             group = self._groups[key]
             group.held[key] = group.keys.pop(key)

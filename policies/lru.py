@@ -6,7 +6,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from policies.base import HELD, LATER, EvictionPolicy, Protected
+from policies.base import EvictionPolicy, Protected
+from policies.queues import sift
 
 __all__ = ["LRU"]
 
@@ -46,21 +47,7 @@ class LRU(EvictionPolicy):
         keys = self._keys
         if count > len(keys):
             return None
-        victims: list[bytes] = []
-        in_use: list[bytes] = []
-        held: list[bytes] = []
-        for key in keys:
-            if len(victims) == count:
-                break
-            answer = protected(key)
-            if not answer:
-                victims.append(key)
-            elif answer == HELD:
-                held.append(key)
-            elif answer == LATER:
-                break
-            else:
-                in_use.append(key)
+        victims, in_use, held = sift(keys, count, protected)
         for key in in_use:
             keys.move_to_end(key)
         for key in held:

@@ -11,13 +11,39 @@ from typing import TypeVar
 
 from policies.base import HELD, LATER, Protected
 
-__all__ = ["BURST", "Later", "let_go", "put_back", "take"]
+__all__ = ["BURST", "Later", "let_go", "put_back", "sift", "take"]
 
 _V = TypeVar("_V")
 
 BURST = 8
 """Keys in use that are met in one queue before another queue is tried: the bound
 that keeps an eviction O(1) amortised where all of one queue is in use."""
+
+
+def sift(
+    coldest_first: Iterable[bytes], count: int, protected: Protected
+) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """Ask about keys until `count` may leave, all were asked about, or the answer is `LATER`.
+
+    Returns:
+        Those that may leave, those that are in use, and those that are `HELD`.
+    """
+    victims: list[bytes] = []
+    in_use: list[bytes] = []
+    held: list[bytes] = []
+    for key in coldest_first:
+        if len(victims) == count:
+            break
+        answer = protected(key)
+        if not answer:
+            victims.append(key)
+        elif answer == HELD:
+            held.append(key)
+        elif answer == LATER:
+            break
+        else:
+            in_use.append(key)
+    return victims, in_use, held
 
 
 class Later(Exception):  # noqa: N818
