@@ -45,7 +45,7 @@ reset: $(READY)
 
 # A million random acts of the core's simulation over a hundred seeds: some minutes.
 simulation: $(READY)
-	@KVSTORE_SIMULATION=10000 $(BIN)/python -m pytest tests/core/test_simulation.py -k no_interleaving --timeout 3600
+	@KVSTORE_SIMULATION=10000 $(BIN)/python -m pytest tests/core/test_simulation.py -k no_interleaving --timeout 3600 -o faulthandler_timeout=3700
 
 # Half an hour of mixed load, watched from outside.
 soak: $(READY)
@@ -53,7 +53,7 @@ soak: $(READY)
 
 # Anything at all in the place of segment files: about half an hour.
 fuzz: $(READY)
-	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py --timeout 3600
+	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py --timeout 3600 -o faulthandler_timeout=3700
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -32,7 +32,7 @@ class Driver:
         self._home = home
         self.engine = Engine(tiers, self.pump)
         self.engine.follow()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[bool]] = set()
         self.transfers = 0
         self.closed = False
         self._going_on = False
@@ -80,24 +80,32 @@ class Driver:
     def wake(self) -> None:
         """Whoever waits looks again."""
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            _answer(waiter, True)
         self._waiters.clear()
 
     async def moved(self) -> None:
         """Wait until something has moved, or for a moment."""
-        waiter = self._home.loop.create_future()
+        waiter: asyncio.Future[bool] = self._home.loop.create_future()
         self._waiters.add(waiter)
+        # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after
+        # the waiter was woken.
+        timer = self._home.loop.call_later(RECHECK_SECONDS, _answer, waiter, False)
         try:
-            await asyncio.wait_for(waiter, RECHECK_SECONDS)
-        except TimeoutError:
+            woken = await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+        if not woken:
             self.check()
             self.pump()
-        finally:
-            self._waiters.discard(waiter)
 
     def _step(self) -> float:
         now = time.monotonic()
         self._core.poll(now, self.engine.take())
         self.on_step(now)
         return now
+
+
+def _answer(waiter: asyncio.Future[bool], woken: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(woken)
