@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # Two at once on two cores; the tests of one file run in one of them. What is
 # skipped is listed with its reason.
-TESTS := $(BIN)/python -m pytest -n logical --dist loadfile -rs
+TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder -rs
 
 .PHONY: demo test check unit vllm figures kill reset simulation soak fuzz clean
 

@@ -17,6 +17,12 @@ from typing import Any
 
 ROUNDS = Path(__file__).resolve().parents[2] / "examples" / "rounds.py"
 
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Scheduler and worker in the process that asks: an engine that starts faster."""
+
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait for others sleep: another engine may need the cores."""
+
 
 @dataclass
 class Round:
@@ -118,7 +124,7 @@ def run_engine(
             [sys.executable, str(ROUNDS), str(request), str(answer)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **SHARED_CORES, **(environment or {})},
             cwd=folder,
             start_new_session=True,
         )

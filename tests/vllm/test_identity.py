@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import Run, run_engine
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 
 pytest.importorskip("vllm")
 
@@ -23,7 +23,6 @@ PROMPTS = [[seed, LENGTH] for seed in range(3)]
 NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
 ROPE = {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}}
 ADAPTER = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": "adapter"}
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 Rounds = list[dict[str, Any]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvstore.simulation import Setup, read_trace, replay
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.engines import Run, run_engine
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 from tests.vllm.test_engine import CHUNK, disk
 
 MODULE = """
@@ -64,7 +64,11 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
                 {"name": "again", "prompts": PROMPTS},
             ],
         },
-        {"PYTHONPATH": f"{Path(__file__).parents[2]}:{site}", "ELSEWHERE": str(seen)},
+        {
+            **ONE_PROCESS,
+            "PYTHONPATH": f"{Path(__file__).parents[2]}:{site}",
+            "ELSEWHERE": str(seen),
+        },
     )
     wanted = reference.rounds["each"].tokens
     assert run.rounds["cold"].tokens == wanted

@@ -1,0 +1,36 @@
+"""Which tests run where, when several workers share them out (`pytest -n`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+
+ENGINES = [f"tests/vllm/test_{name}.py" for name in ("engine", "policies", "reset")]
+"""They compare with one engine that all of them use, so one worker runs them all."""
+
+FIRST = [*ENGINES, "tests/vllm/test_identity.py", "tests/tiers/test_fuzz.py"]
+"""What takes longest begins first, so that no worker is left alone with it at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rank = {config.rootpath / path: number for number, path in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(Path(item.path), len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """The tests of one file share a worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return ENGINES[0] if path in ENGINES else path
+
+    return ByFile(config, log)
