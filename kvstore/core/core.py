@@ -327,7 +327,9 @@ class Core:
         if request.keys:
             self.chains.count(request.id, request.keys)
 
-    def put_in_order(self, request_id: str, place: Callable[[bytes], int]) -> None:
+    def put_in_order(
+        self, request_id: str, place: Callable[[bytes], int], *, straight: bool = False
+    ) -> None:
         """What a deferred request asked for in this step is put in the order of its prompt.
 
         For servers that ask in another: a sliding window is looked for from its end,
@@ -335,11 +337,19 @@ class Core:
 
         Args:
             place: where in the prompt a key belongs.
+            straight: the keys were asked either in the order of the prompt or from its end.
         """
         request = self._requests.get(request_id)
-        if request is not None and request.deferring:
-            self.pool.mark(request.keys)
-            request.keys.sort(key=place)
+        if request is None or not request.deferring:
+            return
+        keys = request.keys
+        if straight and place(keys[0]) <= place(keys[-1]):
+            return
+        self.pool.mark(keys)
+        if straight:
+            keys.reverse()
+        else:
+            keys.sort(key=place)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""

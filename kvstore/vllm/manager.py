@@ -336,7 +336,8 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def _hand_over(self) -> None:
         for request, context in self._deferred.items():
-            self._core.put_in_order(request, _place_in(context))
+            place = _place_in(context)
+            self._core.put_in_order(request, place, straight=self._single_group)
         self._deferred.clear()
         self._engine.submit(self._core.flush(time.monotonic()))
 

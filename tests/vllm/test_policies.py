@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvstore.simulation import Setup, read_trace, replay
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import Run, run_engine
 from tests.vllm.test_engine import CHUNK, disk
 
 MODULE = """
@@ -65,7 +65,6 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
             ],
         },
         {
-            **ONE_PROCESS,
             "PYTHONPATH": f"{Path(__file__).parents[2]}:{site}",
             "ELSEWHERE": str(seen),
         },
