@@ -15,6 +15,8 @@ class FIFO(LRU):
     """
 
     name = "fifo"
+    spares_new = False
+    # What is here of a prompt may be the oldest of all, also while the rest of it enters.
 
     settle = EvictionPolicy.settle
 

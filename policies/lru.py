@@ -21,6 +21,7 @@ class LRU(EvictionPolicy):
     """
 
     name = "lru"
+    spares_new = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

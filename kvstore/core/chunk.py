@@ -72,20 +72,20 @@ class Chunk:
         "waiters",
     )
 
-    def __init__(self, key: bytes, row: int, origin: int, order: int) -> None:
+    def __init__(self, row: int) -> None:
         self.row = row
-        self.begin(key, origin, order)
+        self.end()
 
-    def begin(self, key: bytes, origin: int, order: int) -> None:
-        """Stand for `key` from now on, which is to be filled."""
-        self.key = key
+    def end(self) -> None:
+        """Stand for no chunk: nothing is known but the row."""
+        self.key = b""
         self.status = FILLING
         self.unsaved = 0
         self.step = -1
         self.counted = -1
         self.waiters: list[Request] | tuple[Request, ...] | None = None
-        self.origin = origin
-        self.order = order
+        self.origin = -1
+        self.order = -1
         self.stored_by: str | None = None
         self.aside = False
         self.leaving = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -117,6 +117,8 @@ class Core:
         self._listed: list[tuple[list[bytes], int]] = []
         """Keys of this step's hits, by request and round, and how many of each the pool knows."""
         self.now = 0.0
+        self._readable = list(self.tiers)
+        """Tiers whose chunks were worth waiting for when the step began."""
         self._requests: dict[str, Request] = {}
         self._put_off: dict[str, tuple[Request, float]] = {}
         """Requests whose last store was put off, and when that was, longest ago first."""
@@ -151,6 +153,7 @@ class Core:
         for tier in self.tiers:
             tier.watch(now, elapsed, self.line.deadline, self.line.ceiling)
             self.traffic.judge(tier)
+        self._readable = [tier for tier in self.tiers if tier.readable]
         if self._ended:
             self.line.keep(now)
         for request in self.line.expire(now):
@@ -296,8 +299,8 @@ class Core:
         if state is _WAITING and (request is not self._unseen_request or chunk is not None):
             return None
         if chunk is None:
-            for tier in self.tiers:
-                if key in tier.entries and tier.readable:
+            for tier in self._readable:
+                if key in tier.entries:
                     break
             else:
                 self._missed(key, request)
@@ -366,8 +369,11 @@ class Core:
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether every lookup of this request is "ask again" for now."""
-        request = self._requests.get(request_id)
-        waits = request is not None and request.state is RequestState.WAITING
+        request = self._asking
+        if request.id == request_id:
+            return request.state is _WAITING
+        known = self._requests.get(request_id)
+        waits = known is not None and known.state is _WAITING
         return waits or request_id in self._unseen
 
     # -- load --------------------------------------------------------------------------
@@ -391,10 +397,9 @@ class Core:
             self._count(request)
         self.chains.extend(request_id, list(keys))
         loading, leases, pool = request.loading, request.leases, self.pool
-        origins: dict[int, int] = {}
-        used: list[bytes] = []
-        for chunk in dict.fromkeys(chunks):
-            key, origin = chunk.key, chunk.origin
+        wanted = list(dict.fromkeys(chunks))
+        for chunk in wanted:
+            key = chunk.key
             if key in leases:
                 # The pin of its lease becomes that of the load.
                 del leases[key]
@@ -403,9 +408,8 @@ class Core:
                     pool.stay(chunk)
                 pool.pin(chunk)
             loading[key] = loading.get(key, 0) + 1
-            origins[origin] = origins.get(origin, 0) + 1
-            if origin < 0:
-                used.append(key)
+        origins = Counter(map(operator.attrgetter("origin"), wanted))
+        used = [chunk.key for chunk in wanted if chunk.origin < 0] if -1 in origins else []
         sources = self._totals.loaded_from
         for origin, count in origins.items():
             source = self._medium(origin)
@@ -430,19 +434,22 @@ class Core:
             self._ended_late(keys, request_id, era)
             return
         request = self._requests.get(request_id)
+        loading = request.loading if request is not None else {}
+        chunks = self.pool.chunks
+        loaded: list[Chunk] = []
         for key in dict.fromkeys(keys):
-            pins = request.loading.get(key, 0) if request is not None else 0
-            if request is None or not pins:
+            pins = loading.pop(key, 0)
+            if not pins:
                 self._totals.stray += 1
                 continue
-            if pins == 1:
-                del request.loading[key]
-            else:
-                request.loading[key] = pins - 1
-            chunk = self.pool.chunks[key]
-            self.pool.unpin(chunk)
+            if pins > 1:
+                loading[key] = pins - 1
+            chunk = chunks[key]
             # What comes next from this row comes from host memory.
             chunk.origin = -1
+            loaded.append(chunk)
+        if loaded:
+            self.pool.unpin_all(loaded)
             self.line.moved = self.now
         if request is not None:
             self._drop_if_idle(request)
@@ -593,36 +600,35 @@ class Core:
         if era is not None and era != self.era:
             self._ended_late(keys, request_id, era)
             return
-        pool = self.pool
-        stored: list[Chunk] = []
-        ended = 0
+        chunks = self.pool.chunks
+        ended: list[Chunk] = []
         for key in keys:
-            chunk = pool.chunks.get(key)
+            chunk = chunks.get(key)
             if chunk is None or chunk.status != FILLING or chunk.stored_by != request_id:
                 self._totals.stray += 1
                 continue
             chunk.stored_by = None
-            ended += 1
-            if ok:
-                pool.fill(chunk)
-                self.line.filled(chunk, self.now)
-                stored.append(chunk)
-            else:
-                self.line.failed(chunk, self.now)
-                pool.discard(chunk)
+            ended.append(chunk)
         # A server may report a store as a set; rows were given in prefix order.
-        stored.sort(key=lambda chunk: chunk.order)
-        self._totals.stored += len(stored)
+        ended.sort(key=operator.attrgetter("order"))
+        if not ok:
+            for chunk in ended:
+                self.line.failed(chunk, self.now)
+                self.pool.discard(chunk)
+            self.chains.storing(request_id, -len(ended))
+            return
+        self.line.all_stored(ended, self.now)
+        self._totals.stored += len(ended)
         # What a neighbour keeps on the same disk need not be written twice.
-        stored = [chunk for chunk in stored if not self.traffic.shared(chunk.key)]
+        stored = self.traffic.not_shared(ended)
         for tier in self.tiers:
             if tier.flow is not Flow.WRITE_THROUGH or isinstance(tier, FollowedDirectory):
                 continue
             if not tier.accepts(self.now):
                 self.traffic.totals[tier.index].refused += len(stored)
                 continue
-            self.traffic.queue(tier, [chunk for chunk in stored if tier.lacks(chunk.key)])
-        self.chains.storing(request_id, -ended)
+            self.traffic.queue(tier, tier.lacking(stored))
+        self.chains.storing(request_id, -len(ended))
 
     # -- the rest ----------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from kvstore.core.chunk import Chunk
 from kvstore.core.extents import ExtentAllocator
 from kvstore.core.flow import Flow
 from kvstore.types import Move, Op, TierOpening
@@ -197,14 +198,19 @@ class TierDirectory:
         """Chunks of `copies_queued` that have arrived, or will not come."""
         return self.copies_queued - len(self.queue) - len(self.writing)
 
-    def enqueue(self, key: bytes) -> None:
-        """The host chunk waits for its copy to this tier."""
-        self.copies_queued += 1
-        self.queue.append(key)
+    def enqueue(self, keys: Sequence[bytes]) -> None:
+        """The host chunks wait for their copies to this tier."""
+        self.copies_queued += len(keys)
+        self.queue.extend(keys)
 
     def lacks(self, key: bytes) -> bool:
         """Whether the chunk is neither here nor on its way here."""
         return key not in self.entries and key not in self.writing
+
+    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that it lacks."""
+        entries, writing = self.entries, self.writing
+        return [chunk for chunk in chunks if chunk.key not in entries and chunk.key not in writing]
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Slots for `count` new chunks, as far as possible, neighbours together.
@@ -323,15 +329,18 @@ class TierDirectory:
         first = segment * self.segment_slots
         self._stripe_of(first).give_run(first, first + self.segment_slots)
 
-    def written(self, key: bytes, slot: int) -> None:
-        """The chunk is on the tier, whole and findable."""
-        del self.writing[key]
+    def written(self, places: Sequence[tuple[bytes, int]]) -> None:
+        """The chunks, each with its slot and tail first, are on the tier, whole and findable."""
+        writing, insert = self.writing, self.policy.insert
+        self.entries.update(places)
+        for key, _ in places:
+            del writing[key]
+            insert(key)
         if self._faulty:
-            self._faulty.pop(self._device_of(slot), None)
-        self.entries[key] = slot
-        self.policy.insert(key)
+            for _, slot in places:
+                self._faulty.pop(self._device_of(slot), None)
         if self.keeps_history:
-            self.history.append((key, False))
+            self.history += [(key, False) for key, _ in places]
 
     def not_written(self, key: bytes, slot: int) -> None:
         """The copy failed; the slot is free again."""
@@ -408,10 +417,10 @@ class TierDirectory:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that `keys` (tail first) were used, where it has them."""
-        entries, policy = self.entries, self.policy
+        entries, touch = self.entries, self.policy.touch
         for key in keys:
             if key in entries:
-                policy.touch(key)
+                touch(key)
 
     def watch(self, now: float, elapsed: float, patience: float, ceiling: float) -> None:
         """Bring pace and silence up to date, once a step.

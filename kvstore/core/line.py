@@ -10,7 +10,7 @@ if everybody else went home, it is answered with the prefix that is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk
 from kvstore.core.directory import TierDirectory
@@ -162,6 +162,13 @@ class Line:
             self._pool.pin(chunk)
             self._arrived(request, now)
 
+    def all_stored(self, chunks: Sequence[Chunk], now: float) -> None:
+        """`HostPool.fill` and `filled` for each of `chunks`, which few can have waited for."""
+        self._pool.fill_all(chunks)
+        for chunk in chunks:
+            if chunk.waiters is not None:
+                self.filled(chunk, now)
+
     def all_filled(self, chunks: Sequence[Chunk], now: float) -> None:
         """`HostPool.fill` and `filled` for each of `chunks`, in their order."""
         pool = self._pool
@@ -247,13 +254,13 @@ class Line:
 
     def _release(self, request: Request) -> None:
         pool = self._pool
-        chunks = pool.chunks
-        for key in request.leases:
-            chunk = chunks[key]
-            if chunk.status == FILLING:
-                _wait_no_more(chunk, request)
-            else:
-                pool.unpin(chunk)
+        leased = [pool.chunks[key] for key in request.leases]
+        if request.pending:
+            for chunk in leased:
+                if chunk.status == FILLING:
+                    _wait_no_more(chunk, request)
+            leased = [chunk for chunk in leased if chunk.status != FILLING]
+        pool.unpin_all(leased)
         request.leases = {}
         request.pending = 0
 
@@ -293,8 +300,21 @@ class Line:
         left: dict[int, int] = {}
         request.waits_for = -1
         obtainable = pool.obtainable
-        for position in range(request.granted, reach):
-            key = request.keys[position]
+        start = request.granted
+        asked = request.keys[start:reach]
+        if first is not None:
+            left = self._left()
+            free, may_read = rows - len(leases), min(left[first.index], left[-1])
+            count = min(len(asked), free, may_read, obtainable + 1)
+            if count > 0 and _all_there(asked[:count], first.entries, chunks_here):
+                # What the loop below would do, in one go.
+                missing = [(position, first) for position in range(start, start + count)]
+                if count < len(asked) and count <= obtainable:
+                    reach = start + count
+                    if count < free:
+                        request.waits_for = first.index
+                asked = []
+        for position, key in enumerate(asked, start):
             if len(leases) + len(missing) >= rows and key not in leases:
                 # A prefix longer than the pool: only its head can ever fit.
                 reach = position
@@ -312,8 +332,7 @@ class Line:
                         request.waits_for = tier.index
                         break
                 if tier is not None:
-                    if not left:
-                        left = self._left()
+                    left = left or self._left()
                     if not left[tier.index] or not left[-1]:
                         # The rest follows as promotions end: rows are left for others.
                         reach = position
@@ -401,6 +420,13 @@ class Line:
             if key in tier.entries and tier.congested and not tier.stalled:
                 return tier
         return None
+
+
+def _all_there(
+    keys: Sequence[bytes], entries: Container[bytes], chunks: dict[bytes, Chunk]
+) -> bool:
+    """Whether all `keys` are among the tier's `entries` and none has a chunk in host memory."""
+    return chunks.keys().isdisjoint(keys) and all(map(entries.__contains__, keys))
 
 
 def _wait_no_more(chunk: Chunk, request: Request) -> None:

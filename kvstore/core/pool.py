@@ -79,8 +79,10 @@ class HostPool:
         self.left: list[bytes] = []
         """Keys that have left in this step."""
         self._free = list(range(rows - 1, -1, -1))
-        self._of_row = [Chunk(b"", row, -1, -1) for row in range(rows)]
-        """What stands for the chunk in each row, whether there is one or not."""
+        self._of_row = [Chunk(row) for row in range(rows)]
+        """What stands for the chunk in each row, whether there is one or not. Where there is
+        none, nothing is left of the last but its key, its order and the steps in which it was used.
+        """
         self._reserved = 0
         # Counts every change that could make a chunk evictable, so that a vain
         # search for victims is not repeated until there is a reason to.
@@ -243,6 +245,15 @@ class HostPool:
         self._let_loose()
         may_not_leave = self._protection(shed_unsaved=False, bounded=False)
         free = len(self._free)
+        if policy.spares_new:
+            new = [key for key in keys if key not in chunks and key not in unwanted]
+            mine = frozenset(keys)
+            victims = evict(
+                max(0, len(new) - free), lambda key: key in mine or may_not_leave(key), new[::-1]
+            )
+            if victims is not None:
+                self._leave_all(victims)
+                return self.reserve(new, -1), True
         entering: dict[bytes, None] = {}
 
         def whole(key: bytes) -> int:
@@ -290,7 +301,8 @@ class HostPool:
         entered: list[Chunk] = []
         for index, key in enumerate(reversed(entering), first):
             chunk = self._of_row[self._free.pop()]
-            chunk.begin(key, -1, index)
+            chunk.key, chunk.origin, chunk.order = key, -1, index
+            chunk.status = FILLING
             entered.append(chunk)
         for chunk in reversed(entered):
             chunks[chunk.key] = chunk
@@ -354,7 +366,8 @@ class HostPool:
         chunks: list[Chunk] = []
         for index, key in enumerate(keys, first):
             chunk = of_row[free.pop()]
-            chunk.begin(key, origin, index)
+            chunk.key, chunk.origin, chunk.order = key, origin, index
+            chunk.status = FILLING
             chunks.append(chunk)
         here, insert = self.chunks, self.policy.insert
         for chunk in reversed(chunks):
@@ -377,6 +390,22 @@ class HostPool:
         if self.keeps_history:
             self.history.append((chunk.key, False))
 
+    def fill_all(self, chunks: Sequence[Chunk]) -> None:
+        """`fill` of each."""
+        step = self.step
+        for chunk in chunks:
+            if chunk.status != FILLING:
+                raise IllegalTransitionError(f"fill of {chunk!r}")
+            chunk.status = READY
+            if chunk.counted == step and not chunk.unsaved:
+                self.marked += 1
+            if chunk.aside:
+                self._loose.append(chunk)
+        self.busy -= len(chunks)
+        self._changes += 1
+        if self.keeps_history:
+            self.history += [(chunk.key, False) for chunk in chunks]
+
     def fill_pinned(self, chunks: Collection[Chunk]) -> None:
         """filling -> pinned once: `fill` and then `pin` each, for somebody who has waited."""
         for chunk in chunks:
@@ -392,6 +421,7 @@ class HostPool:
             raise IllegalTransitionError(f"discard of {chunk!r}")
         del self.chunks[chunk.key]
         self.policy.remove(chunk.key)
+        chunk.end()
         self.busy -= 1
         self._changes += 1
         self._free.append(chunk.row)
@@ -423,6 +453,51 @@ class HostPool:
                 self._loose.append(chunk)
             if chunk.leaving:
                 (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
+
+    def unpin_all(self, chunks: Sequence[Chunk]) -> None:
+        """`unpin` of each."""
+        step, free = self.step, 0
+        for chunk in chunks:
+            status = chunk.status - 1
+            if status or chunk.leaving or chunk.aside or chunk.unsaved or chunk.counted == step:
+                self.unpin(chunk)
+            else:
+                chunk.status = READY
+                free += 1
+        self.busy -= free
+        self._changes += 1
+
+    def begin_copies(self, chunks: Sequence[Chunk], tier: int) -> None:
+        """`dequeued` from the queue for `tier`, and then `pin`, of each."""
+        step, bit, simple = self.step, 1 << tier, 0
+        for chunk in chunks:
+            if (
+                chunk.status != READY
+                or chunk.unsaved != bit
+                or chunk.leaving
+                or chunk.aside
+                or chunk.counted == step
+            ):
+                self.dequeued(chunk, tier)
+                self.pin(chunk)
+            else:
+                chunk.unsaved = 0
+                chunk.status = 1
+                simple += 1
+        self.unsaved -= simple
+        self.busy += simple
+        self._changes += 1
+
+    def all_queued(self, chunks: Sequence[Chunk], tier: int) -> None:
+        """`queued` of each."""
+        step, bit, simple = self.step, 1 << tier, 0
+        for chunk in chunks:
+            if chunk.status != READY or chunk.unsaved or chunk.leaving or chunk.counted == step:
+                self.queued(chunk, tier)
+            else:
+                chunk.unsaved = bit
+                simple += 1
+        self.unsaved += simple
 
     def queued(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands in the queue for `tier`."""
@@ -486,6 +561,8 @@ class HostPool:
             self.history.extend(
                 (key, True) for key, chunk in self.chunks.items() if chunk.status != FILLING
             )
+        for chunk in self.chunks.values():
+            chunk.end()
         self.chunks.clear()
         self.policy.clear()
         self._waiting.clear()
@@ -503,25 +580,25 @@ class HostPool:
         chunks, step = self.chunks, self.step
 
         def protected(key: bytes) -> int:
+            chunk = chunks.get(key)
+            # Without one it is about to enter; it may be refused.
+            if chunk is None or (
+                chunk.status == READY and chunk.step != step and (shed_unsaved or not chunk.unsaved)
+            ):
+                return False
             if bounded:
                 if self._questions <= 0:
                     self.cut_short = True
                     return LATER
                 self._questions -= 1
-            chunk = chunks.get(key)
-            if chunk is None:
-                # It is about to enter; it may be refused.
-                return False
             if chunk.status != READY:
                 chunk.aside = True
             elif chunk.unsaved and not shed_unsaved:
                 chunk.aside = True
                 self._parked[key] = chunk
-            elif chunk.step == step:
+            else:
                 chunk.aside = True
                 self._until_next_step.append(chunk)
-            else:
-                return False
             return HELD
 
         return protected
@@ -577,8 +654,6 @@ class HostPool:
         self._let_loose()
         if shed_unsaved:
             self._unpark(count)
-        # Those who leave are no vain questions.
-        self._questions += 2 * count
         bounded = self.pace is not UNBOUNDED
         protected = self._protection(shed_unsaved=shed_unsaved, bounded=bounded)
         victims = self.policy.evict(count, protected, incoming)
@@ -591,6 +666,9 @@ class HostPool:
                     break
                 victims += one
         demote = self.demote
+        if demote is None and not keep:
+            self._leave_all(victims)
+            return
         for key in victims:
             chunk = self.chunks[key]
             if chunk.aside:
@@ -609,12 +687,31 @@ class HostPool:
         del self.chunks[chunk.key]
         self.evicted += 1
         if chunk.unsaved:
+            chunk.unsaved = 0
             self.shed += 1
             self.unsaved -= 1
+        chunk.leaving = False
         self._free.append(chunk.row)
         self.left.append(chunk.key)
         if self.keeps_history:
             self.history.append((chunk.key, True))
+
+    def _leave_all(self, keys: Sequence[bytes]) -> None:
+        """`_leave` of each of the chunks that the policy has forgotten."""
+        chunks, free = self.chunks, self._free
+        for key in keys:
+            chunk = chunks.pop(key)
+            if chunk.aside:
+                self._given_up(chunk)
+            if chunk.unsaved:
+                chunk.unsaved = 0
+                self.shed += 1
+                self.unsaved -= 1
+            free.append(chunk.row)
+        self.evicted += len(keys)
+        self.left += keys
+        if self.keeps_history:
+            self.history += [(key, True) for key in keys]
 
     def _reclaim(self, count: int) -> None:
         """Let go of chunks that were leaving and are copied, until `count` rows are free."""

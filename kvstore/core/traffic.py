@@ -146,14 +146,20 @@ class Traffic:
             wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
             self.totals[tier.index].declined += len(chunks) - len(wanted)
             chunks = wanted
-        for chunk in chunks:
-            self._pool.queued(chunk, tier.index)
-            tier.enqueue(chunk.key)
+        self._pool.all_queued(chunks, tier.index)
+        tier.enqueue([chunk.key for chunk in chunks])
         return len(chunks)
 
     def shared(self, key: bytes) -> bool:
         """Whether a neighbour keeps the chunk on the same disk."""
         return any(key in tier.entries for tier in self._followed)
+
+    def not_shared(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that no neighbour keeps on the same disk."""
+        for tier in self._followed:
+            if tier.entries:
+                chunks = [chunk for chunk in chunks if chunk.key not in tier.entries]
+        return chunks
 
     def demote(self, chunk: Chunk) -> bool:
         """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""
@@ -203,37 +209,34 @@ class Traffic:
                 # It failed a while ago. One chunk tries first: a whole batch would
                 # displace chunks that can still be read, for nothing.
                 limit = 0 if tier.writing else 1
-            batch: list[Chunk] = []
             limit = min(limit, self._left[tier.index])
             if limit <= 0 and self._left[tier.index] <= 0:
                 self.behind = True
                 break
-            while tier.queue and len(batch) < limit:
-                chunk = self._pool.chunks.get(tier.queue[0])
+            # A key may stand in the queue twice, if its chunk has left and come back meanwhile.
+            found: dict[bytes, Chunk] = {}
+            while tier.queue and len(found) < limit:
+                chunk = self._pool.chunks.get(tier.queue.popleft())
                 if chunk is not None and chunk.unsaved >> tier.index & 1:
-                    self._pool.dequeued(chunk, tier.index)
-                    batch.append(chunk)
-                tier.queue.popleft()
-            if not batch:
+                    found[chunk.key] = chunk
+            if not found:
                 break
+            batch = list(found.values())
             # Chunks are given up tail first, but stored head first.
             through = tier.flow is Flow.WRITE_THROUGH
             tail_first = reversed(batch) if through else batch
             slots = tier.take_slots(len(batch), [chunk.key for chunk in tail_first])
             if len(slots) < len(batch):
-                for chunk in reversed(batch[len(slots) :]):
-                    self._pool.queued(chunk, tier.index)
-                    tier.queue.appendleft(chunk.key)
+                tier.queue.extendleft(chunk.key for chunk in reversed(batch[len(slots) :]))
                 del batch[len(slots) :]
                 if not batch:
                     break
             self._left[tier.index] -= len(batch)
             if not through:
                 batch.reverse()
-            for chunk, slot in zip(batch, slots, strict=True):
-                self._pool.pin(chunk)
-                tier.writing[chunk.key] = slot
+            self._pool.begin_copies(batch, tier.index)
             keys = [chunk.key for chunk in batch]
+            tier.writing.update(zip(keys, slots, strict=True))
             moves.append(self._move(Op.CASCADE, tier, keys, [c.row for c in batch], slots))
         return moves
 
@@ -326,17 +329,17 @@ class Traffic:
 
     def _cascaded(self, tier: TierDirectory, move: Move, completion: Completion) -> None:
         totals = self.totals[tier.index]
-        # Tail first, as everything that reaches a policy.
-        for key, slot, ok in reversed(list(zip(move.keys, move.slots, completion.ok, strict=True))):
-            chunk = self._pool.chunks[key]
-            if ok:
-                tier.written(key, slot)
-                totals.written += 1
-            else:
-                tier.not_written(key, slot)
-                totals.failed_writes += 1
-            self._pool.unpin(chunk)
         failed = completion.ok.count(False)
+        # Tail first, as everything that reaches a policy.
+        ends = list(zip(move.keys, move.slots, completion.ok, strict=True))[::-1]
+        tier.written([(key, slot) for key, slot, ok in ends if ok])
+        for key, slot, ok in ends if failed else ():
+            if not ok:
+                tier.not_written(key, slot)
+        chunks = self._pool.chunks
+        self._pool.unpin_all([chunks[key] for key, _, _ in ends])
+        totals.written += len(ends) - failed
+        totals.failed_writes += failed
         if failed:
             tier.refused(slot for slot, ok in zip(move.slots, completion.ok, strict=True) if not ok)
             if not tier.ailing:
