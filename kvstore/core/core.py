@@ -150,10 +150,13 @@ class Core:
         self._to_absorb = self._pace.absorbed
         self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
+        judged = False
         for tier in self.tiers:
-            tier.watch(now, elapsed, self.line.deadline, self.line.ceiling)
-            self.traffic.judge(tier)
-        self._readable = [tier for tier in self.tiers if tier.readable]
+            if tier.watch(now, elapsed, self.line.deadline, self.line.ceiling):
+                self.traffic.judge(tier)
+                judged = True
+        if judged or len(self._readable) < len(self.tiers):
+            self._readable = [tier for tier in self.tiers if tier.readable]
         if self._ended:
             self.line.keep(now)
         for request in self.line.expire(now):
@@ -172,6 +175,8 @@ class Core:
         for completion in completions:
             self.traffic.hear(completion)
             ended.append(completion)
+        if not ended:
+            return
         while ended and self._to_absorb > 0:
             completion = ended.popleft()
             news = completion.news
@@ -265,12 +270,17 @@ class Core:
     def _begin_asking(self, request_id: str) -> Request:
         """The request's first lookup in this step, or its first after another's."""
         request = self._requests.get(request_id)
+        if request is not None and request.state is _WAITING:
+            # Nothing of it is looked up.
+            request.asked_step = self.pool.step
+            request.asked = self.now
+            self._asking = request
+            return request
         if request is None or request.asked_step != self.pool.step:
-            if request is None or request.state is not _WAITING:
-                self._looked_up += len(self._asking_keys)
-                self._asking_keys = []
-                if self._looked_up >= self._pace.asked:
-                    return self._answer_later(request_id, request)
+            self._looked_up += len(self._asking_keys)
+            self._asking_keys = []
+            if self._looked_up >= self._pace.asked:
+                return self._answer_later(request_id, request)
             if request is None:
                 request = self._requests[request_id] = Request(request_id)
             self._asking_keys = request.keys

@@ -422,14 +422,30 @@ class TierDirectory:
             if key in entries:
                 touch(key)
 
-    def watch(self, now: float, elapsed: float, patience: float, ceiling: float) -> None:
+    def watch(self, now: float, elapsed: float, patience: float, ceiling: float) -> bool:
         """Bring pace and silence up to date, once a step.
 
         When the step before lies further back than `patience`, `elapsed` says
         more of the caller than of the tier. Growth that takes longer than `ceiling`
         is taken for one that never ends.
+
+        Returns:
+            False if nothing is asked of the tier and nothing was amiss.
         """
         self._now = now
+        if not (
+            self.in_flight
+            or self.arrived
+            or self._faulty
+            or self.silent
+            or self.slow
+            or self.stalled
+            or self.congested
+        ):
+            self.heard = self.growing_slowly = False
+            if elapsed >= patience:
+                self._unhindered = now
+            return False
         if self._faulty:
             self._faulty = {n: until for n, until in self._faulty.items() if until > now}
         if self.arrived:
@@ -450,10 +466,12 @@ class TierDirectory:
             self.cannot_grow = True
         if self.reading or elapsed >= patience:
             self._unhindered = now
-        if self.silent < patience and self.writing_for(now) >= 2 * patience:
+        writing = bool(self.writing) or self.growing
+        if writing and self.silent < patience and self.writing_for(now) >= 2 * patience:
             self.slow, self._slow_since = True, now
         elif self.slow and now - self._slow_since >= SLOW_PAUSE:
             self.slow = False
+        return True
 
     def writing_for(self, now: float) -> float:
         """Seconds for which a copy to it, or its growth, has been under way for its own sake."""

@@ -27,12 +27,12 @@ class Pace:
             has to go on in a later step.
     """
 
-    asked: int = 1000
-    told: int = 512
-    granted: int = 256
-    absorbed: int = 448
+    asked: int = 500
+    told: int = 256
+    granted: int = 128
+    absorbed: int = 256
     copied: int = 128
-    questions: int = 2000
+    questions: int = 1000
 
 
 UNBOUNDED = Pace(*[sys.maxsize] * 6)

@@ -181,7 +181,7 @@ def test_the_first_in_line_costs_no_key_while_there_is_no_row_for_it() -> None:
     core.tiers[0].entries = CountingDict(core.tiers[0].entries)
     core.pool.chunks = CountingDict(core.pool.chunks)
     assert rig.ask(keys) is None
-    for _ in range(10):
+    for _ in range(20):
         # The policies hear of the load, some keys in each step.
         rig.step()
     CountingDict.reads = 0
