@@ -150,13 +150,10 @@ class Core:
         self._to_absorb = self._pace.absorbed
         self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
-        judged = False
         for tier in self.tiers:
             if tier.watch(now, elapsed, self.line.deadline, self.line.ceiling):
                 self.traffic.judge(tier)
-                judged = True
-        if judged or len(self._readable) < len(self.tiers):
-            self._readable = [tier for tier in self.tiers if tier.readable]
+        self._readable = [tier for tier in self.tiers if tier.readable]
         if self._ended:
             self.line.keep(now)
         for request in self.line.expire(now):

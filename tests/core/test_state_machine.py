@@ -91,10 +91,11 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def note_moves(self) -> None:
         """What the core has asked of the engine."""
+        orphans = self.world.core.traffic.orphans
         for move in self.world.moves:
             if move.op is Op.CASCADE:
                 self.sent[move.tier].update(move.keys)
-            elif move.op is Op.PROMOTE:
+            elif move.op is Op.PROMOTE and move.id not in orphans:
                 assert self.written[move.tier] >= set(move.keys), "nobody wrote that"
                 self.entered.update(move.keys)
 
@@ -228,19 +229,22 @@ class StoreAgainstSets(RuleBasedStateMachine):
         move = self.world.moves[index]
         current = move.id not in self.world.core.traffic.orphans
         self.world.complete(index, failures)
-        ok = self.world.done[-1].ok
-        for key, good in zip(move.keys, ok, strict=True):
-            if not current:
-                continue
-            if move.op is Op.CASCADE and good:
-                self.written[move.tier].add(key)
-            elif move.op is Op.PROMOTE and not good:
-                self.written[move.tier].discard(key)
-        if move.op is Op.CASCADE and not all(ok):
+        ended = self.world.done[-1]
+        if move.op is Op.CASCADE and not all(ended.ok):
             # A tier that failed is left alone for a while; nothing else is promised.
             self.sent[move.tier].update(move.keys)
         # The completion is taken in at once, so that the reference is not ahead of the core.
         self.world.take_in()
+        if not current:
+            return
+        written, entries = self.written[move.tier], self.world.core.tiers[move.tier].entries
+        for place, (key, good) in enumerate(zip(move.keys, ended.ok, strict=True)):
+            if move.op is Op.CASCADE and good:
+                written.add(key)
+            # What could not be read in passing is still there, until it has failed too often.
+            there = good or (place in ended.unread and key in entries)
+            if move.op is Op.PROMOTE and not there:
+                written.discard(key)
 
     @rule()
     def reset(self) -> None:
