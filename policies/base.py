@@ -72,9 +72,9 @@ class EvictionPolicy(ABC):
             raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")
         self.capacity = capacity
 
-    spares_new = False
-    """Whether `evict` never chooses a key that has just entered while another may leave. A
-    store that fits beside those that may not leave is then taken in one go."""
+    spares_latest = False
+    """Whether `evict` chooses keys that have entered or were used last only when no others may
+    leave. Room for a whole store is then made in one go."""
 
     @abstractmethod
     def insert(self, key: bytes) -> None:

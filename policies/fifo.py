@@ -15,8 +15,8 @@ class FIFO(LRU):
     """
 
     name = "fifo"
-    spares_new = False
-    # What is here of a prompt may be the oldest of all, also while the rest of it enters.
+    spares_latest = False
+    # What was used last may be what has entered first.
 
     settle = EvictionPolicy.settle
 

@@ -21,7 +21,7 @@ class LRU(EvictionPolicy):
     """
 
     name = "lru"
-    spares_new = True
+    spares_latest = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -245,7 +245,7 @@ class HostPool:
         self._let_loose()
         may_not_leave = self._protection(shed_unsaved=False, bounded=False)
         free = len(self._free)
-        if policy.spares_new:
+        if policy.spares_latest:
             new = [key for key in keys if key not in chunks and key not in unwanted]
             mine = frozenset(keys)
             victims = evict(

@@ -150,6 +150,24 @@ class PolicyContract(ABC):
         assert self.residents(policy, keys) == set(keys)
         assert set(policy.evict(3, safe.__contains__) or ()) == set(keys[7:])
 
+    def test_who_spares_the_latest_lets_them_leave_only_after_all_others(self) -> None:
+        rng = random.Random(0)
+        for size in range(4, 40):
+            policy = self.holding(old := keys_of(size))
+            if not policy.spares_latest:
+                return
+            rng.shuffle(old)
+            for key in rng.choices(old, k=size):
+                policy.touch(key)
+            protected, used = set(old[: size // 3]), set(old[size // 3 : size // 2])
+            for key in used:
+                policy.touch(key)
+            for key in keys_of(size - size // 2, start=1000):
+                victims = policy.evict(1, protected.__contains__, (key,))
+                assert victims is not None
+                assert victims[0] in set(old) - used
+                policy.insert(key)
+
     def test_protection_lasts_as_long_as_it_is_said(self) -> None:
         keys = keys_of(6)
         policy = self.holding(keys)
