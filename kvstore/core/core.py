@@ -84,6 +84,7 @@ class Core:
         pace: Pace = DEFAULT_PACE,
     ) -> None:
         self.pool = pool
+        self._chunk_of = pool.chunks.get
         self.tiers = list(tiers)
         self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
         self.chains = Chains(pool, self.tiers)
@@ -257,7 +258,7 @@ class Core:
         request = self._asking
         if request.id != request_id:
             request = self._begin_asking(request_id)
-        chunk = self.pool.chunks.get(key)
+        chunk = self._chunk_of(key)
         if chunk is not None and chunk.status >= READY and request.state is not _WAITING:
             chunk.step = request.asked_step
             request.keys.append(key)

@@ -160,6 +160,7 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
     rig = Rig(rows=64, on=[keys], segment_slots=10_000)
     core = rig.core
     core.pool.chunks = CountingDict(core.pool.chunks)
+    core._chunk_of = core.pool.chunks.get
     core.tiers[0].entries = CountingDict(core.tiers[0].entries)
     CountingDict.reads = 0
     assert rig.ask(keys) is None
@@ -180,6 +181,7 @@ def test_the_first_in_line_costs_no_key_while_there_is_no_row_for_it() -> None:
     rig.load(busy, "other")
     core.tiers[0].entries = CountingDict(core.tiers[0].entries)
     core.pool.chunks = CountingDict(core.pool.chunks)
+    core._chunk_of = core.pool.chunks.get
     assert rig.ask(keys) is None
     for _ in range(20):
         # The policies hear of the load, some keys in each step.
