@@ -117,13 +117,19 @@ class Engine:
             await asyncio.wait(set(self._tasks), timeout=LEAVE_SECONDS)
 
     async def _follow(self, index: int, tier: Tier) -> None:
+        what = "cannot follow the lanes of other processes"
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
                 news = await tier.refresh()
-            except Exception:
-                logger.exception("cannot follow the lanes of other processes")
-                return
+            except Exception as error:
+                # What was known of them stays true or fails its digest; the next look may go well.
+                if self._complaints.failed(what, repr(error), time.monotonic()):
+                    logger.error("it was raised here", exc_info=error)
+                continue
+            self._complaints.went_well(
+                what, "the lanes of other processes are followed again", time.monotonic()
+            )
             if news.appeared or news.gone:
                 self._done.append(Completion(NO_MOVE, [], news=news, tier=index))
                 self._on_completion()

@@ -300,10 +300,29 @@ def test_a_tier_that_cannot_be_followed_is_used_all_the_same(
 
     tier = Deaf()
     engine = threads(tier)
-    until(lambda: tier.looks)
+    until(lambda: tier.looks > 9)
     engine.submit([read(0)])
     (completion,) = take(engine, 1)
     assert completion.ok == [True]
+    told = [r for r in caplog.records if "cannot follow the lanes" in r.getMessage()]
+    assert len(told) == 1
+
+
+def test_looks_that_fail_in_passing_do_not_end_the_following(
+    threads: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
+
+    class Deaf(Neighbour):
+        async def refresh(self) -> News:
+            if self.looks < 3:
+                self.looks += 1
+                raise OSError("gone")
+            return await super().refresh()
+
+    engine = threads(GatedTier(), Deaf())
+    (found,) = take(engine, 1)[:1]
+    assert found.news == News([(key(5), 5)])
 
 
 # -- the end ---------------------------------------------------------------------------------

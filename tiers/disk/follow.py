@@ -262,7 +262,11 @@ class FollowedLanes(Tier):
         before = [self._known]
         self._known = known
         # Segments close their files when the last that uses them has ended: not on the loop.
-        await asyncio.get_running_loop().run_in_executor(None, before.clear)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, before.clear)
+        except RuntimeError:
+            # The interpreter ends, and takes no work for its threads any more.
+            before.clear()
 
 
 def _step(steps: Iterator[None]) -> bool:

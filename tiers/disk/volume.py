@@ -229,13 +229,19 @@ class Volume:
         for extent, outcome in zip(extents, outcomes, strict=True):
             slots = read.setdefault(extent.segment.number, [])
             slots.extend(extent.first + index for index, ok in enumerate(outcome.ok) if ok)
+            kept: list[int] = []
             for slot in outcome.wrong:
                 try:
                     extent.segment.erase_records(slot, 1)
                 except OSError:
-                    logger.warning(
-                        "cannot erase the record of slot %d of %s", slot, extent.segment.path
-                    )
+                    kept.append(slot)
+            if kept:
+                logger.warning(
+                    "cannot erase %d records of %s, the first of slot %d",
+                    len(kept),
+                    extent.segment.path,
+                    kept[0],
+                )
         for number, slots in read.items():
             self._reads[number][slots] += 1
             self._read_ms[number][slots] = now
