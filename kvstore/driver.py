@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,9 @@ __all__ = ["Driver"]
 
 RECHECK_SECONDS = 0.02
 """How often a wait looks at its deadline when nothing arrives."""
+
+FRESH_SECONDS = 0.001
+"""How long after a step another one would find nothing new, unless something has ended."""
 
 
 class Driver:
@@ -36,6 +40,7 @@ class Driver:
         self.transfers = 0
         self.closed = False
         self._going_on = False
+        self._stepped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
 
     def check(self) -> None:
@@ -47,6 +52,14 @@ class Driver:
         self._home.check()
         if self.closed:
             raise KVStoreError("the store is closed")
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a step now would tell who waits nothing that the last has not told.
+
+        Many who wait are woken together: one step is enough for all of them.
+        """
+        return not self.engine.ended and time.monotonic() - self._stepped < FRESH_SECONDS
 
     def begin(self) -> float:
         """Begin a step; returns the time.
@@ -100,7 +113,7 @@ class Driver:
             self.pump()
 
     def _step(self) -> float:
-        now = time.monotonic()
+        now = self._stepped = time.monotonic()
         self._core.poll(now, self.engine.take())
         self.on_step(now)
         return now

@@ -81,6 +81,11 @@ class Engine:
             if tier.follows:
                 self._followers.append(loop.create_task(self._follow(index, tier)))
 
+    @property
+    def ended(self) -> bool:
+        """Whether there are completions that were not taken yet."""
+        return bool(self._done)
+
     def take(self) -> list[Completion]:
         """Completions that were not taken yet. May be called from any thread."""
         taken: list[Completion] = []

@@ -340,9 +340,15 @@ class Store:
         self, keys: Sequence[bytes], request: str | None
     ) -> tuple[Prompt | None, int | None]:
         """The request that asks, and the answer; without keys nobody asks."""
+        self._driver.check()
+        # To ask again for what is being fetched is the same work for any number of keys.
+        known = type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes
+        if known and self._driver.fresh:
+            prompt = self._prompts.waiting(keys, request, time.monotonic())
+            if prompt is not None:
+                return prompt, self._core.lookup_prefix(keys, prompt.id)
         now = self._driver.begin()
-        if type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes:
-            # To ask again for what is being fetched is the same work for any number of keys.
+        if known:
             prompt = self._prompts.waiting(keys, request, now)
             if prompt is not None:
                 answer = self._core.lookup_prefix(keys, prompt.id)
@@ -366,11 +372,14 @@ class Store:
         prompt.busy += 1
         try:
             while True:
-                self._driver.begin()
+                step = not (self._core.is_waiting(prompt.id) and self._driver.fresh)
+                if step:
+                    self._driver.begin()
                 count = self._core.lookup_prefix(keys, prompt.id)
                 if count is not None:
                     break
-                self._driver.flush()
+                if step:
+                    self._driver.flush()
                 await self._driver.moved()
             rows = self._core.prepare_load(keys[:count], prompt.id)
         except BaseException:

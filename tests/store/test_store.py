@@ -744,6 +744,47 @@ async def test_who_waits_when_the_store_closes_is_told(
         await asyncio.wait_for(resolving, 5.0)
 
 
+@pytest.mark.parametrize("way", ["get", "resolve", "lookup_prefix"])
+async def test_many_who_wait_share_the_steps_that_wake_them(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    prompts = [keys_of(f"p{number}", 1) for number in range(40)]
+    async with open_store(rows=64, disk=64) as store:
+        for keys in prompts:
+            await store.put(keys, payloads(keys))
+    gate = hold(monkeypatch, "read")
+    polls = 0
+    real = Core.poll
+
+    def poll(self: Core, *args: Any) -> None:
+        nonlocal polls
+        polls += 1
+        real(self, *args)
+
+    async def ask(keys: list[bytes]) -> int:
+        if way == "get":
+            return len(await contents(store, keys))
+        if way == "resolve":
+            return await store.resolve(keys)
+        while (found := store.lookup_prefix(keys)) is None:
+            await asyncio.sleep(0)
+        return found
+
+    async with open_store(rows=64, disk=64, deadline_s=30.0) as store:
+        asking = [asyncio.create_task(ask(keys)) for keys in prompts]
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(Core, "poll", poll)
+        began = time.monotonic()
+        wakes = 0
+        while time.monotonic() - began < 0.1:
+            wakes += 1
+            store._driver.wake()
+            await asyncio.sleep(0)
+        assert polls <= 120 < wakes * len(prompts), "a step a millisecond, whoever asks"
+        gate.set()
+        assert await asyncio.gather(*asking) == [1] * len(prompts)
+
+
 async def test_closing_does_not_go_on_copying_after_its_time(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
