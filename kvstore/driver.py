@@ -36,7 +36,8 @@ class Driver:
         self._home = home
         self.engine = Engine(tiers, self.pump)
         self.engine.follow()
-        self._waiters: set[asyncio.Future[bool]] = set()
+        self._waiters: dict[asyncio.Future[bool], str | None] = {}
+        """Who waits, and for which deferred request."""
         self.transfers = 0
         self.closed = False
         self._going_on = False
@@ -91,15 +92,24 @@ class Driver:
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
-        for waiter in self._waiters:
-            _answer(waiter, True)
-        self._waiters.clear()
+        """Whoever waits looks again, but for those whose requests are deferred still."""
+        deferred = self._core.is_waiting
+        left: dict[asyncio.Future[bool], str | None] = {}
+        for waiter, request in self._waiters.items():
+            if request is not None and not self.closed and deferred(request):
+                left[waiter] = request
+            else:
+                _answer(waiter, True)
+        self._waiters = left
 
-    async def moved(self) -> None:
-        """Wait until something has moved, or for a moment."""
+    async def moved(self, request: str | None = None) -> None:
+        """Wait until something has moved, or for a moment.
+
+        Args:
+            request: one that is deferred; then only its answer counts.
+        """
         waiter: asyncio.Future[bool] = self._home.loop.create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = request
         # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after
         # the waiter was woken.
         timer = self._home.loop.call_later(RECHECK_SECONDS, _answer, waiter, False)
@@ -107,10 +117,11 @@ class Driver:
             woken = await waiter
         finally:
             timer.cancel()
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
         if not woken:
             self.check()
-            self.pump()
+            if not self.fresh:
+                self.pump()
 
     def _step(self) -> float:
         now = self._stepped = time.monotonic()

@@ -190,7 +190,7 @@ class Store:
             assert prompt is not None
             prompt.busy += 1
             try:
-                await self._driver.moved()
+                await self._driver.moved(prompt.id)
             except BaseException:
                 self._prompts.given_up(prompt)
                 raise
@@ -380,7 +380,7 @@ class Store:
                     break
                 if step:
                     self._driver.flush()
-                await self._driver.moved()
+                await self._driver.moved(prompt.id)
             rows = self._core.prepare_load(keys[:count], prompt.id)
         except BaseException:
             # Cancelled: what was fetched for this call may leave.
