@@ -67,14 +67,14 @@ class EvictionPolicy(ABC):
     """Whether `evict` may choose keys of the very store that room is made for. A policy
     that lives by that is asked chunk by chunk; one that does not takes a store whole."""
 
+    spares_latest = False
+    """Whether `evict` chooses keys that have entered or were used last only when no others may
+    leave. Room for a whole store is then made in one go."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")
         self.capacity = capacity
-
-    spares_latest = False
-    """Whether `evict` chooses keys that have entered or were used last only when no others may
-    leave. Room for a whole store is then made in one go."""
 
     @abstractmethod
     def insert(self, key: bytes) -> None:

@@ -15,8 +15,8 @@ class FIFO(LRU):
     """
 
     name = "fifo"
-    spares_latest = False
     # What was used last may be what has entered first.
+    spares_latest = False
 
     settle = EvictionPolicy.settle
 

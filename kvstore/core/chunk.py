@@ -76,6 +76,11 @@ class Chunk:
         self.row = row
         self.end()
 
+    def begin(self, key: bytes, origin: int, order: int) -> None:
+        """Stand for `key` from now on, which is to be filled. Until then it stood for no chunk."""
+        self.key, self.origin, self.order = key, origin, order
+        self.status = FILLING
+
     def end(self) -> None:
         """Stand for no chunk: nothing is known but the row."""
         self.key = b""

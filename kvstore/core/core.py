@@ -685,15 +685,12 @@ class Core:
         self._tell()
         for tier in self._demoting:
             if tier.accepts(self.now):
-                lacking = [
+                lacking = tier.lacking(
                     chunk
                     for chunk in self.pool.chunks.values()
-                    if chunk.status != FILLING
-                    and not chunk.unsaved >> tier.index & 1
-                    and tier.lacks(chunk.key)
-                    and not self.traffic.shared(chunk.key)
-                ]
-                self.traffic.queue(tier, lacking)
+                    if chunk.status != FILLING and not chunk.unsaved >> tier.index & 1
+                )
+                self.traffic.queue(tier, self.traffic.not_shared(lacking))
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call."""

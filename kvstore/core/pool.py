@@ -301,8 +301,7 @@ class HostPool:
         entered: list[Chunk] = []
         for index, key in enumerate(reversed(entering), first):
             chunk = self._of_row[self._free.pop()]
-            chunk.key, chunk.origin, chunk.order = key, -1, index
-            chunk.status = FILLING
+            chunk.begin(key, -1, index)
             entered.append(chunk)
         for chunk in reversed(entered):
             chunks[chunk.key] = chunk
@@ -366,8 +365,7 @@ class HostPool:
         chunks: list[Chunk] = []
         for index, key in enumerate(keys, first):
             chunk = of_row[free.pop()]
-            chunk.key, chunk.origin, chunk.order = key, origin, index
-            chunk.status = FILLING
+            chunk.begin(key, origin, index)
             chunks.append(chunk)
         here, insert = self.chunks, self.policy.insert
         for chunk in reversed(chunks):
@@ -379,16 +377,7 @@ class HostPool:
 
     def fill(self, chunk: Chunk) -> None:
         """filling -> ready: the bytes of the chunk are whole."""
-        if chunk.status != FILLING:
-            raise IllegalTransitionError(f"fill of {chunk!r}")
-        chunk.status = READY
-        self.busy -= 1
-        self.marked += chunk.counted == self.step and not chunk.unsaved
-        self._changes += 1
-        if chunk.aside:
-            self._loose.append(chunk)
-        if self.keeps_history:
-            self.history.append((chunk.key, False))
+        self.fill_all((chunk,))
 
     def fill_all(self, chunks: Sequence[Chunk]) -> None:
         """`fill` of each."""

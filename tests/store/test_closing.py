@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.store import Store
 from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads, until
 from tiers import PinnedRegion
 from tiers.disk import DiskTier
@@ -136,6 +137,26 @@ async def test_calls_are_refused_as_soon_as_a_hasty_close_began(
         await closing
 
 
+async def stop_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:
+    """With chunks that wait to be copied there. Setting the events lets it go on."""
+    gates = [hold(monkeypatch, method) for method in ("write", "read", "clear")]
+    others = keys_of("others", 4)
+    await store.put(others, payloads(others))
+    return gates
+
+
+def begin_call(store: Store, what: str, asked: list[bytes]) -> asyncio.Future[Any]:
+    more = keys_of("more", 12)
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "flush": store.flush,
+        "reset": store.reset,
+        "put": lambda: store.put(more, payloads(more)),
+        "resolve": lambda: store.resolve(asked),
+        "get": lambda: contents(store, asked),
+    }
+    return asyncio.ensure_future(calls[what]())
+
+
 @pytest.mark.parametrize("what", ["flush", "reset", "put", "resolve"])
 async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
@@ -143,16 +164,8 @@ async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
     async with open_store(disk=32, rows=8) as store:
         await store.put(KEYS, payloads(KEYS))
         await store.flush()
-        gates = [hold(monkeypatch, method) for method in ("write", "read", "clear")]
-        others = keys_of("others", 4)
-        await store.put(others, payloads(others))
-        calls = {
-            "flush": store.flush,
-            "reset": store.reset,
-            "put": lambda: store.put(keys_of("wide", 12), payloads(keys_of("wide", 12))),
-            "resolve": lambda: store.resolve(keys_of("x", 2)),
-        }
-        running = asyncio.ensure_future(calls[what]())
+        gates = await stop_the_disk(store, monkeypatch)
+        running = begin_call(store, what, keys_of("x", 2))
         await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.sleep(0)
@@ -175,20 +188,12 @@ async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
         await store.put(KEYS, payloads(KEYS))
         await store.flush()
         await store.put(keys_of("wide", 8), payloads(keys_of("wide", 8)))
-        gates = [hold(monkeypatch, method) for method in ("write", "read", "clear")]
-        others = keys_of("others", 4)
-        await store.put(others, payloads(others))
-        calls = {
-            "flush": store.flush,
-            "reset": store.reset,
-            "put": lambda: store.put(keys_of("more", 12), payloads(keys_of("more", 12))),
-            "resolve": lambda: store.resolve(KEYS),
-            "get": lambda: contents(store, KEYS),
-        }
-        running = asyncio.ensure_future(calls[what]())
+        gates = await stop_the_disk(store, monkeypatch)
+        running = begin_call(store, what, KEYS)
         await asyncio.sleep(0.01)
         assert not running.done()
-        store._driver.wake()
+        (waiter,) = store._driver._waiters
+        waiter.set_result(True)
         running.cancel()
         await asyncio.wait({running}, timeout=0.5)
         assert running.cancelled()

@@ -64,10 +64,7 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
                 {"name": "again", "prompts": PROMPTS},
             ],
         },
-        {
-            "PYTHONPATH": f"{Path(__file__).parents[2]}:{site}",
-            "ELSEWHERE": str(seen),
-        },
+        {"PYTHONPATH": f"{Path(__file__).parents[2]}:{site}", "ELSEWHERE": str(seen)},
     )
     wanted = reference.rounds["each"].tokens
     assert run.rounds["cold"].tokens == wanted
