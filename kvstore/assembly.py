@@ -12,6 +12,7 @@ from kvstore.core import Core, Flow, FollowedDirectory, HostPool, TierDirectory
 from kvstore.errors import ConfigError
 from kvstore.recording import Recorder
 from kvstore.sizes import format_size
+from policies.table import COMPILED
 from tiers import PinnedRegion, Tier
 from tiers.disk import DiskTier, FollowedLanes
 from tiers.disk.namespace import Namespace
@@ -148,4 +149,6 @@ def _assemble(
         recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
         core.chains.on_end = recorder.add
         parts.append(f"requests recorded in {recorder.path}")
+    if not COMPILED:
+        parts.append("installed without a C compiler: steps over large tiers have pauses")
     return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder)

@@ -108,6 +108,10 @@ class Driver:
         Args:
             request: one that is deferred; then only its answer counts.
         """
+        if request is not None and not self._core.is_waiting(request):
+            # It was answered in the very step in which it asked.
+            await asyncio.sleep(0)
+            return
         waiter: asyncio.Future[bool] = self._home.loop.create_future()
         self._waiters[waiter] = request
         # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after

@@ -341,28 +341,36 @@ class Store:
     ) -> tuple[Prompt | None, int | None]:
         """The request that asks, and the answer; without keys nobody asks."""
         self._driver.check()
-        # To ask again for what is being fetched is the same work for any number of keys.
-        known = type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes
-        if known and self._driver.fresh:
-            prompt = self._prompts.waiting(keys, request, time.monotonic())
-            if prompt is not None:
-                return prompt, self._core.lookup_prefix(keys, prompt.id)
-        now = self._driver.begin()
-        if known:
+        now = time.monotonic()
+        prompt = None
+        if type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes:
+            # To ask again for what is being fetched is the same work for any number of keys.
             prompt = self._prompts.waiting(keys, request, now)
-            if prompt is not None:
-                answer = self._core.lookup_prefix(keys, prompt.id)
-                self._driver.flush()
-                return prompt, answer
-        keys, request = check_keys(keys), check_request(request)
-        if not keys:
-            self._driver.flush()
-            return None, 0
-        prompt = self._prompts.asking(keys, request, now)
-        answer = self._core.lookup_prefix(keys, prompt.id)
+        if prompt is None:
+            keys, request = check_keys(keys), check_request(request)
+            if not keys:
+                self._driver.pump()
+                return None, 0
+            prompt = self._prompts.asking(keys, request, now)
+        answer, stepped = self._ask(keys, prompt)
         self._prompts.told(prompt, answer)
-        self._driver.flush()
+        if stepped:
+            self._driver.flush()
         return prompt, answer
+
+    def _ask(self, keys: Sequence[bytes], prompt: Prompt) -> tuple[int | None, bool]:
+        """Look `keys` up, in a new step unless that could not tell the request anything new.
+
+        Returns:
+            The answer, and whether a step was begun, which is for the caller to flush.
+        """
+        waiting = self._core.is_waiting
+        if self._driver.fresh and (prompt.told is not None or waiting(prompt.id)):
+            answer = self._core.lookup_prefix(keys, prompt.id)
+            if answer is not None or waiting(prompt.id):
+                return answer, False
+        self._driver.begin()
+        return self._core.lookup_prefix(keys, prompt.id), True
 
     async def _begin_lease(
         self, keys: list[bytes], request: str | None, held: list[tuple[Prompt, int]]
@@ -372,13 +380,10 @@ class Store:
         prompt.busy += 1
         try:
             while True:
-                step = not (self._core.is_waiting(prompt.id) and self._driver.fresh)
-                if step:
-                    self._driver.begin()
-                count = self._core.lookup_prefix(keys, prompt.id)
+                count, stepped = self._ask(keys, prompt)
                 if count is not None:
                     break
-                if step:
+                if stepped:
                     self._driver.flush()
                 await self._driver.moved(prompt.id)
             rows = self._core.prepare_load(keys[:count], prompt.id)

@@ -7,15 +7,15 @@ Replacement Cache", FAST 2003, figure 4. Names as there.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
 from policies.queues import Later, let_go, put_back, take
+from policies.table import OrderedTable
 
 __all__ = ["ARC"]
 
-_List = OrderedDict[bytes, None]
+_List = OrderedTable[bytes, None]
 
 
 class ARC(EvictionPolicy):
@@ -32,17 +32,18 @@ class ARC(EvictionPolicy):
     """
 
     name = "arc"
+    effort = 1.5
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._t1: _List = OrderedDict()
-        self._t2: _List = OrderedDict()
+        self._t1: _List = OrderedTable()
+        self._t2: _List = OrderedTable()
         # Those of T1 and T2 that are held.
-        self._held1: dict[bytes, None] = {}
-        self._held2: dict[bytes, None] = {}
+        self._held1: OrderedTable[bytes, None] = OrderedTable()
+        self._held2: OrderedTable[bytes, None] = OrderedTable()
         # True once p has learnt from this ghost: its key was to come, and perhaps never did.
-        self._b1: OrderedDict[bytes, bool] = OrderedDict()
-        self._b2: OrderedDict[bytes, bool] = OrderedDict()
+        self._b1: OrderedTable[bytes, bool] = OrderedTable()
+        self._b2: OrderedTable[bytes, bool] = OrderedTable()
         self._p = 0.0
 
     def insert(self, key: bytes) -> None:
@@ -81,6 +82,15 @@ class ARC(EvictionPolicy):
     ) -> list[bytes] | None:
         if count > len(self._t1) + len(self._t2):
             return None
+        if count == 1 and len(incoming) == 1:
+            # Written for speed: stores ask for one after the other.
+            self._learn(incoming[0])
+            from_t1 = self._takes_t1(incoming[0], 0)
+            coldest = self._t1 if from_t1 else self._t2
+            if coldest and not protected(key := next(iter(coldest))):
+                del coldest[key]
+                (self._b1 if from_t1 else self._b2)[key] = False
+                return [key]
         # Where fewer must leave than come, the first to come have room already.
         early = max(0, len(incoming) - count)
         entered1 = entered2 = 0
@@ -94,10 +104,9 @@ class ARC(EvictionPolicy):
         in_use1: list[tuple[bytes, None]] = []
         in_use2: list[tuple[bytes, None]] = []
         for index in range(early, early + count):
-            key = incoming[index] if index < len(incoming) else None
-            ghost = key is not None and self._learn(key)
-            size = len(t1) + len(held1) + len(in_use1) + entered1
-            from_t1 = size > self._p or (size == self._p and key in self._b2)
+            arriving = incoming[index] if index < len(incoming) else None
+            ghost = arriving is not None and self._learn(arriving)
+            from_t1 = self._takes_t1(arriving, len(in_use1) + entered1)
             lists = ((t1, in_use1, held1), (t2, in_use2, held2))
             entry = None
             try:
@@ -113,7 +122,7 @@ class ARC(EvictionPolicy):
                 break
             if ghost:
                 entered2 += 1
-            elif key is not None:
+            elif arriving is not None:
                 entered1 += 1
         complete = len(victims) == count
         if complete:
@@ -144,6 +153,11 @@ class ARC(EvictionPolicy):
 
     def order(self) -> Iterable[bytes]:
         return itertools.chain(self._t1, self._held1, self._t2, self._held2)
+
+    def _takes_t1(self, incoming: bytes | None, further: int) -> bool:
+        """Whether T1, with `further` keys more, is too large for `incoming` to come in."""
+        size = len(self._t1) + len(self._held1) + further
+        return size > self._p or (size == self._p and incoming in self._b2)
 
     def _learn(self, key: bytes) -> bool:
         """Move p if `key` is a ghost that has not been learnt from; whether it is a ghost."""

@@ -63,6 +63,10 @@ class EvictionPolicy(ABC):
     name: str
     """The name under which the policy is registered."""
 
+    effort = 1.0
+    """How much longer than LRU's its calls take, roughly, where chunks enter and leave. In a step
+    of a server as many times fewer are moved."""
+
     declines = True
     """Whether `evict` may choose keys of the very store that room is made for. A policy
     that lives by that is asked chunk by chunk; one that does not takes a store whole."""

@@ -48,8 +48,8 @@ class Densities:
 
     def halve(self) -> None:
         """Let what was seen so far weigh half as much as what comes."""
-        self.reused = [count / 2 for count in self.reused]
-        self.ended = [count / 2 for count in self.ended]
+        self.reused[:] = [count / 2 for count in self.reused]
+        self.ended[:] = [count / 2 for count in self.ended]
 
     def ascending(self, alive: Iterable[tuple[int, float]]) -> list[int]:
         """All cells, the least worth keeping first.

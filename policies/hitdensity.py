@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from policies.base import HELD, LATER, EvictionPolicy, Protected
 from policies.density import Densities
 from policies.queues import BURST
+from policies.table import OrderedTable
 
 __all__ = ["HitDensity"]
 
@@ -23,7 +23,14 @@ _COUNTED = 4
 """Uses beyond this many make no difference."""
 
 _CLASSES = 2 * _COUNTED
-"""The class of a key: its uses, and whether it was the last of its request."""
+"""The class of a key: twice its uses but one, and one more if it was the last of its request."""
+
+_USED_AGAIN = tuple(min(kind // 2 + 1, _COUNTED - 1) * 2 for kind in range(_CLASSES))
+"""The class after one more use, by the class before."""
+
+_SHIFT = (_CLASSES - 1).bit_length()
+_CLASS = (1 << _SHIFT) - 1
+"""What is known of a key in one number: when it was used last, shifted, and its class."""
 
 _SAMPLES = 128
 """Residents, and as many ghosts, whose ages are looked at for each estimate."""
@@ -63,6 +70,7 @@ class HitDensity(EvictionPolicy):
     """
 
     name = "hit-density"
+    effort = 2.2
 
     def __init__(self, capacity: int, *, ghosts: float = 2.0, whole_stores: bool = False) -> None:
         super().__init__(capacity)
@@ -75,37 +83,35 @@ class HitDensity(EvictionPolicy):
     def _start(self) -> None:
         self._now = 0
         self._densities = Densities(_CLASSES, self.capacity)
+        self._bins, self._edges = self._densities.bins, self._densities.edges
+        self._reused, self._ended = self._densities.reused, self._densities.ended
         self._rng = random.Random(self.capacity)
-        self._slots: dict[bytes, int] = {}
+        self._slots: OrderedTable[bytes, int] = OrderedTable()
         # What is known of a resident, by its slot.
         self._keys: list[bytes | None] = []
-        self._used = array("q")  # when it was used last
-        self._uses = array("B")
-        self._class = array("B")
-        self._parent = array("q")  # the slot of what it follows
-        self._children = array("l")  # how many residents follow it
-        self._cell = array("h")  # the queue in which it stands, if it is an end
+        self._seen: list[int] = []  # when it was used last, and its class
+        self._parent: list[int] = []  # the slot of what it follows
+        self._children: list[int] = []  # how many residents follow it
+        self._cell: list[int] = []  # the queue in which it stands, if it is an end
         # Free slots. One that was removed from under its children is free when they are gone.
         self._free: list[int] = []
         # Held residents stand in no queue. Where nobody else could leave, some are severed
         # from what they follow, whose key stands here.
         self._held: set[int] = set()
-        self._attached: OrderedDict[int, None] = OrderedDict()
+        self._attached: OrderedTable[int, None] = OrderedTable()
         self._severed: dict[int, bytes] = {}
         # Linked, not yet resident: what they follow.
-        self._expected: OrderedDict[bytes, bytes | None] = OrderedDict()
+        self._expected: OrderedTable[bytes, bytes | None] = OrderedTable()
         # Residents by the key that they follow, which is not resident.
-        self._waiting: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        self._waiting: OrderedTable[bytes, list[bytes]] = OrderedTable()
         self._links_kept = max(4096, self.capacity // 8)
-        self._ends: list[OrderedDict[int, None]] = [
-            OrderedDict() for _ in range(self._densities.cells)
+        self._ends: list[OrderedTable[int, None]] = [
+            OrderedTable() for _ in range(self._densities.cells)
         ]
         # A ring of those evicted last: place by hash, and by place what is known.
-        self._ghosts: dict[int, int] = {}
+        self._ghosts: OrderedTable[int, int] = OrderedTable()
         self._ghost_hash = array("q")
-        self._ghost_used = array("q")
-        self._ghost_uses = array("B")
-        self._ghost_class = array("B")
+        self._ghost_seen = array("q")
         self._ghost_next = 0
         self._estimate_due = self._age_due = 0
         self._halving_due = 32 * self.capacity
@@ -130,27 +136,21 @@ class HitDensity(EvictionPolicy):
 
     def insert(self, key: bytes) -> None:
         now = self._now = self._now + 1
-        uses = 1
-        place = self._ghosts.pop(hash(key), _NONE) if self._ghosts else _NONE
+        kind = 0
+        place = self._ghosts.pop(hash(key), _NONE)
         if place >= 0:
             self._ghost_hash[place] = 0
-            age = now - self._ghost_used[place]
-            densities = self._densities
-            cell = self._ghost_class[place] * densities.bins + bisect_right(densities.edges, age)
-            densities.reused[cell] += 1
-            uses = min(_COUNTED, self._ghost_uses[place] + 1)
+            seen = self._ghost_seen[place]
+            self._note_reuse(seen, now)
+            kind = _USED_AGAIN[seen & _CLASS]
         if self._free:
             slot = self._free.pop()
             self._keys[slot] = key
-            self._used[slot] = now
-            self._uses[slot] = uses
-            self._class[slot] = 2 * (uses - 1)
+            self._seen[slot] = now << _SHIFT | kind
         else:
             slot = len(self._keys)
             self._keys.append(key)
-            self._used.append(now)
-            self._uses.append(uses)
-            self._class.append(2 * (uses - 1))
+            self._seen.append(now << _SHIFT | kind)
             self._parent.append(_NONE)
             self._children.append(0)
             self._cell.append(_NONE)
@@ -161,7 +161,7 @@ class HitDensity(EvictionPolicy):
                 if below >= 0 and self._parent[below] < 0 and below not in self._severed:
                     self._attach(below, slot)
         if not self._children[slot]:
-            self._queue(slot)
+            self._stand(slot, kind * self._bins)
         follows = self._expected.pop(key, None)
         if follows is not None and follows != key:
             self._follow(slot, key, follows)
@@ -169,25 +169,19 @@ class HitDensity(EvictionPolicy):
     def touch(self, key: bytes) -> None:
         slot = self._slots[key]
         now = self._now = self._now + 1
-        densities = self._densities
-        age = now - self._used[slot]
-        densities.reused[
-            self._class[slot] * densities.bins + bisect_right(densities.edges, age)
-        ] += 1
-        self._used[slot] = now
-        uses = self._uses[slot]
-        if uses < _COUNTED:
-            uses += 1
-            self._uses[slot] = uses
-        self._class[slot] = 2 * (uses - 1)
-        if self._cell[slot] >= 0:
-            self._unqueue(slot)
-            self._queue(slot)
+        seen = self._seen[slot]
+        self._note_reuse(seen, now)
+        kind = _USED_AGAIN[seen & _CLASS]
+        self._seen[slot] = now << _SHIFT | kind
+        cell = self._cell[slot]
+        if cell >= 0:
+            del self._ends[cell][slot]
+            self._stand(slot, kind * self._bins)
 
     def settle(self, keys: Sequence[bytes]) -> None:
         slot = self._slots.get(keys[-1], _NONE) if keys else _NONE
         if slot >= 0:
-            self._class[slot] |= 1
+            self._seen[slot] |= 1
             if self._cell[slot] >= 0:
                 self._unqueue(slot)
                 self._queue(slot)
@@ -218,6 +212,15 @@ class HitDensity(EvictionPolicy):
                 self._estimate()
             self._grow_older()
         keys = self._keys
+        if count == 1 and (slot := self._coldest()) >= 0:
+            # Written for speed: stores ask for one after the other.
+            key = keys[slot]
+            assert key is not None
+            if not protected(key):
+                self._unqueue(slot)
+                self._detach(slot)
+                self._let_go(slot, key)
+                return [key]
         victims: list[int] = []
         in_use: list[int] = []
         detached = 0
@@ -271,7 +274,7 @@ class HitDensity(EvictionPolicy):
                 self._restore(slot)
         for index, slot in enumerate(in_use):
             # Counts as used just now, so that it is not met again soon.
-            self._used[slot] = self._now
+            self._seen[slot] = self._now << _SHIFT | self._seen[slot] & _CLASS
             if index < detached:
                 self._restore(slot)
             elif not self._children[slot]:
@@ -328,30 +331,32 @@ class HitDensity(EvictionPolicy):
         self._keys[slot] = None
         self._parent[slot] = _NONE
         self._free.append(slot)
+        seen = self._seen[slot]
         if not self._ghost_room:
-            self._lost_sight(self._class[slot], self._used[slot])
+            self._lost_sight(seen)
             return
         place = self._ghost_next
-        if place == len(self._ghost_hash):
-            self._ghost_hash.append(0)
-            self._ghost_used.append(0)
-            self._ghost_uses.append(0)
-            self._ghost_class.append(0)
-        elif self._ghosts.get(self._ghost_hash[place]) == place:
-            del self._ghosts[self._ghost_hash[place]]
-            self._lost_sight(self._ghost_class[place], self._ghost_used[place])
-        self._ghost_next = (place + 1) % self._ghost_room
+        hashes, ghosts = self._ghost_hash, self._ghosts
         hashed = hash(key)
-        self._ghost_hash[place] = hashed
-        self._ghost_used[place] = self._used[slot]
-        self._ghost_uses[place] = self._uses[slot]
-        self._ghost_class[place] = self._class[slot]
-        self._ghosts[hashed] = place
+        if place == len(hashes):
+            hashes.append(hashed)
+            self._ghost_seen.append(seen)
+        else:
+            if ghosts.get(hashes[place]) == place:
+                del ghosts[hashes[place]]
+                self._lost_sight(self._ghost_seen[place])
+            hashes[place] = hashed
+            self._ghost_seen[place] = seen
+        self._ghost_next = (place + 1) % self._ghost_room
+        ghosts[hashed] = place
 
-    def _lost_sight(self, kind: int, used: int) -> None:
-        densities = self._densities
-        age = self._now - used
-        densities.ended[kind * densities.bins + bisect_right(densities.edges, age)] += 1
+    def _note_reuse(self, seen: int, now: int) -> None:
+        age = now - (seen >> _SHIFT)
+        self._reused[(seen & _CLASS) * self._bins + bisect_right(self._edges, age)] += 1
+
+    def _lost_sight(self, seen: int) -> None:
+        age = self._now - (seen >> _SHIFT)
+        self._ended[(seen & _CLASS) * self._bins + bisect_right(self._edges, age)] += 1
 
     # -- chains ----------------------------------------------------------------------
 
@@ -416,16 +421,19 @@ class HitDensity(EvictionPolicy):
         """An end of a chain takes its place among those of its class and age."""
         if slot in self._held:
             return
-        used = self._used
-        mine = used[slot]
-        densities = self._densities
-        cell = self._class[slot] * densities.bins
-        cell += bisect_right(densities.edges, self._now - mine)
+        seen = self._seen
+        mine = seen[slot]
+        age = self._now - (mine >> _SHIFT)
+        cell = (mine & _CLASS) * self._bins + bisect_right(self._edges, age)
         queue = self._ends[cell]
-        older = bool(queue) and mine < used[next(iter(queue))]
-        queue[slot] = None
+        older = bool(queue) and mine < seen[next(iter(queue))]
+        self._stand(slot, cell)
         if older:
             queue.move_to_end(slot, last=False)
+
+    def _stand(self, slot: int, cell: int) -> None:
+        """An end of a chain is the last in a queue: that of its class's first bin, if just used."""
+        self._ends[cell][slot] = None
         self._cell[slot] = cell
         if self._rank[cell] < self._lowest:
             self._lowest = self._rank[cell]
@@ -441,7 +449,7 @@ class HitDensity(EvictionPolicy):
 
         Of very many at once, as after `restore`, only some: the rest next time.
         """
-        now, used, densities, ends = self._now, self._used, self._densities, self._ends
+        now, seen, densities, ends = self._now, self._seen, self._densities, self._ends
         period = min(1024, max(64, self.capacity // 128))
         self._age_due = now + period
         moves = min(8 * period, _AGED_AT_ONCE)
@@ -453,7 +461,7 @@ class HitDensity(EvictionPolicy):
                 queue = ends[cell]
                 while queue:
                     slot = next(iter(queue))
-                    if used[slot] > before:
+                    if seen[slot] >> _SHIFT > before:
                         break
                     if not moves:
                         self._age_due = now + 64
@@ -478,15 +486,16 @@ class HitDensity(EvictionPolicy):
         """Cells of residents and ghosts drawn at random, each with how many it stands for."""
         now, densities = self._now, self._densities
         edges, bins = densities.edges, densities.bins
-        for kinds, used, there, total in (
-            (self._class, self._used, self._keys, len(self._slots)),
-            (self._ghost_class, self._ghost_used, self._ghost_hash, len(self._ghosts)),
+        for seen, there, total in (
+            (self._seen, self._keys, len(self._slots)),
+            (self._ghost_seen, self._ghost_hash, len(self._ghosts)),
         ):
-            size = len(kinds)
+            size = len(seen)
             drawn = [int(self._rng.random() * size) for _ in range(_SAMPLES)] if total else ()
             drawn = [place for place in drawn if there[place]]
             for place in drawn:
-                cell = kinds[place] * bins + bisect_right(edges, now - used[place])
+                age = now - (seen[place] >> _SHIFT)
+                cell = (seen[place] & _CLASS) * bins + bisect_right(edges, age)
                 yield cell, total / len(drawn)
 
     # -- the rest --------------------------------------------------------------------
@@ -501,5 +510,5 @@ class HitDensity(EvictionPolicy):
         return key in self._slots
 
     def order(self) -> Iterable[bytes]:
-        used = self._used
-        return iter(sorted(self._slots, key=lambda key: used[self._slots[key]]))
+        seen = self._seen
+        return iter(sorted(self._slots, key=lambda key: seen[self._slots[key]] >> _SHIFT))

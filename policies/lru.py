@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
 from policies.queues import sift
+from policies.table import OrderedTable
 
 __all__ = ["LRU"]
 
@@ -25,8 +25,8 @@ class LRU(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._held: dict[bytes, None] = {}
+        self._keys: OrderedTable[bytes, None] = OrderedTable()
+        self._held: OrderedTable[bytes, None] = OrderedTable()
 
     def insert(self, key: bytes) -> None:
         self._keys[key] = None

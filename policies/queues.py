@@ -1,15 +1,15 @@
 """Queues from which victims are taken, shared by the policies that have several.
 
-A queue is an `OrderedDict` from key to whatever its policy notes, coldest first.
+A queue is an `OrderedTable` from key to whatever its policy notes, coldest first.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from policies.base import HELD, LATER, Protected
+from policies.table import OrderedTable
 
 __all__ = ["BURST", "Later", "let_go", "put_back", "sift", "take"]
 
@@ -51,10 +51,10 @@ class Later(Exception):  # noqa: N818
 
 
 def take(
-    queue: OrderedDict[bytes, _V],
+    queue: OrderedTable[bytes, _V],
     protected: Protected,
     in_use: list[tuple[bytes, _V]],
-    held: dict[bytes, _V],
+    held: OrderedTable[bytes, _V],
     most: int = BURST,
 ) -> tuple[bytes, _V] | None:
     """Take the coldest key that may leave from a queue.
@@ -89,7 +89,7 @@ def take(
 
 def let_go(
     keys: Iterable[bytes],
-    places: Sequence[tuple[OrderedDict[bytes, _V], dict[bytes, _V]]],
+    places: Sequence[tuple[OrderedTable[bytes, _V], OrderedTable[bytes, _V]]],
 ) -> None:
     """Bring those of `keys` that are held back to the ends of their queues.
 
@@ -103,7 +103,7 @@ def let_go(
                 break
 
 
-def put_back(queue: OrderedDict[bytes, _V], taken: list[tuple[bytes, _V]]) -> None:
+def put_back(queue: OrderedTable[bytes, _V], taken: list[tuple[bytes, _V]]) -> None:
     """Undo `take`: make `taken`, coldest first, the coldest of the queue again."""
     for key, note in reversed(taken):
         queue[key] = note

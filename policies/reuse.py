@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from policies.admission import AdmissionFilter
+from policies.table import OrderedTable
 
 __all__ = ["ReuseThreshold"]
 
@@ -35,7 +35,7 @@ class ReuseThreshold(AdmissionFilter):
             raise ValueError(f"table must be at least 1 key, not {table}")
         self.threshold = threshold
         self.table = table
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._counts: OrderedTable[bytes, int] = OrderedTable()
 
     def asked(self, keys: Sequence[bytes]) -> None:
         counts = self._counts

@@ -167,10 +167,14 @@ class Chains:
             else:
                 self._settle_later(chain)
 
-    def settle(self) -> None:
-        """Tell slower tiers of requests whose chunks have arrived there, or will not come."""
+    def settle(self, most: int) -> None:
+        """Tell slower tiers of requests whose chunks have arrived there, or will not come.
+
+        Args:
+            most: keys of such requests after which the others are told of another time.
+        """
         tiers, settling = self._tiers, self._settling
-        while settling:
+        while settling and most > 0:
             marks, chain = settling[0]
             if self._settling_keys <= MAX_KEYS and any(
                 tier.copies_ended < mark for tier, mark in zip(tiers, marks, strict=True)
@@ -178,6 +182,7 @@ class Chains:
                 return
             settling.popleft()
             self._settling_keys -= len(chain.known)
+            most -= len(chain.known)
             for tier in tiers:
                 for keys in chain.groups.values():
                     tier.policy.settle(keys)

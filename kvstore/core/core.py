@@ -24,7 +24,7 @@ from kvstore.core.flow import Flow
 from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import FORGET_AFTER, Line
 from kvstore.core.overtaken import Overtaken, Transfer
-from kvstore.core.pace import Pace
+from kvstore.core.pace import STORED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 from kvstore.core.stats import CoreStats
@@ -103,6 +103,13 @@ class Core:
         self._unseen: set[str] = set()
         """Requests that shall ask again in the next step."""
         self._to_tell = pace.told
+        self._wanted = 0.0
+        """What callers have wanted since a step's own work was last begun."""
+        self._shortened = True
+        self._effort = pool.policy.effort
+        efforts = {self._effort, *(tier.policy.effort for tier in self.tiers)}
+        self._light = pace.whole - pace.own if efforts == {1.0} else -1
+        """What callers may want of a step before anything else is left for later."""
         self._unseen_request = Request("\0")
         self._unseen_request.state = RequestState.WAITING
         self.overtaken = Overtaken(pool)
@@ -144,17 +151,21 @@ class Core:
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
         self._to_tell = self._pace.told
+        self._shortened = False
         self._unseen.clear()
         self.pool.begin_step()
         self.line.begin_step()
         self.traffic.begin_step()
         self._to_absorb = self._pace.absorbed
-        self.absorb(completions)
+        if completions or self._ended:
+            self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
+        self._readable = self.tiers
         for tier in self.tiers:
             if tier.watch(now, elapsed, self.line.deadline, self.line.ceiling):
                 self.traffic.judge(tier)
-        self._readable = [tier for tier in self.tiers if tier.readable]
+                if not tier.readable:
+                    self._readable = [tier for tier in self._readable if tier.readable]
         if self._ended:
             self.line.keep(now)
         for request in self.line.expire(now):
@@ -204,6 +215,8 @@ class Core:
                 request.keys = []
                 self._drop_if_idle(request)
         self._asked.clear()
+        if not self._shortened:
+            self._shorten()
         moves: list[Move] = []
         if self._untold and (self.line.waiting or self._demoting or self.unsaved):
             self._tell_some()
@@ -213,8 +226,20 @@ class Core:
         if self._demoting:
             self.pool.make_ready()
         moves += self.traffic.due()
-        self.chains.settle()
+        self.chains.settle(self._pace.told)
         return moves
+
+    def _shorten(self) -> None:
+        """The more callers want of a step, the less else is done in it."""
+        self._shortened = True
+        wanted = self._wanted + self._looked_up + len(self._asking_keys)
+        self._wanted = 0.0
+        if wanted <= self._light:
+            return
+        share = self._pace.share(wanted)
+        self.traffic.shorten(share)
+        self.line.shorten(share)
+        self._to_tell = int(self._to_tell * share / self._effort)
 
     @property
     def in_flight(self) -> int:
@@ -423,6 +448,7 @@ class Core:
             source = self._medium(origin)
             sources[source] = sources.get(source, 0) + count
         self._totals.loaded += len(chunks)
+        self._wanted += len(chunks)
         self._leave_line(request)
         # To have been promoted for this load was the use of those that were.
         self._told_later(request_id, used, list(keys))
@@ -587,6 +613,7 @@ class Core:
             self._drop_if_idle(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1)
+        self._wanted += STORED * self._effort * len(chunks)
         for chunk in chunks:
             chunk.stored_by = request_id
         self.chains.storing(request_id, len(chunks))

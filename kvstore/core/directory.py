@@ -11,6 +11,7 @@ from kvstore.core.flow import Flow
 from kvstore.types import Move, Op, TierOpening
 from policies.admission import AdmissionFilter
 from policies.base import HELD, LATER, EvictionPolicy
+from policies.table import OrderedTable
 
 __all__ = ["TierDirectory"]
 
@@ -19,7 +20,7 @@ STRIPE_CHUNKS = 8
 
 MOST_FAILURES = 3
 """Reads of a chunk that may fail in a row before it is given up."""
-QUESTIONS = 1000
+QUESTIONS = 500
 """Keys about which the policy may ask in vain in one search for victims. When they are spent, the
 search goes on with the next copies, which wait meanwhile."""
 
@@ -54,7 +55,8 @@ class TierDirectory:
         self.admission = admission
         """Decides which chunks may be copied to it; all, without one."""
         self.flow = flow
-        self.entries: dict[bytes, int] = dict(opening.entries)
+        self.entries: OrderedTable[bytes, int] = OrderedTable()
+        self.entries.update(opening.entries)
         policy.restore(self.entries)
         self.reading: dict[bytes, int] = {}
         self._unread: dict[bytes, int] = {}
@@ -354,12 +356,18 @@ class TierDirectory:
 
     def forget(self, key: bytes) -> None:
         """The entry proved unreadable: it is gone, its slot is free."""
-        slot = self.entries.pop(key)
         self._unread.pop(key, None)
-        self.policy.remove(key)
-        self._give((slot,))
+        self._forget_all((key,))
+
+    def _forget_all(self, keys: Sequence[bytes]) -> None:
+        """The entries are gone, their slots are free."""
+        pop, remove = self.entries.pop, self.policy.remove
+        slots = [pop(key) for key in keys]
+        for key in keys:
+            remove(key)
+        self._give(slots)
         if self.keeps_history:
-            self.history.append((key, True))
+            self.history += [(key, True) for key in keys]
 
     def unread(self, key: bytes) -> bool:
         """The entry could not be read this time; whether it shall be tried again."""
@@ -377,8 +385,7 @@ class TierDirectory:
             for key in keys:
                 self._unread.pop(key, None)
         if self.flow is Flow.EXCLUSIVE:
-            for key in keys:
-                self.forget(key)
+            self._forget_all(keys)
 
     def begin_read(self, key: bytes) -> int:
         """Protect the entry while it is read; returns its slot."""

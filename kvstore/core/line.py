@@ -74,6 +74,10 @@ class Line:
         self._allowance = self.pace.granted
         self.behind = False
 
+    def shorten(self, share: float) -> None:
+        """This step grants only a part of what its pace allows."""
+        self._allowance = max(1, int(self._allowance * share / self._pool.policy.effort))
+
     def join(self, request: Request, now: float) -> None:
         """Begin, or go on with, the wait of a request whose lookup was deferred."""
         if request.since is None:
@@ -422,11 +426,9 @@ class Line:
         return None
 
 
-def _all_there(
-    keys: Sequence[bytes], entries: Container[bytes], chunks: dict[bytes, Chunk]
-) -> bool:
+def _all_there(keys: Sequence[bytes], entries: Container[bytes], chunks: Container[bytes]) -> bool:
     """Whether all `keys` are among the tier's `entries` and none has a chunk in host memory."""
-    return chunks.keys().isdisjoint(keys) and all(map(entries.__contains__, keys))
+    return all(map(entries.__contains__, keys)) and not any(map(chunks.__contains__, keys))
 
 
 def _wait_no_more(chunk: Chunk, request: Request) -> None:

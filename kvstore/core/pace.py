@@ -8,12 +8,23 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-__all__ = ["UNBOUNDED", "Pace"]
+__all__ = ["STORED", "UNBOUNDED", "Pace"]
+
+STORED = 3.0
+"""What a chunk that is stored costs beside a key that is looked up; one that is loaded costs
+as much as the key."""
+
+LEAST_SHARE = 0.15
+"""The part of a step's own work that is done whatever callers want."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The work of one step, in chunks.
+
+    What callers want is done at once. The more they want, the less else is done in the same
+    step: of `told`, `granted` and `copied` only a share, and as many times less again as the
+    `effort` of the policy says.
 
     Attributes:
         asked: keys that are looked up; when there were as many, further requests are
@@ -25,15 +36,23 @@ class Pace:
         copied: chunks whose copy to one slower tier is begun, or that are given up for it.
         questions: keys about which an eviction policy may ask in vain, before it
             has to go on in a later step.
+        whole: the work of a whole step, in keys that are looked up, and `own`, the part of it
+            that `told`, `granted` and `copied` take with LRU.
     """
 
     asked: int = 500
-    told: int = 256
-    granted: int = 128
-    absorbed: int = 256
-    copied: int = 128
+    told: int = 320
+    granted: int = 160
+    absorbed: int = 320
+    copied: int = 160
     questions: int = 1000
+    whole: int = 1300
+    own: int = 1100
+
+    def share(self, wanted: float) -> float:
+        """The part of a step's own work that is done where callers have `wanted` so much."""
+        return max(LEAST_SHARE, min(1.0, (self.whole - wanted) / self.own))
 
 
-UNBOUNDED = Pace(*[sys.maxsize] * 6)
+UNBOUNDED = Pace(*[sys.maxsize] * 8)
 """For simulations, where nobody waits."""

@@ -11,6 +11,7 @@ from kvstore.core.chunk import FILLING, READY, Chunk, IllegalTransitionError
 from kvstore.core.pace import UNBOUNDED
 from policies.admission import AdmissionFilter
 from policies.base import HELD, LATER, EvictionPolicy, Protected
+from policies.table import OrderedTable
 
 __all__ = ["HostPool"]
 
@@ -59,7 +60,7 @@ class HostPool:
         self._parked: OrderedDict[bytes, Chunk] = OrderedDict()
         self._waiting: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
-        self.chunks: dict[bytes, Chunk] = {}
+        self.chunks: OrderedTable[bytes, Chunk] = OrderedTable()
         self.busy = 0
         """Chunks that are filling or pinned."""
         self.unsaved = 0

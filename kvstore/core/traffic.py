@@ -76,6 +76,12 @@ class Traffic:
         self._left = [self.pace.copied] * len(self._tiers)
         self.behind = False
 
+    def shorten(self, share: float) -> None:
+        """This step begins only a part of the copies that its pace allows."""
+        for tier in self._tiers:
+            left = self._left[tier.index] * share / tier.policy.effort
+            self._left[tier.index] = max(1, int(left))
+
     def promote(
         self, tier: TierDirectory, chunks: Sequence[Chunk], slots: Sequence[int]
     ) -> list[Move]:

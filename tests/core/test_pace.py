@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
+from kvstore.core.pace import LEAST_SHARE, STORED
 from kvstore.types import NO_MOVE, Completion, News, Op
 from policies import create_policy, policy_names
 from tests.core.rig import Rig, chain
@@ -219,6 +220,45 @@ def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: 
         rig.step()
     assert offers > 1
     assert grant.keys == new
+
+
+def test_the_more_callers_want_of_a_step_the_less_else_is_done_in_it() -> None:
+    here, there = chain("here", 40), chain("there", 60)
+    pace = Pace(asked=100, granted=20, whole=60, own=20)
+    granted: list[int] = []
+    for lookups in (0, 10, 30, 40):
+        rig = Rig(rows=200, on=[there], segment_slots=256, pace=pace)
+        rig.put(here)
+        rig.settle()
+        assert rig.ask(there[:20]) is None
+        assert rig.ask(here[:lookups], "other") == lookups
+        granted.append(promoted(rig.flush()))
+    # 20 keys of its own, and those of the other: what is left of 60, in parts of 20.
+    assert granted == [20, 20, 10, int(LEAST_SHARE * 20)]
+
+
+def test_a_store_counts_in_the_step_that_follows() -> None:
+    there = chain("there", 20)
+    rig = Rig(rows=200, on=[there], pace=Pace(granted=20, whole=50, own=20))
+    rig.step()
+    assert rig.core.prepare_store(chain("new", 8), "writer") is not None
+    rig.now += 0.1
+    rig.core.poll(rig.now)
+    assert rig.ask(there) is None
+    wanted = len(there) + STORED * 8
+    assert promoted(rig.flush()) == int(20 * (50 - wanted) / 20)
+    rig.step()
+    assert promoted(rig.flush()) == 20 - int(50 - wanted), "and then no more"
+
+
+def test_a_policy_that_takes_longer_has_fewer_chunks_moved_in_a_step() -> None:
+    keys = chain("a", 40)
+    for name in policy_names():
+        rig = Rig(rows=100, on=[keys], policy=create_policy(name, 100), pace=Pace(granted=20))
+        assert rig.ask(keys) is None
+        effort = rig.core.pool.policy.effort
+        assert effort >= 1
+        assert promoted(rig.flush()) == int(20 / effort)
 
 
 def test_the_pace_of_a_step_lets_as_much_be_taken_in_as_is_begun() -> None:

@@ -286,7 +286,7 @@ def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
     new = chain("b", 1)
     rig.put(new)
     rig.settle()
-    assert rig.core.tiers[0].entries == {keys[0]: 0, new[0]: 1}
+    assert dict(rig.core.tiers[0].entries) == {keys[0]: 0, new[0]: 1}
 
 
 def test_stores_do_not_take_the_rows_that_a_request_in_line_waits_for() -> None:

@@ -22,6 +22,7 @@ from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedE
 from kvstore.store import COPY_INLINE_BYTES
 from policies import registry
 from policies.lru import LRU
+from policies.table import COMPILED
 from tests.store.support import (
     CHUNK,
     Open,
@@ -899,6 +900,15 @@ async def test_it_describes_itself(open_store: Open) -> None:
         assert "host" in store.description
         assert "disk" in store.description
         assert "lru" in store.description
+        assert COMPILED or "compiler" in store.description
+
+
+async def test_it_says_so_where_its_tables_are_not_compiled(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.assembly.COMPILED", False)
+    async with open_store(disk=32) as store:
+        assert "installed without a C compiler" in store.description
 
 
 async def test_many_users_at_once_see_only_right_bytes(open_store: Open) -> None:

@@ -1,0 +1,32 @@
+"""A table that keeps its order and never makes anybody wait.
+
+Python's `dict` and `OrderedDict` are built anew when insertions have used their room up, which
+deletions do not give back: with 100,000 entries that takes 8 ms, with a million 60 to 130, in the
+middle of somebody's step. `OrderedTable`, written in C, does the same work as fast and in less
+memory, and no call takes longer because the table is large: its index grows a little with each
+insertion.
+
+Where the package was installed without a C compiler, an `OrderedDict` stands in for it:
+everything works, and steps over large tiers have those pauses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+__all__ = ["COMPILED", "OrderedTable"]
+
+if TYPE_CHECKING:
+    from policies._table import OrderedTable
+else:
+    try:
+        from policies._table import OrderedTable
+    except ImportError:
+
+        class OrderedTable(OrderedDict):
+            """See the module's text."""
+
+
+COMPILED: bool = not issubclass(OrderedTable, dict)
+"""Whether the table in C is there."""
