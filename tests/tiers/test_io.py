@@ -304,3 +304,23 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
     assert backend.read_all([Run(fd, rows(memory, 9), 0), *runs[1:]]) == [PAGE] * 4
     assert (memory.array[9] == memory.array[0]).all()
     backend.close(fd)
+
+
+def test_a_package_that_crashes_on_this_processor_is_refused_and_does_not_crash_the_process(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "liburing.py"
+    package.write_text("import os, signal\ndef Ring():\n    os.kill(os.getpid(), signal.SIGILL)\n")
+    program = (
+        "from pathlib import Path\n"
+        "from tiers.disk.io import choose_backend\n"
+        f"print(choose_backend(Path({str(tmp_path)!r}), 'uring').name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("aio", "direct", "buffered")

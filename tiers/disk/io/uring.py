@@ -3,14 +3,18 @@
 Each I/O thread has a ring of its own. Completions are waited for on an eventfd,
 because waiting inside liburing would hold the GIL. Needs the package
 ``liburing``; where it or the kernel's permission is missing, the probe says so
-and another backend is used.
+and another backend is used. There are builds of it with instructions that not every
+processor has, and they end the whole process: so it is tried in a child first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,12 +27,15 @@ __all__ = ["UringIO"]
 
 DEPTH = 16
 
+_TRIAL = "import liburing; liburing.io_uring_queue_init(2, liburing.Ring(), 0)"
+_TRIAL_SECONDS = 30.0
+
 
 class UringIO(IOBackend):
     """O_DIRECT through io_uring.
 
     Raises:
-        OSError: at construction, ENOSYS, when liburing is not installed.
+        OSError: at construction, ENOSYS, when liburing is not installed or cannot run here.
     """
 
     name = "uring"
@@ -38,6 +45,8 @@ class UringIO(IOBackend):
             import liburing
         except ImportError as error:
             raise OSError(errno.ENOSYS, "the package liburing is not installed") from error
+        if not _survives():
+            raise OSError(errno.ENOSYS, "the package liburing crashes on this processor")
         self._uring: Any = liburing
         self._local = threading.local()
         self._iovecs: dict[tuple[int, int], Any] = {}
@@ -109,6 +118,18 @@ class UringIO(IOBackend):
         if ring is None:
             ring = self._local.ring = _Ring(self._uring)
         return ring
+
+
+@functools.cache
+def _survives() -> bool:
+    """Whether a process that uses liburing lives on. An error that it raises is no crash."""
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", _TRIAL], capture_output=True, timeout=_TRIAL_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return tried.returncode >= 0
 
 
 class _Ring:
