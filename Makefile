@@ -8,8 +8,8 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # Two at once on two cores; the tests of one file run in one of them. What is
-# skipped is listed with its reason.
-TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder -rs
+# skipped is listed with its reason. A worker that crashes ends the run.
+TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
 .PHONY: demo test check unit vllm figures kill reset simulation soak fuzz clean
 

@@ -45,7 +45,7 @@ import numpy as np
 from kvstore.assembly import assemble
 from kvstore.config import Config
 from kvstore.sizes import parse_size
-from kvstore.types import TierOpening
+from kvstore.types import RecoveredTier
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry, Header, encode_header, encode_records, segment_seed
 from tiers.disk.namespace import Namespace
@@ -119,7 +119,7 @@ def child(folder: Path, capacity: int, chunk_bytes: int) -> None:
     took: list[float] = []
     whole_open = DiskTier.open
 
-    def timed_open(tier: DiskTier, its_region: PinnedRegion) -> TierOpening:
+    def timed_open(tier: DiskTier, its_region: PinnedRegion) -> RecoveredTier:
         began = time.perf_counter()
         try:
             return whole_open(tier, its_region)

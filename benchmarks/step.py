@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.core import Core, Flow, HostPool, TierDirectory
-from kvstore.types import Completion, Move, Op, TierOpening
+from kvstore.core import Core, Flow, HostPool, OwnedTier
+from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import create_policy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -286,7 +286,7 @@ class Server:
 def build(args: argparse.Namespace, policy: str, flow: str) -> Core:
     slots = -(-args.chunks // SEGMENT) * SEGMENT
     segments = list(range(slots // SEGMENT))
-    opening = TierOpening(
+    opening = RecoveredTier(
         "disk",
         "disk",
         [(key_of(number), number) for number in range(args.chunks)],
@@ -294,7 +294,7 @@ def build(args: argparse.Namespace, policy: str, flow: str) -> Core:
         segments,
         len(segments),
     )
-    tier = TierDirectory(0, opening, create_policy(policy, slots), 1024, flow=Flow(flow))
+    tier = OwnedTier(0, opening, create_policy(policy, slots), 1024, flow=Flow(flow))
     ahead = 0 if flow == "write-through" else args.rows // 10
     pool = HostPool(args.rows, create_policy(policy, args.rows), None, ahead)
     return Core(pool, [tier], events=False)

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config
-from kvstore.core import Core, Flow, FollowedDirectory, HostPool, TierDirectory
+from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
+from kvstore.core.tier import TierView
 from kvstore.errors import ConfigError
 from kvstore.recording import Recorder
 from kvstore.sizes import format_size
@@ -34,9 +35,9 @@ class Assembly:
     def recency(self) -> list[list[tuple[bytes, int]]]:
         """For each tier its (key, slot), coldest first."""
         recency = []
-        for directory in self.core.tiers:
-            entries = directory.entries
-            ordered = [key for key in directory.policy.order() if key in entries]
+        for tier in self.core.tiers:
+            entries = tier.entries
+            ordered = [key for key in tier.index.policy.order() if key in entries]
             recency.append([(key, entries[key]) for key in ordered])
         return recency
 
@@ -94,7 +95,7 @@ def _assemble(
 ) -> Assembly:
     """Opened tiers are put into `tiers` one by one, so that a failure leaves them there."""
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
-    directories: list[TierDirectory] = []
+    views: list[TierView] = []
     parts: list[str] = []
     for tier_config in config.tiers:
         disk = DiskTier(
@@ -109,25 +110,26 @@ def _assemble(
             strict_modes=tier_config.strict_modes,
             share_after_reset=tier_config.share_after_reset,
         )
-        opening = disk.open(region)
+        recovered = disk.open(region)
         tiers.append(disk)
-        slots = max(1, opening.max_segments * opening.segment_slots)
+        slots = max(1, recovered.max_segments * recovered.segment_slots)
         policy = build_policy(tier_config.eviction_policy, slots)
         filters = build_filters(tier_config.admission, slots, chunk_bytes)
         flow = tier_config.flow
-        directory = TierDirectory(len(directories), opening, policy, in_flight, filters, flow)
-        directory.relocations_per_second = tier_config.compaction_rate / region.row_bytes
-        directories.append(directory)
+        view = OwnedTier(len(views), recovered, policy, in_flight, filters, flow)
+        view.compact_at(tier_config.compaction_rate / region.row_bytes)
+        views.append(view)
         rules = [str(tier_config.eviction_policy), flow.value, *map(str, tier_config.admission)]
-        parts.append(f"{disk.description}, {', '.join(rules)}, {len(opening.entries)} chunks found")
+        found = len(recovered.entries)
+        parts.append(f"{disk.description}, {', '.join(rules)}, {found} chunks found")
         if tier_config.share:
             others = FollowedLanes(disk)
             shared = others.open(region)
             tiers.append(others)
-            directories.append(FollowedDirectory(len(directories), shared, in_flight))
+            views.append(PeerTier(len(views), shared, in_flight))
             if shared.entries:
                 parts.append(f"{others.description} with {len(shared.entries)} chunks")
-    demotes = any(directory.flow is not Flow.WRITE_THROUGH for directory in directories)
+    demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
     pool = HostPool(
         region.rows,
         build_policy(config.host_policy, region.rows),
@@ -136,7 +138,7 @@ def _assemble(
     )
     core = Core(
         pool,
-        directories,
+        views,
         deadline=config.deadline_s,
         ceiling=config.ceiling_s,
         lease=config.lease_s,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.core import Core, TierDirectory
+from kvstore.core import Core
+from kvstore.core.tier import CopyTarget
 
 __all__ = ["Copies"]
 
@@ -16,21 +17,22 @@ class Copies:
     def __init__(self, core: Core) -> None:
         self._pool = core.pool
         self._due = [
-            (tier, tier.copies_queued, {*tier.queue, *tier.writing}) for tier in core.tiers
+            (target, target.copies_queued, target.unsaved_keys())
+            for target in core.cascades.targets
         ]
 
     def ended(self) -> bool:
         """Whether all of them have arrived, or will not come."""
         return all(self._arrived(*each) for each in self._due)
 
-    def _arrived(self, tier: TierDirectory, mark: int, keys: set[bytes]) -> bool:
+    def _arrived(self, tier: CopyTarget, mark: int, keys: set[bytes]) -> bool:
         if tier.copies_ended < mark:
             # Cheap, and so for most of the time.
             return False
         keys.intersection_update([key for key in keys if self._under_way(tier, key)])
         return not keys
 
-    def _under_way(self, tier: TierDirectory, key: bytes) -> bool:
+    def _under_way(self, tier: CopyTarget, key: bytes) -> bool:
         chunk = self._pool.chunks.get(key)
-        waits = chunk is not None and chunk.unsaved >> tier.index & 1
-        return bool(waits) or key in tier.writing
+        waits = chunk is not None and chunk.unsaved >> tier.number & 1
+        return bool(waits) or key in tier.index.writing

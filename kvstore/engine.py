@@ -126,7 +126,7 @@ class Engine:
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
-                news = await tier.refresh()
+                changes = await tier.refresh()
             except Exception as error:
                 # What was known of them stays true or fails its digest; the next look may go well.
                 if self._complaints.failed(what, repr(error), time.monotonic()):
@@ -135,8 +135,8 @@ class Engine:
             self._complaints.went_well(
                 what, "the lanes of other processes are followed again", time.monotonic()
             )
-            if news.appeared or news.gone:
-                self._done.append(Completion(NO_MOVE, [], news=news, tier=index))
+            if changes:
+                self._done.append(Completion(NO_MOVE, [], changes=changes, tier=index))
                 self._on_completion()
 
     async def _run(self, move: Move) -> None:

@@ -85,7 +85,7 @@ class Puts:
         """Whether the store has the chunk, whole."""
         chunk = self._core.pool.chunks.get(key)
         return (chunk is not None and chunk.stored_by is None) or any(
-            key in tier.entries or key in tier.writing for tier in self._core.tiers
+            not tier.index.lacks(key) for tier in self._core.tiers
         )
 
     async def _portion(

@@ -162,7 +162,7 @@ class Store:
         self._hurry = False
         self._closing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
-        if any(tier.relocations_per_second for tier in self._core.tiers):
+        if any(tier.compaction_rate for tier in self._core.tiers):
             self._compacting = self._home.loop.create_task(self._compact())
         self._driver.pump()
 
@@ -301,7 +301,7 @@ class Store:
         rate = check_size("bytes_per_second", bytes_per_second)
         self._stop_compacting()
         for tier in self._core.tiers:
-            tier.relocations_per_second = rate / self._region.row_bytes
+            tier.compact_at(rate / self._region.row_bytes)
         if rate:
             self._compacting = self._home.loop.create_task(self._compact())
 
@@ -437,7 +437,7 @@ class Store:
 
     def _stop_compacting(self) -> None:
         for tier in self._core.tiers:
-            tier.relocations_per_second = 0.0
+            tier.compact_at(0.0)
         if self._compacting is not None:
             self._compacting.cancel()
             self._compacting = None

@@ -17,12 +17,12 @@ from kvstore.errors import BlockKeyError
 __all__ = [
     "MAX_KEY_BYTES",
     "NO_MOVE",
+    "Changes",
     "Completion",
     "Event",
     "Move",
-    "News",
     "Op",
-    "TierOpening",
+    "RecoveredTier",
     "check_key",
     "group_of",
 ]
@@ -105,30 +105,33 @@ class Completion:
     cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
     (key, slot), which may name chunks that were displaced. `unread` are the places of
     blocks that PROMOTE could not read this time, and that may be whole. `error` says in words what
-    went wrong, for one log line. News of a followed tier (number `tier`) come as
-    the completion of no move: `move_id` is NO_MOVE.
+    went wrong, for one log line. `changes` of a tier that others write to (number `tier`)
+    come as the completion of no move: `move_id` is NO_MOVE.
     """
 
     move_id: int
     ok: list[bool]
     segments: list[int] = field(default_factory=list)
     error: str | None = None
-    news: News | None = None
+    changes: Changes | None = None
     tier: int = -1
     found: list[tuple[bytes, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
 
 
 @dataclass(slots=True)
-class News:
-    """What a followed tier has seen others do: (key, slot) that appeared, keys that are gone."""
+class Changes:
+    """What others have done to a tier: (key, slot) that appeared, keys that are gone."""
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
     gone: list[bytes] = field(default_factory=list)
 
-    def split(self, count: int) -> tuple[News, News]:
+    def __len__(self) -> int:
+        return len(self.appeared) + len(self.gone)
+
+    def split(self, count: int) -> tuple[Changes, Changes]:
         """What is gone and the first `count` that appeared, and the rest."""
-        return News(self.appeared[:count], self.gone), News(self.appeared[count:])
+        return Changes(self.appeared[:count], self.gone), Changes(self.appeared[count:])
 
 
 @dataclass(slots=True)
@@ -141,8 +144,8 @@ class Event:
 
 
 @dataclass(slots=True)
-class TierOpening:
-    """What a tier reports when it is opened.
+class RecoveredTier:
+    """What a tier has recovered when it is opened.
 
     Attributes:
         name: the tier's name in logs and statistics.

@@ -93,7 +93,7 @@ async def test_sparse_segments_are_given_back_while_all_chunks_are_served(
         assert await served(store, kept) == len(kept)
         stats = store.stats().tiers[0]
         assert stats.relocated > 0
-        assert stats.given_back == before - stats.segments
+        assert stats.removed_segments == before - stats.segments
         assert stats.segments == len(files(tmp_path))
     async with kvstore.open(config(where)) as store:
         assert await served(store, kept) == len(kept)
@@ -186,7 +186,7 @@ async def test_each_tier_keeps_to_its_own_rate(tmp_path: Path) -> None:
     told = config(tmp_path / "fast", compaction_rate="1MiB")
     told["tiers"] += config(tmp_path / "still", compaction_rate=0)["tiers"]
     async with kvstore.open(told) as store:
-        rates = {tier.name: tier.relocations_per_second for tier in store._core.tiers}
+        rates = {tier.name: tier.compaction_rate for tier in store._core.tiers}
     assert rates[f"disk:{tmp_path / 'fast'}"] == 2**20 / CHUNK
     assert rates[f"disk:{tmp_path / 'still'}"] == 0
 

@@ -159,7 +159,7 @@ async def looked(store: Store) -> None:
     """Wait until the store has looked at the lanes of others, as it does by itself now and then."""
     (tier,) = [tier for tier in store._assembly.tiers if tier.follows]
     news = await tier.refresh()
-    store._core.absorb([Completion(NO_MOVE, [], news=news, tier=1)])
+    store._core.absorb([Completion(NO_MOVE, [], changes=news, tier=1)])
 
 
 @pytest.mark.parametrize("ahead", [-5.0, 0.0, 5.0])

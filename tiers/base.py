@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.types import News, TierOpening
+from kvstore.types import Changes, RecoveredTier
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Tier", "Transfer", "error_of"]
@@ -66,7 +66,7 @@ class Tier(ABC):
     follows = False
 
     @abstractmethod
-    def open(self, region: PinnedRegion) -> TierOpening:
+    def open(self, region: PinnedRegion) -> RecoveredTier:
         """Take possession of the medium. May block; called before the engine runs.
 
         Raises:
@@ -113,9 +113,9 @@ class Tier(ABC):
         """Remove a segment to which no running or later call refers; why not, or None."""
         raise NotImplementedError
 
-    async def refresh(self) -> News:
+    async def refresh(self) -> Changes:
         """For a followed tier: what others have done since the last call."""
-        return News()
+        return Changes()
 
     @abstractmethod
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:

@@ -1,10 +1,10 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
 from kvstore.core.core import Core, StoreGrant
-from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
-from kvstore.core.followed import FollowedDirectory
+from kvstore.core.owned import OwnedTier
 from kvstore.core.pace import UNBOUNDED, Pace
+from kvstore.core.peer import PeerTier
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import CoreStats, TierStats
 
@@ -13,10 +13,10 @@ __all__ = [
     "Core",
     "CoreStats",
     "Flow",
-    "FollowedDirectory",
     "HostPool",
+    "OwnedTier",
     "Pace",
+    "PeerTier",
     "StoreGrant",
-    "TierDirectory",
     "TierStats",
 ]

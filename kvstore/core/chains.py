@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvstore.core.directory import TierDirectory
 from kvstore.core.pool import HostPool
+from kvstore.core.tier import TierView
 from kvstore.types import group_of
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
@@ -57,14 +57,13 @@ class _Chain:
 class Chains:
     """See the module's text."""
 
-    def __init__(self, pool: HostPool, tiers: Sequence[TierDirectory]) -> None:
-        places: list[HostPool | TierDirectory] = [pool, *tiers]
+    def __init__(self, pool: HostPool, tiers: Sequence[TierView]) -> None:
+        policies = [pool.policy, *(tier.index.policy for tier in tiers)]
+        filters = [pool.admission, *(tier.admission for tier in tiers)]
         self._host = pool.policy
-        self._tiers = [tier for tier in tiers if _overrides(tier.policy, "settle")]
-        self._linked = [place.policy.link for place in places if _overrides(place.policy, "link")]
-        self.filters: list[AdmissionFilter] = [
-            place.admission for place in places if place.admission is not None
-        ]
+        self._tiers = [tier for tier in tiers if _overrides(tier.index.policy, "settle")]
+        self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
+        self.filters: list[AdmissionFilter] = [each for each in filters if each is not None]
         self.on_end: Callable[[Sequence[Sequence[bytes]]], None] | None = None
         """Told the keys of each request that has ended, one sequence for each group."""
         self._chains: dict[str, _Chain] = {}
@@ -185,7 +184,7 @@ class Chains:
             most -= len(chain.known)
             for tier in tiers:
                 for keys in chain.groups.values():
-                    tier.policy.settle(keys)
+                    tier.index.policy.settle(keys)
 
     def reset(self) -> None:
         """Forget every request."""

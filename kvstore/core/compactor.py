@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvstore.core.directory import TierDirectory
+from kvstore.core.index import Index
+from kvstore.core.slots import Slots
 from kvstore.types import Completion, Move, Op
 
 __all__ = ["Compactor"]
@@ -28,14 +29,22 @@ FAILURE_PAUSE = 60.0
 class Compactor:
     """Says what one tier should move next. At most one of its moves is under way.
 
+    Attributes:
+        relocated: chunks copied within the tier. removed_segments: segments given back.
+
     Args:
-        tier: whose segments are given back; it says at what rate.
+        tier: the number of the tier.
+        batch: most chunks that one move may copy; 0 where that is not offered.
     """
 
-    def __init__(self, tier: TierDirectory) -> None:
+    def __init__(self, tier: int, index: Index, slots: Slots, batch: int) -> None:
         self._tier = tier
+        self._index = index
+        self._slots = slots
+        self._batch = batch
+        self._rate = 0.0
         self.relocated = 0
-        self.given_back = 0
+        self.removed_segments = 0
         self._victim = -1
         self._pending: deque[tuple[bytes, int]] | None = None
         self._under_way = False
@@ -43,23 +52,33 @@ class Compactor:
         self._counted: float | None = None
         self._not_before = 0.0
 
-    def due(self, now: float) -> Move | None:
-        """The next move, without its number, or None."""
-        tier = self._tier
+    @property
+    def rate(self) -> float:
+        """Chunks that may be copied in a second; 0 without compaction."""
+        return self._rate
+
+    def set_rate(self, chunks_per_second: float) -> None:
+        """Copy no more than so many chunks in a second from now on; 0 ends compaction."""
+        self._rate = chunks_per_second
+
+    def due(self, now: float, idle: bool) -> Move | None:
+        """The next move, without its number, or None.
+
+        Args:
+            idle: whether nobody else wants anything of the tier, and it does well.
+        """
         elapsed = now - self._counted if self._counted is not None else 0.0
         self._counted = now
         if self._under_way:
             return None
-        rate = tier.relocations_per_second if self._tier.relocation_chunks else 0.0
-        if not rate or tier.clearing:
+        rate = self._rate if self._batch else 0.0
+        if not rate or self._slots.clearing:
             self._stop()
             return None
-        self._allowance = min(float(self._tier.relocation_chunks), self._allowance + elapsed * rate)
-        if self._victim >= 0 and tier.short:
+        self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
+        if self._victim >= 0 and self._slots.short:
             self._stop()  # What was free is needed again.
-        # A copy under way makes whoever comes meanwhile wait, so they are small and have pauses.
-        idle = not (tier.in_flight or tier.queue or tier.growing)
-        if not idle or not tier.readable or now < max(self._not_before, tier.store_after):
+        if not idle or now < self._not_before:
             return None
         move = self._begin() if self._victim < 0 else self._go_on(now)
         self._under_way = move is not None
@@ -68,16 +87,15 @@ class Compactor:
     def ended(self, move: Move, completion: Completion, now: float) -> None:
         """A move of `due` has ended."""
         self._under_way = False
-        tier = self._tier
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
         elif move.op is Op.RELOCATE:
             copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
             for key, source, target, ok in copies:
-                self.relocated += tier.relocated(key, source, target, ok)
+                self.relocated += self._relocated(key, source, target, ok)
         elif completion.error is None:
-            tier.removed(move.segment)
-            self.given_back += 1
+            self._slots.segment_removed(move.segment)
+            self.removed_segments += 1
             self._victim, self._pending = -1, None
         if completion.error is not None:
             self._give_up(now)
@@ -86,41 +104,50 @@ class Compactor:
         """The tier has forgotten everything, and every segment is being cleared."""
         self._victim, self._pending, self._under_way = -1, None, False
 
+    def _relocated(self, key: bytes, source: int, target: int, ok: bool) -> bool:
+        """A chunk was copied within the tier; whether the copy counts."""
+        self._index.end_reads((key,))
+        if not ok or self._index.entries.get(key) != source:
+            # It failed, or the chunk has left meanwhile, and may even be back elsewhere.
+            self._slots.give((target,))
+            return False
+        self._index.relocate(key, target)
+        self._slots.give((source,))
+        return True
+
     def _begin(self) -> Move | None:
-        victim = self._tier.sparse_segment(SPARSE)
+        victim = self._slots.sparse_segment(SPARSE)
         if victim is None:
             return None
         self._victim = victim
-        self._tier.retire(victim)
+        self._slots.retire(victim)
         return self._move(Op.LIST, segment=victim)
 
     def _go_on(self, now: float) -> Move | None:
-        tier = self._tier
         assert self._pending is not None
         if not self._pending:
-            if tier.retired_free == tier.segment_slots:
+            if self._slots.retired_free == self._slots.segment_slots:
                 return self._move(Op.SHRINK, segment=self._victim)
             # Chunks that the tier did not name, because their records are damaged.
             self._give_up(now)
             return None
-        count = min(self._tier.relocation_chunks, int(self._allowance))
+        count = min(self._batch, int(self._allowance))
         keys: list[bytes] = []
         sources: list[int] = []
         while self._pending and len(keys) < count:
             key, slot = self._pending.popleft()
-            if tier.entries.get(key) == slot:
+            if self._index.entries.get(key) == slot:
                 keys.append(key)
                 sources.append(slot)
-        targets = tier.take_free(len(keys))
+        targets = self._slots.take(len(keys))
         if len(targets) < len(keys):
-            tier.give_slots(targets)
+            self._slots.give(targets)
             self._give_up(now)
             return None
         if not keys:
             return None
         self._allowance -= len(keys)
-        for key in keys:
-            tier.begin_read(key)
+        self._index.begin_reads(keys)
         return self._move(Op.RELOCATE, keys, sources, targets)
 
     def _give_up(self, now: float) -> None:
@@ -129,7 +156,7 @@ class Compactor:
 
     def _stop(self) -> None:
         if self._victim >= 0:
-            self._tier.unretire(self._victim)
+            self._slots.unretire(self._victim)
             self._victim, self._pending = -1, None
 
     def _move(
@@ -140,4 +167,4 @@ class Compactor:
         targets: Sequence[int] = (),
         segment: int = -1,
     ) -> Move:
-        return Move(-1, op, self._tier.index, list(keys), [], list(sources), list(targets), segment)
+        return Move(-1, op, self._tier, list(keys), [], list(sources), list(targets), segment)

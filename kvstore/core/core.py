@@ -17,18 +17,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, READY, Chunk
-from kvstore.core.directory import TierDirectory
 from kvstore.core.flow import Flow
-from kvstore.core.followed import FollowedDirectory
 from kvstore.core.line import FORGET_AFTER, Line
 from kvstore.core.overtaken import Overtaken, Transfer
 from kvstore.core.pace import STORED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 from kvstore.core.stats import CoreStats
-from kvstore.core.traffic import Traffic
+from kvstore.core.tier import TierView
+from kvstore.core.transfers import Transfers
 from kvstore.types import Completion, Event, Move
 
 __all__ = ["Core", "StoreGrant"]
@@ -75,7 +75,7 @@ class Core:
     def __init__(
         self,
         pool: HostPool,
-        tiers: Sequence[TierDirectory] = (),
+        tiers: Sequence[TierView] = (),
         *,
         deadline: float = 2.0,
         ceiling: float = 30.0,
@@ -89,11 +89,13 @@ class Core:
         self.line = Line(pool, self.tiers, deadline=deadline, ceiling=ceiling, lease=lease)
         self.chains = Chains(pool, self.tiers)
         self._counts = bool(self.chains.filters)
-        self.traffic = Traffic(pool, self.tiers, self.line)
-        self._pace = pool.pace = self.line.pace = self.traffic.pace = pace
+        self._write: Callable[[str], None] = lambda message: None
+        self.cascades = Cascades(pool, self.tiers, self._log)
+        self.transfers = Transfers(pool, self.tiers, self.line, self.cascades, self._log)
+        self._pace = pool.pace = self.line.pace = pace
         pool.begin_step()
         self.line.begin_step()
-        self.traffic.begin_step()
+        self.cascades.begin_step(pace)
         self._ended: deque[Completion] = deque()
         """Completions that are still to be taken in."""
         self._to_absorb = pace.absorbed
@@ -107,7 +109,7 @@ class Core:
         """What callers have wanted since a step's own work was last begun."""
         self._shortened = True
         self._effort = pool.policy.effort
-        efforts = {self._effort, *(tier.policy.effort for tier in self.tiers)}
+        efforts = {self._effort, *(tier.index.policy.effort for tier in self.tiers)}
         self._light = pace.whole - pace.own if efforts == {1.0} else -1
         """What callers may want of a step before anything else is left for later."""
         self._unseen_request = Request("\0")
@@ -116,10 +118,10 @@ class Core:
         """Transfers that were prepared before a reset and have not ended."""
         self.era = 0
         """Counts resets. Who reports a transfer that may be older says in which it was prepared."""
-        self._demoting = self.traffic.demoting
+        self._demoting = self.cascades.demoting
         self._exclusive = [tier for tier in self._demoting if tier.flow is Flow.EXCLUSIVE]
         if self._demoting:
-            pool.demote = self.traffic.demote
+            pool.demote = self._demote
         self._untold: dict[str, tuple[list[bytes], list[bytes]]] = {}
         """What requests have loaded and the policies do not know: on host memory, on tiers."""
         self._listed: list[tuple[list[bytes], int]] = []
@@ -134,19 +136,25 @@ class Core:
         self._asking = _NOBODY
         self._polled = 0.0
         self._totals = CoreStats(rows=pool.rows)
-        pool.keeps_history = events
+        pool.keep_history(events)
         for tier in self.tiers:
-            tier.keeps_history = events
+            tier.index.keep_history(events)
 
     def log_to(self, write: Callable[[str], None]) -> None:
         """Where one line per change of a tier's health goes; nowhere by default."""
-        self.traffic.log = write
+        self._write = write
+
+    def _log(self, message: str) -> None:
+        self._write(message)
+
+    def _demote(self, chunk: Chunk) -> bool:
+        return self.cascades.demote(chunk, self.now)
 
     # -- the edges of a step ---------------------------------------------------------
 
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
         """Begin a step: take in what was completed, end what has expired."""
-        self.now = self.traffic.now = now
+        self.now = now
         self._asking = _NOBODY
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
@@ -155,17 +163,13 @@ class Core:
         self._unseen.clear()
         self.pool.begin_step()
         self.line.begin_step()
-        self.traffic.begin_step()
+        self.cascades.begin_step(self._pace)
         self._to_absorb = self._pace.absorbed
         if completions or self._ended:
             self.absorb(completions)
         elapsed, self._polled = now - self._polled, now
-        self._readable = self.tiers
-        for tier in self.tiers:
-            if tier.watch(now, elapsed, self.line.deadline, self.line.ceiling):
-                self.traffic.judge(tier)
-                if not tier.readable:
-                    self._readable = [tier for tier in self._readable if tier.readable]
+        self.transfers.watch(now, elapsed, self.line.deadline, self.line.ceiling)
+        self._readable = [tier for tier in self.tiers if tier.health.readable]
         if self._ended:
             self.line.keep(now)
         for request in self.line.expire(now):
@@ -182,26 +186,25 @@ class Core:
         self._asking = _NOBODY
         ended = self._ended
         for completion in completions:
-            self.traffic.hear(completion)
+            self.transfers.hear(completion)
             ended.append(completion)
         if not ended:
             return
         while ended and self._to_absorb > 0:
             completion = ended.popleft()
-            news = completion.news
-            if news is not None and len(news.appeared) > self._to_absorb:
-                some, rest = news.split(self._to_absorb)
-                ended.appendleft(replace(completion, news=rest))
-                completion = replace(completion, news=some)
-                news = some
-            size = len(completion.ok) if news is None else len(news.appeared) + len(news.gone)
-            self._to_absorb -= 1 + size
-            self._totals.stray += not self.traffic.complete(completion)
+            changes = completion.changes
+            if changes is not None and len(changes.appeared) > self._to_absorb:
+                some, rest = changes.split(self._to_absorb)
+                ended.appendleft(replace(completion, changes=rest))
+                completion = replace(completion, changes=some)
+                changes = some
+            self._to_absorb -= 1 + (len(completion.ok) if changes is None else len(changes))
+            self._totals.stray += not self.transfers.complete(completion, self.now)
         self.line.pass_on(self.now)
 
     def flush(self, now: float) -> list[Move]:
         """The moves that are due, to be handed to the engine in this order."""
-        self.now = self.traffic.now = now
+        self.now = now
         self._asking = _NOBODY
         for request in self._asked:
             if self._counts:
@@ -222,10 +225,10 @@ class Core:
             self._tell_some()
         if self.line.waiting:
             for tier, (chunks, slots) in self.line.grant(now):
-                moves += self.traffic.promote(tier, chunks, slots)
+                moves += self.transfers.promote(tier, chunks, slots, now)
         if self._demoting:
             self.pool.make_ready()
-        moves += self.traffic.due()
+        moves += self.transfers.due(now)
         self.chains.settle(self._pace.told)
         return moves
 
@@ -237,14 +240,14 @@ class Core:
         if wanted <= self._light:
             return
         share = self._pace.share(wanted)
-        self.traffic.shorten(share)
+        self.cascades.shorten(share)
         self.line.shorten(share)
         self._to_tell = int(self._to_tell * share / self._effort)
 
     @property
     def in_flight(self) -> int:
         """Moves that were handed out and not completed."""
-        return len(self.traffic.moves)
+        return len(self.transfers.moves)
 
     @property
     def behind(self) -> bool:
@@ -252,7 +255,7 @@ class Core:
         return (
             bool(self._ended)
             or self.line.behind
-            or self.traffic.behind
+            or self.cascades.behind
             or (self.pool.cut_short and self.waiting > 0)
         )
 
@@ -264,12 +267,12 @@ class Core:
     @property
     def clearing(self) -> bool:
         """Whether a tier has not been cleared since a reset, nor has failed to be."""
-        return self.traffic.clearing
+        return self.transfers.clearing
 
     @property
     def unsaved(self) -> int:
         """Chunks that wait for a copy to a slower tier, or are being copied."""
-        return sum(len(tier.queue) + len(tier.writing) for tier in self.tiers)
+        return self.cascades.unsaved
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -338,7 +341,7 @@ class Core:
             else:
                 self._missed(key, request)
                 return False
-        elif chunk.origin >= 0 and self.tiers[chunk.origin].stalled:
+        elif chunk.origin >= 0 and self.tiers[chunk.origin].health.stalled:
             # On its way from a tier that does not answer.
             self._missed(key, request)
             return False
@@ -542,16 +545,16 @@ class Core:
         pool = self.pool
         tail_first = list(host_keys)
         tail_first.reverse()
-        for tier in self._exclusive:
+        for target in self._exclusive:
             for key in tail_first:
-                if key in tier.entries and key in pool.chunks and key not in tier.reading:
-                    tier.forget(key)
+                if key in target.entries and key in pool.chunks and key not in target.index.reading:
+                    target.forget((key,))
         pool.touch(tail_first)
         if self.tiers:
             tail_first = list(tier_keys)
             tail_first.reverse()
             for tier in self.tiers:
-                tier.touch(tail_first)
+                tier.index.touch(tail_first)
 
     # -- store -------------------------------------------------------------------------
 
@@ -654,15 +657,7 @@ class Core:
             return
         self.line.all_stored(ended, self.now)
         self._totals.stored += len(ended)
-        # What a neighbour keeps on the same disk need not be written twice.
-        stored = self.traffic.not_shared(ended)
-        for tier in self.tiers:
-            if tier.flow is not Flow.WRITE_THROUGH or isinstance(tier, FollowedDirectory):
-                continue
-            if not tier.accepts(self.now):
-                self.traffic.totals[tier.index].refused += len(stored)
-                continue
-            self.traffic.queue(tier, tier.lacking(stored))
+        self.cascades.stored(ended, self.now)
         self.chains.storing(request_id, -len(ended))
 
     # -- the rest ----------------------------------------------------------------------
@@ -703,32 +698,26 @@ class Core:
         chunk = self.pool.chunks.get(key)
         if chunk is not None and chunk.unsaved:
             return True
-        return any(not tier.lacks(key) for tier in self.tiers) or (
+        return any(not tier.index.lacks(key) for tier in self.tiers) or (
             chunk is not None and any(tier.accepts(self.now) for tier in self._demoting)
         )
 
     def save(self) -> None:
         """Copy to every tier what it lacks, also what would only be copied when given up."""
         self._tell()
-        for tier in self._demoting:
-            if tier.accepts(self.now):
-                lacking = tier.lacking(
-                    chunk
-                    for chunk in self.pool.chunks.values()
-                    if chunk.status != FILLING and not chunk.unsaved >> tier.index & 1
-                )
-                self.traffic.queue(tier, self.traffic.not_shared(lacking))
+        if self._demoting:
+            chunks = [chunk for chunk in self.pool.chunks.values() if chunk.status != FILLING]
+            self.cascades.save(chunks, self.now)
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call."""
-        events: list[Event] = []
-        sources: list[HostPool | TierDirectory] = [self.pool, *self.tiers]
-        for source in sources:
-            medium = "host" if isinstance(source, HostPool) else source.medium
-            for left, run in itertools.groupby(source.history, key=operator.itemgetter(1)):
-                events.append(Event([key for key, _ in run], medium, removed=left))
-            source.history.clear()
-        return events
+        histories = [("host", self.pool.take_history())]
+        histories += [(tier.medium, tier.index.take_history()) for tier in self.tiers]
+        return [
+            Event([key for key, _ in run], medium, removed=left)
+            for medium, history in histories
+            for left, run in itertools.groupby(history, key=operator.itemgetter(1))
+        ]
 
     def reset(self) -> None:
         """Forget everything, on every tier; on slower tiers durably, as soon as they can.
@@ -749,7 +738,7 @@ class Core:
         self._asked.clear()
         self._listed.clear()
         self._asking = _NOBODY
-        self.traffic.reset(row for _, row in late)
+        self.transfers.reset(row for _, row in late)
 
     def transfers_ended(self) -> None:
         """Every transfer that was prepared before the last reset has ended, reported or not."""
@@ -765,7 +754,7 @@ class Core:
         return replace(
             totals,
             loaded_from=dict(totals.loaded_from),
-            tiers=self.traffic.snapshot(),
+            tiers=[tier.stats() for tier in self.tiers],
         )
 
     # -- inside ------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk
-from kvstore.core.directory import TierDirectory
 from kvstore.core.pace import UNBOUNDED
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
+from kvstore.core.tier import TierView
 
 __all__ = ["FORGET_AFTER", "Grant", "Line"]
 
@@ -44,7 +44,7 @@ class Line:
     def __init__(
         self,
         pool: HostPool,
-        tiers: Sequence[TierDirectory],
+        tiers: Sequence[TierView],
         *,
         deadline: float,
         ceiling: float,
@@ -91,9 +91,9 @@ class Line:
         request.short_of_rows = False
         self.waiting[request.id] = request
 
-    def grant(self, now: float) -> list[tuple[TierDirectory, Grant]]:
+    def grant(self, now: float) -> list[tuple[TierView, Grant]]:
         """Lease and fetch for the requests in line, in order, as far as rows allow."""
-        grants: list[tuple[TierDirectory, Grant]] = []
+        grants: list[tuple[TierView, Grant]] = []
         if self.behind:
             return grants
         blocked = for_rows = False
@@ -295,12 +295,12 @@ class Line:
         request.granted = len(request.keys)
         return True
 
-    def _grant(self, request: Request) -> list[tuple[TierDirectory, Grant]]:
+    def _grant(self, request: Request) -> list[tuple[TierView, Grant]]:
         pool, leases = self._pool, request.leases
         chunks_here, rows = pool.chunks, pool.rows
-        first = self._tiers[0] if self._tiers and self._tiers[0].readable else None
+        first = self._tiers[0] if self._tiers and self._tiers[0].health.readable else None
         reach = end = min(len(request.keys), request.granted + self._allowance)
-        missing: list[tuple[int, TierDirectory]] = []
+        missing: list[tuple[int, TierView]] = []
         left: dict[int, int] = {}
         request.waits_for = -1
         obtainable = pool.obtainable
@@ -308,7 +308,7 @@ class Line:
         asked = request.keys[start:reach]
         if first is not None:
             left = self._left()
-            free, may_read = rows - len(leases), min(left[first.index], left[-1])
+            free, may_read = rows - len(leases), min(left[first.number], left[-1])
             count = min(len(asked), free, may_read, obtainable + 1)
             if count > 0 and _all_there(asked[:count], first.entries, chunks_here):
                 # What the loop below would do, in one go.
@@ -316,7 +316,7 @@ class Line:
                 if count < len(asked) and count <= obtainable:
                     reach = start + count
                     if count < free:
-                        request.waits_for = first.index
+                        request.waits_for = first.number
                 asked = []
         for position, key in enumerate(asked, start):
             if len(leases) + len(missing) >= rows and key not in leases:
@@ -333,16 +333,16 @@ class Line:
                     if tier is not None:
                         # It waits in any case, and what it waits for may be the whole load.
                         reach = position
-                        request.waits_for = tier.index
+                        request.waits_for = tier.number
                         break
                 if tier is not None:
                     left = left or self._left()
-                    if not left[tier.index] or not left[-1]:
+                    if not left[tier.number] or not left[-1]:
                         # The rest follows as promotions end: rows are left for others.
                         reach = position
-                        request.waits_for = tier.index
+                        request.waits_for = tier.number
                         break
-                    left[tier.index] -= 1
+                    left[tier.number] -= 1
                     left[-1] -= 1
                     missing.append((position, tier))
                     if len(missing) > obtainable:
@@ -360,8 +360,8 @@ class Line:
         for tier in self._tiers:
             keys = [request.keys[p] for p, holder in missing[:room] if holder is tier]
             if keys:
-                chunks = pool.reserve(keys, tier.index)
-                grants[tier.index] = (chunks, tier.begin_reads(keys))
+                chunks = pool.reserve(keys, tier.number)
+                grants[tier.number] = (chunks, tier.index.begin_reads(keys))
                 # Nobody else can know of them yet.
                 alone = (request,)
                 for chunk in chunks:
@@ -391,8 +391,11 @@ class Line:
         """How many more chunks may be on their way, by number of the tier; -1 for all together."""
         rows, tiers = self._pool.rows, self._tiers
         share = rows // LEFT_TO_OTHERS // len(tiers)
-        under_way = sum(len(tier.reading) for tier in tiers)
-        left = {tier.index: max(0, rows - share * len(tiers) - len(tier.reading)) for tier in tiers}
+        under_way = sum(len(tier.index.reading) for tier in tiers)
+        left = {
+            tier.number: max(0, rows - share * len(tiers) - len(tier.index.reading))
+            for tier in tiers
+        }
         left[-1] = max(0, rows - share - under_way)
         return left
 
@@ -412,16 +415,16 @@ class Line:
         else:
             self._pool.pin(chunk)
 
-    def _holder(self, key: bytes) -> TierDirectory | None:
+    def _holder(self, key: bytes) -> TierView | None:
         for tier in self._tiers:
-            if key in tier.entries and tier.readable:
+            if key in tier.entries and tier.health.readable:
                 return tier
         return None
 
-    def _overloaded_holder(self, key: bytes) -> TierDirectory | None:
+    def _overloaded_holder(self, key: bytes) -> TierView | None:
         """A tier that has the chunk, and more to read than is worth beginning to wait for."""
         for tier in self._tiers:
-            if key in tier.entries and tier.congested and not tier.stalled:
+            if key in tier.entries and tier.health.congested and not tier.health.stalled:
                 return tier
         return None
 

@@ -73,10 +73,9 @@ class HostPool:
         """Chunks that left for others."""
         self.shed = 0
         """Chunks evicted before they had reached a tier that was to keep them."""
-        self.keeps_history = True
-        """Whether anybody takes `history`."""
-        self.history: list[tuple[bytes, bool]] = []
-        """Keys that became ready or (True) left since events were taken, in order."""
+        # Keys that became ready or (True) left since the history was taken, in order.
+        self._keeps_history = True
+        self._history: list[tuple[bytes, bool]] = []
         self.left: list[bytes] = []
         """Keys that have left in this step."""
         self._free = list(range(rows - 1, -1, -1))
@@ -104,6 +103,15 @@ class HostPool:
     def held(self) -> int:
         """Rows that belong to moves and device transfers whose chunks are gone."""
         return len(self._held)
+
+    def keep_history(self, wanted: bool) -> None:
+        """Whether `take_history` will be called."""
+        self._keeps_history = wanted
+
+    def take_history(self) -> list[tuple[bytes, bool]]:
+        """Keys that became ready or (True) left since the last call, in order."""
+        history, self._history = self._history, []
+        return history
 
     def begin_step(self) -> None:
         """Chunks that answered "hit" in the step before may leave from now on."""
@@ -393,8 +401,8 @@ class HostPool:
                 self._loose.append(chunk)
         self.busy -= len(chunks)
         self._changes += 1
-        if self.keeps_history:
-            self.history += [(chunk.key, False) for chunk in chunks]
+        if self._keeps_history:
+            self._history += [(chunk.key, False) for chunk in chunks]
 
     def fill_pinned(self, chunks: Collection[Chunk]) -> None:
         """filling -> pinned once: `fill` and then `pin` each, for somebody who has waited."""
@@ -402,8 +410,8 @@ class HostPool:
             if chunk.status != FILLING:
                 raise IllegalTransitionError(f"fill of {chunk!r}")
             chunk.status = 1
-        if self.keeps_history:
-            self.history += [(chunk.key, False) for chunk in chunks]
+        if self._keeps_history:
+            self._history += [(chunk.key, False) for chunk in chunks]
 
     def discard(self, chunk: Chunk) -> None:
         """filling -> absent: the bytes never came. The row is free again."""
@@ -547,8 +555,8 @@ class HostPool:
 
         A row that several of them touch is given once for each.
         """
-        if self.keeps_history:
-            self.history.extend(
+        if self._keeps_history:
+            self._history.extend(
                 (key, True) for key, chunk in self.chunks.items() if chunk.status != FILLING
             )
         for chunk in self.chunks.values():
@@ -683,8 +691,8 @@ class HostPool:
         chunk.leaving = False
         self._free.append(chunk.row)
         self.left.append(chunk.key)
-        if self.keeps_history:
-            self.history.append((chunk.key, True))
+        if self._keeps_history:
+            self._history.append((chunk.key, True))
 
     def _leave_all(self, keys: Sequence[bytes]) -> None:
         """`_leave` of each of the chunks that the policy has forgotten."""
@@ -700,8 +708,8 @@ class HostPool:
             free.append(chunk.row)
         self.evicted += len(keys)
         self.left += keys
-        if self.keeps_history:
-            self.history += [(key, True) for key in keys]
+        if self._keeps_history:
+            self._history += [(key, True) for key in keys]
 
     def _reclaim(self, count: int) -> None:
         """Let go of chunks that were leaving and are copied, until `count` rows are free."""

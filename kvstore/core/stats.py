@@ -22,8 +22,8 @@ class TierStats:
         declined: chunks not copied because its admission filter did not want them.
         evicted: entries that made room or were forgotten.
         queued: host chunks waiting for their copy, now.
-        relocated: chunks moved within the tier. given_back: segments removed after that.
-        stalled, congested, slow: see the tier's directory, now.
+        relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
+        stalled, congested, slow: see `Health`, now.
         errors: moves that reported an error.
     """
 
@@ -42,7 +42,7 @@ class TierStats:
     evicted: int = 0
     queued: int = 0
     relocated: int = 0
-    given_back: int = 0
+    removed_segments: int = 0
     stalled: bool = False
     congested: bool = False
     slow: bool = False

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.choice import Choice, build_filters, build_policy
-from kvstore.core import UNBOUNDED, Core, Flow, HostPool, TierDirectory
+from kvstore.core import UNBOUNDED, Core, Flow, HostPool, OwnedTier
 from kvstore.simulation.trace import Trace
-from kvstore.types import Completion, TierOpening
+from kvstore.types import Completion, RecoveredTier
 
 __all__ = ["Outcome", "Setup", "replay"]
 
@@ -67,9 +67,9 @@ class Setup:
         )
         tiers = []
         if self.disk:
-            opening = TierOpening("disk", "disk", [], self.disk, [0], 1)
+            opening = RecoveredTier("disk", "disk", [], self.disk, [0], 1)
             tiers.append(
-                TierDirectory(
+                OwnedTier(
                     0,
                     opening,
                     build_policy(self.disk_policy, self.disk),

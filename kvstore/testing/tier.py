@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.types import MAX_KEY_BYTES, TierOpening
+from kvstore.types import MAX_KEY_BYTES, RecoveredTier
 from tiers.base import Tier, Transfer
 from tiers.pinned import PinnedRegion
 
@@ -61,7 +61,7 @@ class TierBench:
         self.chunk_bytes = chunk_bytes
         self.region = PinnedRegion.private(rows, row_bytes)
         try:
-            self.opening: TierOpening = tier.open(self.region)
+            self.opening: RecoveredTier = tier.open(self.region)
         except BaseException:
             self.region.close()
             raise

@@ -128,7 +128,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         """The step before which the workers end what was under way at a reset."""
         self._closed = False
         self._lookup = self._core.lookup
-        if any(tier.relocations_per_second for tier in self._core.tiers):
+        if any(tier.compaction_rate for tier in self._core.tiers):
             self._engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
         logger.info("kvstore: %s", self._assembly.description)
 

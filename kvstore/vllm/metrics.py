@@ -71,7 +71,7 @@ class Reporter:
             "disk_declined_chunks": _sum(disk, "declined"),
             "disk_evicted_chunks": _sum(disk, "evicted"),
             "disk_relocated_chunks": _sum(disk, "relocated"),
-            "disk_segments_given_back": _sum(disk, "given_back"),
+            "disk_segments_given_back": _sum(disk, "removed_segments"),
         }
         increments = {
             _PREFIX + name: total - self._last.get(name, 0)

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvstore.core import Core, Flow, FollowedDirectory, HostPool, Pace, TierDirectory
+from kvstore.core import Core, Flow, HostPool, OwnedTier, Pace, PeerTier
 from kvstore.core.chunk import FILLING, READY
 from kvstore.core.line import FORGET_AFTER, LEFT_TO_OTHERS
 from kvstore.core.request import RequestState
-from kvstore.types import NO_MOVE, Completion, Move, News, Op, TierOpening
+from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 from policies import create_policy
 
 __all__ = [
@@ -162,7 +162,7 @@ class World:
         self.followed = tiers if followed else -1
         self.their_epochs = [0] * slots
         """Of what the neighbour's slots hold."""
-        self.gossip = News()
+        self.gossip = Changes()
         """What the neighbour did and nobody was told of."""
         self.segment_slots = segment_slots
         self.stripes = stripes
@@ -199,12 +199,12 @@ class World:
         self.looked_for: dict[int, int] = {}
         """The epoch that each promotion from the neighbour was begun in."""
         self.row_owner: list[object | None] = [None] * rows
-        directories: list[TierDirectory] = []
+        directories: list[OwnedTier] = []
         self.segment_ids = segments
         for index, entries in enumerate(found):
             slots = len(self.slots[index])
             if index == self.followed:
-                shared = TierOpening(
+                shared = RecoveredTier(
                     "neighbour",
                     MEDIA[index],
                     list(entries.items()),
@@ -213,9 +213,9 @@ class World:
                     0,
                     followed=True,
                 )
-                directories.append(FollowedDirectory(index, shared, self.in_flight))
+                directories.append(PeerTier(index, shared, self.in_flight))
                 continue
-            opening = TierOpening(
+            opening = RecoveredTier(
                 f"t{index}",
                 MEDIA[index],
                 list(entries.items()),
@@ -226,8 +226,8 @@ class World:
                 relocation_chunks=self.relocation,
             )
             policy = create_policy(self.policy, slots)
-            directory = TierDirectory(index, opening, policy, self.in_flight, flow=self.flow)
-            directory.relocations_per_second = 1000.0 * self.relocation
+            directory = OwnedTier(index, opening, policy, self.in_flight, flow=self.flow)
+            directory.compact_at(1000.0 * self.relocation)
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
@@ -367,7 +367,7 @@ class World:
             assert waited < core.line.deadline, f"{client.id} waits while nothing moves"
             assert self.now - client.joined < core.line.ceiling, f"{client.id} waits for ever"
         if not core.is_waiting(client.id):
-            stalled = {tier.index for tier in core.tiers if tier.stalled}
+            stalled = {tier.number for tier in core.tiers if tier.health.stalled}
             assert not stalled or any(self._may_come(key, stalled) for key in client.keys), (
                 f"{client.id} begins to wait for a tier that does not answer"
             )
@@ -376,7 +376,7 @@ class World:
         chunk = self.core.pool.chunks.get(key)
         if chunk is not None:
             return chunk.status == FILLING and chunk.origin not in stalled
-        return any(key in tier.entries for tier in self.core.tiers if tier.index not in stalled)
+        return any(key in tier.entries for tier in self.core.tiers if tier.number not in stalled)
 
     def _ready(self, keys: list[bytes]) -> int:
         chunks = self.core.pool.chunks
@@ -539,15 +539,15 @@ class World:
                     self.slots[move.tier][slot] = GARBAGE
         outdated = self.followed >= 0 and self.epoch < self.newest_epoch
         for tier in self.core.tiers:
-            if tier.index == self.followed:
+            if tier.number == self.followed:
                 continue
             if tier.clearing or outdated:
                 # Its records are of an older epoch, or will be erased before anybody asks.
-                self.slots[tier.index] = [GARBAGE] * len(self.slots[tier.index])
+                self.slots[tier.number] = [GARBAGE] * len(self.slots[tier.number])
                 continue
-            found = contents_of(self.slots[tier.index])
+            found = contents_of(self.slots[tier.number])
             for key, slot in tier.entries.items():
-                kept = key in found or (tier.index, slot) in self.rotten
+                kept = key in found or (tier.number, slot) in self.rotten
                 assert kept, "what was stored is gone"
         if self.followed >= 0:
             # Who starts belongs to the newest epoch, and has its weights.
@@ -562,7 +562,7 @@ class World:
                 for key, slot in theirs.items()
                 if self.their_epochs[slot] == self.heard_epoch
             }
-            self.gossip = News()
+            self.gossip = Changes()
         self.begin(found_now, self.segment_ids)
 
     def listen(self) -> None:
@@ -619,7 +619,7 @@ class World:
             self.heard_epoch = self.epoch
             held = contents_of(slots).items()
             now = [(k, slot) for k, slot in held if self.their_epochs[slot] == self.heard_epoch]
-            self.gossip = News(now, [])
+            self.gossip = Changes(now, [])
         elif move.op is Op.CLEAR and not failed:
             segments = sorted(ids)
             slots[:] = [GARBAGE] * len(slots)
@@ -669,7 +669,7 @@ class World:
             found = [(slots[slot][0], slot) for slot in its_slots if slots[slot] is not GARBAGE]
         elif not failed:
             tier = self.core.tiers[move.tier]
-            orphan = move.id in self.core.traffic.orphans
+            orphan = move.id in self.core.transfers.orphans
             assert orphan or not any(slot in its_slots for slot in tier.entries.values())
             for other in self.moves:
                 if other.tier == move.tier:
@@ -722,8 +722,8 @@ class World:
 
     def hear_news(self) -> None:
         """The engine has looked what the neighbour did."""
-        news, self.gossip = self.gossip, News()
-        self.done.append(Completion(NO_MOVE, [], news=news, tier=self.followed))
+        news, self.gossip = self.gossip, Changes()
+        self.done.append(Completion(NO_MOVE, [], changes=news, tier=self.followed))
 
     def rot(self, tier: int, slot: int) -> None:
         """A slot loses its bytes."""
@@ -763,9 +763,9 @@ class World:
             if not copy.store:
                 self._check_late(copy)
         if self.reports or not self.late:
-            orphans = self.core.traffic.orphans
+            orphans = self.core.transfers.orphans
             owners = [copy.rows for copy in self.late]
-            owners += [self.core.traffic.moves[id].rows for id in orphans]
+            owners += [self.core.transfers.moves[id].rows for id in orphans]
             held_by = {row for rows in owners for row in rows}
             assert pool.held == len(held_by), "rows are held for nobody"
         assert busy == pool.busy
@@ -806,43 +806,43 @@ class World:
             assert request.pending == pending
             pins.update(request.loading)
         assert len(line.waiting) + len(line.answered) <= len(core._requests)
-        for id, move in core.traffic.moves.items():
-            if move.op is Op.CASCADE and id not in core.traffic.orphans:
+        for id, move in core.transfers.moves.items():
+            if move.op is Op.CASCADE and id not in core.transfers.orphans:
                 pins.update(move.keys)
         held = {
             key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY
         }
         assert held == pins, "pins without an owner"
 
-    def _check_tier(self, tier: TierDirectory) -> None:
+    def _check_tier(self, tier: OwnedTier) -> None:
         self._check_traffic(tier)
-        if tier.index == self.followed:
-            assert not tier.writing, "nobody but its owner writes to it"
-            assert not tier.queue
+        if tier.number == self.followed:
+            assert not tier.index.writing, "nobody but its owner writes to it"
+            assert tier.target is None
             return
-        contents = self.slots[tier.index]
-        slots = [*tier.entries.values(), *tier.writing.values()]
+        contents = self.slots[tier.number]
+        slots = [*tier.entries.values(), *tier.index.writing.values()]
         assert len(set(slots)) == len(slots), "two keys in one slot"
-        assert len(tier.policy) == len(tier.entries)
-        assert tier.segments <= tier.max_segments, "over the disk budget"
+        assert len(tier.index.policy) == len(tier.entries)
+        assert tier.slots.segments <= tier.slots.max_segments, "over the disk budget"
         for key, slot in tier.entries.items():
             right = contents[slot] == (key, self.weights)
-            assert right or (tier.index, slot) in self.rotten, "a stale entry"
+            assert right or (tier.number, slot) in self.rotten, "a stale entry"
         if not tier.clearing:
-            in_use = len(slots) + tier.free + tier.retired_free
-            for move in (m for m in self.core.traffic.moves.values() if m.tier == tier.index):
-                in_use += len(move.targets) if move.id not in self.core.traffic.orphans else 0
-            assert in_use == tier.segments * self.segment_slots, "slots leaked"
+            in_use = len(slots) + tier.slots.free + tier.slots.retired_free
+            for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
+                in_use += len(move.targets) if move.id not in self.core.transfers.orphans else 0
+            assert in_use == tier.slots.segments * self.segment_slots, "slots leaked"
 
-    def _check_traffic(self, tier: TierDirectory) -> None:
+    def _check_traffic(self, tier: OwnedTier) -> None:
         rows: Counter[Op] = Counter()
         reading: Counter[bytes] = Counter()
-        for move, _ in tier.in_flight.values():
+        for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
             rows[move.op] += len(move.rows)
-            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core.traffic.orphans:
+            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core.transfers.orphans:
                 reading.update(move.keys)
-        assert reading == tier.reading, "what is read is protected, and nothing else"
-        assert tier.rows_in_flight == rows.total()
+        assert reading == tier.index.reading, "what is read is protected, and nothing else"
+        assert tier.in_flight.rows == rows.total()
         assert rows[Op.CASCADE] <= self.in_flight, "too much on its way to a tier"
 
     def check_events(self) -> None:
@@ -860,7 +860,7 @@ class World:
         self.cramped.clear()
         for tier in core.tiers:
             # A segment that cannot be emptied is tried again for ever.
-            tier.relocations_per_second = 0.0
+            tier.compact_at(0.0)
         for copy in list(self.late):
             self.land(copy)
         for client in list(self.clients.values()):
@@ -879,7 +879,9 @@ class World:
         assert core.pool.held == 0
         assert not core._requests, "a request was never forgotten"
         assert not core.line.answered
-        assert not any(tier.clearing or tier.stalled or tier.reading for tier in core.tiers)
+        assert not any(
+            tier.clearing or tier.health.stalled or tier.index.reading for tier in core.tiers
+        )
 
     def run_dry(self, seconds: float) -> None:
         """Steps of `seconds` in which every move ends well, until none is left."""
@@ -899,10 +901,10 @@ class World:
         """In a world at rest, a prefix is found as far as it is known and fits."""
         core = self.core
         client = self.arrive("reach", prompt, length)
-        evicted = sum(tier.evicted for tier in core.tiers)
+        evicted = sum(tier.index.evicted for tier in core.tiers)
         known = 0
         for key in client.keys:
-            held = [self.slots[t.index][t.entries[key]] for t in core.tiers if key in t.entries]
+            held = [self.slots[t.number][t.entries[key]] for t in core.tiers if key in t.entries]
             if key not in core.pool.chunks and (not held or held[0][0] != key):
                 break
             known += 1
@@ -915,7 +917,7 @@ class World:
                 self.complete(0)
             answer = self.ask(client)
         assert answer is not None
-        if not (self.demotes and evicted < sum(tier.evicted for tier in core.tiers)):
+        if not (self.demotes and evicted < sum(tier.index.evicted for tier in core.tiers)):
             # What is promoted where chunks are demoted can cost a full tier others of the prefix.
             assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
         self.leave(client)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvstore.core import Core, CoreStats, HostPool, TierDirectory
-from kvstore.types import Completion, Move, Op, TierOpening
+from kvstore.core import Core, CoreStats, HostPool, OwnedTier
+from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import EvictionPolicy, Protected, create_policy
 from policies.lru import LRU
 
@@ -55,13 +55,14 @@ class Rig:
         in_flight: int = 64,
         policy: EvictionPolicy | None = None,
         stripes: int = 1,
+        relocation_chunks: int = 0,
         **timing: Any,
     ) -> None:
         most = segments if max_segments is None else max_segments
         directories = [
-            TierDirectory(
+            OwnedTier(
                 index,
-                TierOpening(
+                RecoveredTier(
                     f"tier{index}",
                     "disk" if index == 0 else "remote",
                     [(key, slot) for slot, key in enumerate(held)],
@@ -69,6 +70,7 @@ class Rig:
                     list(range(segments)),
                     most,
                     stripes=stripes,
+                    relocation_chunks=relocation_chunks,
                 ),
                 create_policy("lru", segment_slots * most),
                 in_flight,
@@ -126,9 +128,9 @@ class Rig:
         if segments is not None:
             made = list(segments)
         elif move.op is Op.GROW:
-            made = [tier.segments]
+            made = [tier.slots.segments]
         elif move.op is Op.CLEAR:
-            made = list(range(tier.segments))
+            made = [] if tier.target is None else list(range(tier.slots.segments))
         error = "injected" if failed or (segments is not None and not made) else None
         places = [move.keys.index(key) for key in unread]
         self.ended.append(Completion(move.id, ok, made, error, unread=places))

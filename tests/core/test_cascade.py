@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore.core.traffic import CASCADE_BATCH, RETRY_PAUSE, STORE_PAUSE
+from kvstore.core.cascades import CASCADE_BATCH
+from kvstore.core.health import STORE_PAUSE
+from kvstore.core.slots import RETRY_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -88,9 +90,9 @@ def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> Non
     rig.put(keys)
     assert rig.ask(cold) is None
     others = {b"other-%d" % number: 60 + number for number in range(4)}
-    rig.core.tiers[0].writing |= others  # no more than these may be on their way
+    rig.core.tiers[0].index.writing |= others  # no more than these may be on their way
     rig.settle()
-    rig.core.tiers[0].writing.clear()
+    rig.core.tiers[0].index.writing.clear()
     assert rig.stats.shed == 4
     rig.core.on_request_finished("r")
     rig.step()
@@ -164,7 +166,7 @@ def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_free() ->
     rig.end(move, failed={keys[1]})
     rig.step()
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
-    assert rig.core.tiers[0].free == 5
+    assert rig.core.tiers[0].slots.free == 5
     assert rig.core.pool.busy == 0
 
 
@@ -227,15 +229,15 @@ def test_a_tier_asks_for_a_segment_before_it_needs_it() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
     rig.put(chain("a", 5))
     rig.settle()
-    assert rig.core.tiers[0].segments == 2
-    assert rig.core.tiers[0].free == 11
+    assert rig.core.tiers[0].slots.segments == 2
+    assert rig.core.tiers[0].slots.free == 11
 
 
 def test_a_tier_with_room_asks_for_no_segment() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
     rig.put(chain("a", 4))
     rig.settle()
-    assert rig.core.tiers[0].segments == 1
+    assert rig.core.tiers[0].slots.segments == 1
 
 
 def test_only_one_segment_is_asked_for_at_a_time() -> None:
@@ -250,7 +252,7 @@ def test_a_tier_never_has_more_segments_than_its_capacity() -> None:
     for wave in range(5):
         rig.put(chain(f"w{wave}", 20))
         rig.settle(0.1)
-    assert rig.core.tiers[0].segments == 2
+    assert rig.core.tiers[0].slots.segments == 2
     assert len(rig.core.tiers[0].entries) == 16
 
 
@@ -289,7 +291,7 @@ def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
     assert again.op is Op.GROW
     rig.end(again)
     rig.step()
-    assert rig.core.tiers[0].segments == 2
+    assert rig.core.tiers[0].slots.segments == 2
 
 
 def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:

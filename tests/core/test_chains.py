@@ -118,7 +118,7 @@ def test_every_group_has_a_chain_of_its_own() -> None:
 def test_a_slower_tier_hears_of_the_end_once_the_chunks_are_there() -> None:
     rig, keys = Rig(on=((),)), chain("a", 3)
     below = Listener(64)
-    rig.core.tiers[0].policy = below
+    rig.core.tiers[0].index.policy = below
     rig.core.chains = chains.Chains(rig.core.pool, rig.core.tiers)
     grant = rig.core.prepare_store(keys, "writer")
     assert grant is not None

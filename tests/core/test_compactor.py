@@ -14,17 +14,16 @@ SLOTS = 8
 
 def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: Any) -> Rig:
     """A tier of `segments`, of which each but the first holds `live` chunks."""
-    rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, **options)
+    rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, relocation_chunks=4, **options)
     tier = rig.core.tiers[0]
-    tier.relocation_chunks = 4
-    tier.relocations_per_second = rate
+    tier.compact_at(rate)
     for segment in range(segments):
         first = segment * SLOTS
         for n, key in enumerate(chain(f"s{segment}", live)):
-            tier._stripe_of(first).withdraw(segment)
+            tier.slots._stripe_of(first).withdraw(segment)
             tier.entries[key] = first + n
-            tier.policy.insert(key)
-        tier._stripe_of(first).give(range(first + live, first + SLOTS))
+            tier.index.policy.insert(key)
+        tier.slots._stripe_of(first).give(range(first + live, first + SLOTS))
     return rig
 
 
@@ -51,21 +50,21 @@ def test_sparse_segments_are_emptied_and_given_back() -> None:
     moves = compact(rig)
     tier = rig.core.tiers[0]
     assert [m.op for m in moves if m.op is not Op.RELOCATE] == [Op.LIST, Op.SHRINK] * 2
-    assert tier.segments == 2
-    assert rig.stats.tiers[0].given_back == 2
+    assert tier.slots.segments == 2
+    assert rig.stats.tiers[0].removed_segments == 2
     assert rig.stats.tiers[0].relocated == 4
     assert set(tier.entries) == set(before), "nothing was lost"
     assert len(set(tier.entries.values())) == len(before)
     gone = {move.segment for move in moves if move.op is Op.SHRINK}
     assert not any(slot // SLOTS in gone for slot in tier.entries.values())
-    assert tier.free == 2 * SLOTS - len(before)
+    assert tier.slots.free == 2 * SLOTS - len(before)
 
 
 def test_what_is_copied_is_free_of_charge_for_the_policy() -> None:
     rig = sparse()
-    order = list(rig.core.tiers[0].policy.order())
+    order = list(rig.core.tiers[0].index.policy.order())
     compact(rig)
-    assert list(rig.core.tiers[0].policy.order()) == order
+    assert list(rig.core.tiers[0].index.policy.order()) == order
 
 
 def test_without_a_rate_nothing_is_moved() -> None:
@@ -124,10 +123,10 @@ def test_a_chunk_that_left_while_it_was_copied_leaves_its_new_slot_free() -> Non
     rig.step(0.1)
     (copy,) = rig.moves
     for key in copy.keys:
-        tier.forget(key)
+        tier.forget((key,))
     rig.end(copy)
     compact(rig)
-    assert tier.free + len(tier.entries) == tier.segments * SLOTS
+    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
 
 
 def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
@@ -137,7 +136,7 @@ def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     moves = compact(rig, steps=20, failed=set(before))
     assert [move.op for move in moves] == [Op.LIST, Op.RELOCATE]
     assert dict(tier.entries) == before
-    assert tier.free + len(before) == tier.segments * SLOTS
+    assert tier.slots.free + len(before) == tier.slots.segments * SLOTS
     assert compact(rig, steps=700)[0].op is Op.LIST, "it is tried again later"
 
 
@@ -154,9 +153,9 @@ def test_it_stops_when_what_was_free_is_needed_again() -> None:
                 rig.end(move)
         rig.step(0.1)
     rig.settle()
-    assert tier.retired_free == 0
-    assert victim in tier._segments
-    assert tier.free + len(tier.entries) == tier.segments * SLOTS
+    assert tier.slots.retired_free == 0
+    assert victim in tier.slots._segments
+    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
 
 
 @pytest.mark.parametrize("op", [Op.LIST, Op.RELOCATE, Op.SHRINK])
@@ -173,14 +172,14 @@ def test_a_reset_in_its_midst_leaves_every_slot_free(op: Op) -> None:
             rig.ended.append(Completion(move.id, [True] * len(move.keys), found=its))
     (move,) = rig.moves
     rig.core.reset()
-    tier.relocations_per_second = 0.0
+    tier.compact_at(0.0)
     rig.end(move)
     for _ in range(10):
         for move in rig.step(0.1):
             assert move.op is Op.CLEAR
             rig.moves.remove(move)
-            rig.ended.append(Completion(move.id, [], sorted(tier._segments)))
+            rig.ended.append(Completion(move.id, [], sorted(tier.slots._segments)))
     assert not tier.entries
-    assert tier.free == tier.segments * SLOTS
-    assert tier.segments == (3 if op is Op.SHRINK else 4)
-    assert not tier.reading
+    assert tier.slots.free == tier.slots.segments * SLOTS
+    assert tier.slots.segments == (3 if op is Op.SHRINK else 4)
+    assert not tier.index.reading

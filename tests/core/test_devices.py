@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from kvstore.core.directory import DEVICE_PAUSE, STRIPE_CHUNKS
-from kvstore.core.traffic import STORE_PAUSE
+from kvstore.core.health import DEVICE_PAUSE, STORE_PAUSE
+from kvstore.core.slots import STRIPE_CHUNKS
 from kvstore.types import Move, Op
 from tests.core.rig import Rig, chain
 
 
 def devices_of(move: Move, rig: Rig, stripes: int) -> list[int]:
-    return [slot // rig.core.tiers[0].segment_slots % stripes for slot in move.slots]
+    return [slot // rig.core.tiers[0].slots.segment_slots % stripes for slot in move.slots]
 
 
 def test_a_long_chain_is_spread_over_the_devices_in_runs() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.core import Core, Flow, HostPool, TierDirectory
-from kvstore.types import Op, TierOpening
+from kvstore.core import Core, Flow, HostPool, OwnedTier
+from kvstore.types import Op, RecoveredTier
 from policies import create_policy
 from tests.core.rig import Rig, chain
 from tests.core.test_chains import Gate
@@ -17,8 +17,8 @@ def demoting(
     gate: Gate | None = None,
 ) -> Rig:
     rig = Rig(rows=rows, on=())
-    opening = TierOpening("disk", "disk", [], slots, [0], 1)
-    tier = TierDirectory(0, opening, create_policy("lru", slots), 64, gate, flow)
+    opening = RecoveredTier("disk", "disk", [], slots, [0], 1)
+    tier = OwnedTier(0, opening, create_policy("lru", slots), 64, gate, flow)
     pool = HostPool(rows, create_policy("lru", rows), reserve=reserve)
     rig.core = Core(pool, [tier], deadline=1.0, ceiling=10.0, lease=3.0)
     rig.core.poll(rig.now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core import Core, FollowedDirectory, HostPool, TierDirectory
-from kvstore.types import NO_MOVE, Completion, News, Op, TierOpening
+from kvstore.core import Core, HostPool, OwnedTier, PeerTier
+from kvstore.types import NO_MOVE, Changes, Completion, Op, RecoveredTier
 from policies import create_policy
 from tests.core.rig import Rig, chain
 
@@ -13,11 +13,9 @@ from tests.core.rig import Rig, chain
 def rig_beside(neighbour: Sequence[bytes], rows: int = 8) -> Rig:
     """A rig with an empty tier of its own, and a neighbour's tier that holds these keys."""
     rig = Rig(rows=rows)
-    own = TierDirectory(0, TierOpening("own", "disk", [], 64, [0], 1), create_policy("lru", 64), 64)
+    own = OwnedTier(0, RecoveredTier("own", "disk", [], 64, [0], 1), create_policy("lru", 64), 64)
     entries = [(key, slot) for slot, key in enumerate(neighbour)]
-    shared = FollowedDirectory(
-        1, TierOpening("theirs", "shared", entries, 64, (), 0, followed=True), 64
-    )
+    shared = PeerTier(1, RecoveredTier("theirs", "shared", entries, 64, (), 0, followed=True), 64)
     pool = HostPool(rows, create_policy("lru", rows))
     rig.core = Core(pool, [own, shared], deadline=1.0, ceiling=10.0, lease=3.0)
     rig.core.log_to(rig.log.append)
@@ -26,7 +24,7 @@ def rig_beside(neighbour: Sequence[bytes], rows: int = 8) -> Rig:
 
 
 def tell(rig: Rig, appeared: Sequence[tuple[bytes, int]] = (), gone: Sequence[bytes] = ()) -> None:
-    rig.core.poll(rig.now, [Completion(NO_MOVE, [], news=News([*appeared], [*gone]), tier=1)])
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=Changes([*appeared], [*gone]), tier=1)])
 
 
 def test_what_a_neighbour_had_at_the_start_is_found() -> None:

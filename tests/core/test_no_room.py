@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from kvstore.core import Core, HostPool, TierDirectory
-from kvstore.types import TierOpening
+from kvstore.core import Core, HostPool, OwnedTier
+from kvstore.types import RecoveredTier
 from policies import create_policy
 
 
 def test_a_tier_without_room_for_a_segment_does_not_hold_up_host_memory() -> None:
-    full = TierDirectory(
-        0, TierOpening("full", "disk", [], 8, [], 0), create_policy("lru", 8), max_rows_in_flight=4
+    full = OwnedTier(
+        0,
+        RecoveredTier("full", "disk", [], 8, [], 0),
+        create_policy("lru", 8),
+        max_rows_in_flight=4,
     )
     core = Core(HostPool(4, create_policy("lru", 4)), [full])
     for number in range(5):

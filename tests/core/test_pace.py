@@ -10,7 +10,7 @@ import pytest
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
 from kvstore.core.pace import LEAST_SHARE, STORED
-from kvstore.types import NO_MOVE, Completion, News, Op
+from kvstore.types import NO_MOVE, Changes, Completion, Op
 from policies import create_policy, policy_names
 from tests.core.rig import Rig, chain
 
@@ -84,14 +84,14 @@ def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
     rig = Rig(rows=8, pace=FEW)
     heard: list[tuple[int, int]] = []
 
-    def complete(completion: Completion) -> bool:
-        assert completion.news is not None
-        heard.append((len(completion.news.gone), len(completion.news.appeared)))
+    def complete(completion: Completion, now: float) -> bool:
+        assert completion.changes is not None
+        heard.append((len(completion.changes.gone), len(completion.changes.appeared)))
         return True
 
-    rig.core.traffic.complete = complete  # type: ignore[method-assign]
-    news = News([(key, slot) for slot, key in enumerate(chain("n", 20))], chain("gone", 2))
-    rig.core.poll(rig.now, [Completion(NO_MOVE, [], news=news, tier=0)])
+    rig.core.transfers.complete = complete  # type: ignore[method-assign]
+    news = Changes([(key, slot) for slot, key in enumerate(chain("n", 20))], chain("gone", 2))
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=news, tier=0)])
     steps = 1
     while rig.core.behind:
         rig.core.poll(rig.now)
@@ -292,10 +292,10 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
     keys = chain("a", 10)
     rig = Rig(rows=16, on=[keys], pace=FEW, ceiling=10.0)
     # Four on their way are more than is worth beginning to wait for.
-    rig.core.tiers[0].seconds_per_chunk = 3.0
+    rig.core.tiers[0].health.seconds_per_chunk = 3.0
     assert rig.ask(keys) is None
     rig.step()
-    assert rig.core.tiers[0].congested
+    assert rig.core.tiers[0].health.congested
     assert rig.ask(chain("a", 6)[4:], "late") == 0
     rig.step()
     assert rig.resolve(keys) == 10
@@ -304,11 +304,11 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
 def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() -> None:
     first, second = chain("a", 4), chain("b", 4)
     rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, ceiling=10.0)
-    rig.core.tiers[0].seconds_per_chunk = 3.0
+    rig.core.tiers[0].health.seconds_per_chunk = 3.0
     assert rig.ask(first, "a") is None
     assert rig.ask(second, "b") is None
     rig.step()
-    assert rig.core.tiers[0].congested
+    assert rig.core.tiers[0].health.congested
     rig.step()
     assert rig.ask(second, "b") == 0
 

@@ -254,7 +254,7 @@ def test_a_chunk_that_its_tier_lost_while_a_request_stood_in_line_ends_its_prefi
     assert rig.ask(first, "r0") is None
     assert rig.ask(second, "r1") is None
     rig.step()
-    rig.core.tiers[0].forget(second[5])
+    rig.core.tiers[0].forget([second[5]])
     rig.end(rig.promotion)
     rig.step()
     rig.core.on_request_finished("r0")
@@ -292,7 +292,7 @@ def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
 def test_stores_do_not_take_the_rows_that_a_request_in_line_waits_for() -> None:
     cold = chain("cold", 4)
     rig = Rig(rows=8, on=[cold], deadline=1.0)
-    rig.core.tiers[0].store_after = rig.now + 1e9  # so that stored chunks may leave at once
+    rig.core.tiers[0].health.store_after = rig.now + 1e9  # so that stored chunks may leave at once
     storing: list[tuple[int, str]] = []
     answer: int | None = None
     for step in range(60):

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, TierDirectory
+from kvstore.core import Core, HostPool, OwnedTier
+from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import READY, Chunk
+from kvstore.core.health import Health
+from kvstore.core.index import Index
 from kvstore.core.line import Line
 from kvstore.core.overtaken import Overtaken
 from kvstore.core.request import Request
-from kvstore.core.traffic import Traffic
-from kvstore.types import Op
+from kvstore.core.slots import Slots
+from kvstore.core.transfers import Transfers
 from tests.core.model import World, random_act, random_world, scatter
 
 SEEDS = range(100)
@@ -215,58 +218,62 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a failed block fails alone, and fails")
 def _(patch: pytest.MonkeyPatch) -> None:
-    promoted = Traffic._promoted
+    promoted = Transfers._promoted
 
-    def believing(self: Traffic, tier: Any, move: Any, completion: Any, started: float) -> None:
+    def believing(self: Transfers, tier: Any, move: Any, completion: Any, *rest: Any) -> None:
         completion.ok = [True] * len(completion.ok)
-        promoted(self, tier, move, completion, started)
+        promoted(self, tier, move, completion, *rest)
 
-    patch.setattr(Traffic, "_promoted", believing)
+    patch.setattr(Transfers, "_promoted", believing)
 
 
 @breaks("what is being read is not evicted from its tier")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierDirectory, "begin_read", lambda self, key: self.entries[key])
-    patch.setattr(TierDirectory, "end_read", lambda self, key: None)
+    patch.setattr(Index, "begin_reads", lambda self, keys: [self.entries[key] for key in keys])
+    patch.setattr(Index, "end_reads", lambda self, keys: None)
 
 
 @breaks("the slot of a failed write is free again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierDirectory, "not_written", lambda self, key, slot: self.writing.pop(key))
+    def not_copied(self: OwnedTier, places: Any, now: float) -> None:
+        for key, _ in places:
+            self.index.not_written(key)
+
+    patch.setattr(OwnedTier, "not_copied", not_copied)
 
 
 @breaks("a chunk is pinned while it is copied to a tier")
 def _(patch: pytest.MonkeyPatch) -> None:
-    tend, cascaded = Traffic.tend, Traffic._cascaded
+    due, ended = Cascades.due, Cascades.ended
 
-    def careless(self: Traffic, tier: TierDirectory) -> Any:
-        moves = tend(self, tier)
+    def careless(self: Cascades, target: Any) -> Any:
+        moves = due(self, target)
         for move in moves:
-            for key in move.keys if move.op is Op.CASCADE else ():
+            for key in move.keys:
                 self._pool.unpin(self._pool.chunks[key])
         return moves
 
-    def forgiving(self: Traffic, tier: Any, move: Any, completion: Any) -> None:
+    def forgiving(self: Cascades, target: Any, move: Any, *rest: Any) -> None:
         for key in move.keys:
             if key not in self._pool.chunks:
                 raise AssertionError("a chunk left while it was copied")
             self._pool.pin(self._pool.chunks[key])
-        cascaded(self, tier, move, completion)
+        ended(self, target, move, *rest)
 
-    patch.setattr(Traffic, "tend", careless)
-    patch.setattr(Traffic, "_cascaded", forgiving)
+    patch.setattr(Cascades, "due", careless)
+    patch.setattr(Cascades, "ended", forgiving)
 
 
 @breaks("copies on their way are bounded")
 def _(patch: pytest.MonkeyPatch) -> None:
-    init = TierDirectory.__init__
+    init = OwnedTier.__init__
 
-    def boundless(self: TierDirectory, *args: Any, **rest: Any) -> None:
+    def boundless(self: OwnedTier, *args: Any, **rest: Any) -> None:
         init(self, *args, **rest)
         self.max_rows_in_flight *= 2
         self.max_rows_in_flight += 1
 
-    patch.setattr(TierDirectory, "__init__", boundless)
+    patch.setattr(OwnedTier, "__init__", boundless)
 
 
 @breaks("rows of moves that a reset left behind are not given out")
@@ -308,7 +315,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("what a neighbour has counts from where the own lane stands")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Traffic, "_owned_clearing", property(lambda self: False))
+    patch.setattr(Transfers, "_clearing_targets", lambda self: [])
 
 
 @breaks("what ended after a reset is not believed")
@@ -317,7 +324,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Core) -> None:
         reset(self)
-        self.traffic.orphans.clear()
+        self.transfers.orphans.clear()
 
     patch.setattr(Core, "reset", forgetful)
 
@@ -359,24 +366,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("what is stored reaches the tier")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierDirectory, "take_slots", lambda self, count: [])
+    patch.setattr(OwnedTier, "take_slots", lambda self, count: [])
 
 
 @breaks("the disk budget is a limit")
 def _(patch: pytest.MonkeyPatch) -> None:
-    grown = TierDirectory.grown
+    ended = Slots.growth_ended
 
-    def generous(self: TierDirectory, segment: int) -> None:
-        grown(self, segment)
-        self.max_segments += 1
+    def generous(self: Slots, segments: Any, now: float) -> None:
+        ended(self, segments, now)
+        self.max_segments += len(segments)
 
-    patch.setattr(TierDirectory, "grown", generous)
-    patch.setattr(TierDirectory, "_evict", lambda self, count, incoming: None)
+    patch.setattr(Slots, "growth_ended", generous)
+    patch.setattr(Index, "evict", lambda self, count, incoming: [])
 
 
 @breaks("a tier that does not answer is not waited for")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierDirectory, "readable", property(lambda self: True))
+    patch.setattr(Health, "readable", property(lambda self: True))
 
 
 @breaks("events are told in order")
@@ -420,7 +427,7 @@ def test_the_simulation_notices_when_a_rule_is_broken(
 
 
 def test_compaction_amid_traffic_loses_nothing() -> None:
-    relocated = given_back = 0
+    relocated = removed_segments = 0
     for seed in range(60):
         rng = random.Random(seed)
         world = World(rows=6, segment_slots=8, slots=96, relocation=3, stripes=1 + seed % 2)
@@ -428,8 +435,8 @@ def test_compaction_amid_traffic_loses_nothing() -> None:
         for _ in range(500):
             random_act(world, rng)
             world.check()
-        relocated += sum(each.relocated for each in world.core.traffic.compactors)
-        given_back += sum(each.given_back for each in world.core.traffic.compactors)
+        relocated += sum(tier.relocated for tier in world.core.stats().tiers)
+        removed_segments += sum(tier.removed_segments for tier in world.core.stats().tiers)
         world.settle()
     assert relocated > 100
-    assert given_back > 100
+    assert removed_segments > 100

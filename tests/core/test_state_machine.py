@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.core import HostPool, TierDirectory
+from kvstore.core import HostPool
 from kvstore.core.chunk import FILLING
+from kvstore.core.health import Health
 from kvstore.types import Op
 from tests.core.model import Client, World
 
@@ -80,8 +81,8 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def certainly_fetchable(self, key: bytes) -> bool:
         for tier in self.world.core.tiers:
-            index = tier.index
-            if key in self.written[index] and not self.displaced(index) and tier.readable:
+            index = tier.number
+            if key in self.written[index] and not self.displaced(index) and tier.health.readable:
                 return True
         return False
 
@@ -91,7 +92,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def note_moves(self) -> None:
         """What the core has asked of the engine."""
-        orphans = self.world.core.traffic.orphans
+        orphans = self.world.core.transfers.orphans
         for move in self.world.moves:
             if move.op is Op.CASCADE:
                 self.sent[move.tier].update(move.keys)
@@ -207,7 +208,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
     @rule(seconds=SECONDS)
     def step(self, seconds: float) -> None:
         self.world.step(seconds)
-        self.cramped.update(tier.index for tier in self.world.core.tiers if tier.cannot_grow)
+        self.cramped.update(tier.number for tier in self.world.core.tiers if tier.slots.cannot_grow)
         self.note_moves()
 
     @rule()
@@ -227,7 +228,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def end_move(self, index: int, failures: set[int]) -> None:
         move = self.world.moves[index]
-        current = move.id not in self.world.core.traffic.orphans
+        current = move.id not in self.world.core.transfers.orphans
         self.world.complete(index, failures)
         ended = self.world.done[-1]
         if move.op is Op.CASCADE and not all(ended.ok):
@@ -275,11 +276,11 @@ class StoreAgainstSets(RuleBasedStateMachine):
             found = set(tier.entries)
             if was_clearing:
                 # Killed before the tier had forgotten: what it held is there once more.
-                self.written[tier.index] = found
-                self.sent[tier.index] = set(found)
-            assert found >= self.written[tier.index] or self.displaced(tier.index)
-            self.written[tier.index] = found
-            self.sent[tier.index] |= found
+                self.written[tier.number] = found
+                self.sent[tier.number] = set(found)
+            assert found >= self.written[tier.number] or self.displaced(tier.number)
+            self.written[tier.number] = found
+            self.sent[tier.number] |= found
             self.stored |= found
 
     def displaced(self, index: int) -> bool:
@@ -299,7 +300,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
     @invariant()
     def tiers_hold_only_what_was_written(self) -> None:
         for tier in self.world.core.tiers:
-            assert set(tier.entries) <= self.written[tier.index]
+            assert set(tier.entries) <= self.written[tier.number]
 
     def teardown(self) -> None:
         self.world.settle()
@@ -343,7 +344,7 @@ def test_the_machine_notices_a_chunk_that_left_for_no_reason(
 
 
 def test_the_machine_notices_a_tier_that_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TierDirectory, "readable", property(lambda self: False))
+    monkeypatch.setattr(Health, "readable", property(lambda self: False))
     monkeypatch.setattr(
         StoreAgainstSets,
         "certainly_fetchable",

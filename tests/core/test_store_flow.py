@@ -271,7 +271,7 @@ def test_what_is_used_stays_longer() -> None:
 def test_touching_what_is_nowhere_is_harmless() -> None:
     rig = Rig(rows=4, on=[chain("t", 2)])
     rig.core.touch([*chain("unknown", 2), *chain("t", 2)])
-    assert list(rig.core.tiers[0].policy.order()) == [chain("t", 2)[1], chain("t", 2)[0]]
+    assert list(rig.core.tiers[0].index.policy.order()) == [chain("t", 2)[1], chain("t", 2)[0]]
 
 
 def test_what_is_loaded_was_used() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.directory import MOST_FAILURES
+from kvstore.core.index import MOST_FAILURES
 from tests.core.rig import Rig, chain
 
 
@@ -51,7 +51,7 @@ def test_an_entry_that_cannot_be_read_several_times_in_a_row_is_forgotten() -> N
         assert set(rig.core.tiers[0].entries) == set(keys)
         fail_once(rig, keys, f"r{number}")
     assert not rig.core.tiers[0].entries
-    assert not rig.core.tiers[0]._unread
+    assert not rig.core.tiers[0].index._unread
     assert rig.ask(keys, "later") == 0
 
 
@@ -75,11 +75,11 @@ def test_nothing_is_remembered_of_an_entry_that_has_left(how: str) -> None:
     rig = Rig(rows=4, on=[keys], segment_slots=1)
     fail_once(rig, keys, "r")
     tier = rig.core.tiers[0]
-    assert tier._unread
+    assert tier.index._unread
     if how == "evicted":
         rig.put(chain("b", 1))
     else:
         rig.core.reset()
     rig.settle()
     assert keys[0] not in tier.entries
-    assert not tier._unread
+    assert not tier.index._unread

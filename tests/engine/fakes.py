@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvstore.types import News, TierOpening
+from kvstore.types import Changes, RecoveredTier
 from tiers import PinnedRegion, Tier, Transfer
 
 __all__ = ["GatedTier", "RaisingTier", "SilentTier"]
@@ -28,8 +28,8 @@ class GatedTier(Tier):
         self.running = 0
         self.closed_with: int | None = None
 
-    def open(self, region: PinnedRegion) -> TierOpening:
-        return TierOpening("gated", "disk", [], 8, [0], 4)
+    def open(self, region: PinnedRegion) -> RecoveredTier:
+        return RecoveredTier("gated", "disk", [], 8, [0], 4)
 
     async def _pass(self, call: str) -> None:
         self.calls.append(call)
@@ -85,7 +85,7 @@ class RaisingTier(GatedTier):
     async def _pass(self, call: str) -> None:
         raise RuntimeError(f"no {call} today")
 
-    async def refresh(self) -> News:
+    async def refresh(self) -> Changes:
         raise RuntimeError("no news today")
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:

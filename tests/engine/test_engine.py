@@ -18,7 +18,7 @@ import pytest
 from kvstore import engine as engine_module
 from kvstore.engine import Engine, EngineThread, new_event_loop
 from kvstore.errors import KVStoreError
-from kvstore.types import NO_MOVE, Completion, Move, News, Op
+from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
 from tests.engine.fakes import GatedTier, RaisingTier, SilentTier
 from tiers import PinnedRegion, Tier, Transfer
 from tiers.disk import DiskTier
@@ -271,9 +271,9 @@ class Neighbour(GatedTier):
         super().__init__(opened=True)
         self.looks = 0
 
-    async def refresh(self) -> News:
+    async def refresh(self) -> Changes:
         self.looks += 1
-        return News([(key(self.looks), self.looks)]) if self.looks % 2 else News()
+        return Changes([(key(self.looks), self.looks)]) if self.looks % 2 else Changes()
 
 
 def test_what_others_write_comes_as_completions_of_no_move(
@@ -282,9 +282,9 @@ def test_what_others_write_comes_as_completions_of_no_move(
     monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
     engine = threads(GatedTier(), Neighbour())
     news = take(engine, 2)
-    assert [(c.move_id, c.tier, c.news) for c in news[:2]] == [
-        (NO_MOVE, 1, News([(key(1), 1)])),
-        (NO_MOVE, 1, News([(key(3), 3)])),
+    assert [(c.move_id, c.tier, c.changes) for c in news[:2]] == [
+        (NO_MOVE, 1, Changes([(key(1), 1)])),
+        (NO_MOVE, 1, Changes([(key(3), 3)])),
     ]
 
 
@@ -294,7 +294,7 @@ def test_a_tier_that_cannot_be_followed_is_used_all_the_same(
     monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
 
     class Deaf(Neighbour):
-        async def refresh(self) -> News:
+        async def refresh(self) -> Changes:
             self.looks += 1
             raise OSError("gone")
 
@@ -314,7 +314,7 @@ def test_looks_that_fail_in_passing_do_not_end_the_following(
     monkeypatch.setattr(engine_module, "FOLLOW_SECONDS", 0.001)
 
     class Deaf(Neighbour):
-        async def refresh(self) -> News:
+        async def refresh(self) -> Changes:
             if self.looks < 3:
                 self.looks += 1
                 raise OSError("gone")
@@ -322,7 +322,7 @@ def test_looks_that_fail_in_passing_do_not_end_the_following(
 
     engine = threads(GatedTier(), Deaf())
     (found,) = take(engine, 1)[:1]
-    assert found.news == News([(key(5), 5)])
+    assert found.changes == Changes([(key(5), 5)])
 
 
 # -- the end ---------------------------------------------------------------------------------

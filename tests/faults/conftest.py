@@ -30,8 +30,9 @@ START_SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store tries a tier again after a fraction of a second instead of five."""
-    monkeypatch.setattr("kvstore.core.traffic.STORE_PAUSE", 0.3)
-    monkeypatch.setattr("kvstore.core.traffic.RETRY_PAUSE", 0.3)
+    monkeypatch.setattr("kvstore.core.health.STORE_PAUSE", 0.3)
+    monkeypatch.setattr("kvstore.core.slots.RETRY_PAUSE", 0.3)
+    monkeypatch.setattr("kvstore.core.peer.RETRY_PAUSE", 0.3)
 
 
 @pytest.fixture(autouse=True)

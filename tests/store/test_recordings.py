@@ -50,7 +50,7 @@ async def recorded(path: Path, host: int = HOST, disk: int = DISK) -> AsyncItera
     async with kvstore.open(config) as store:
         if disk:
             tier = store._core.tiers[0]
-            assert tier.max_segments * tier.segment_slots == disk
+            assert tier.slots.max_segments * tier.slots.segment_slots == disk
         yield store
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.testing.tier import TierBench, key_of
-from kvstore.types import News
+from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
 from tiers.disk import DiskTier, FollowedLanes, watch
@@ -35,7 +35,7 @@ class Follower:
         self.tier = FollowedLanes(bench.tier)
         self.entries = dict(self.tier.open(bench.region).entries)
 
-    async def look(self) -> News:
+    async def look(self) -> Changes:
         news = await self.tier.refresh()
         for key in news.gone:
             del self.entries[key]
@@ -95,7 +95,7 @@ def test_places_are_what_came_less_what_went(changes: list[tuple[bytes, int, boo
             model.setdefault(key, set()).add(place)
         assert set(places.of(key)) == model[key]
         if number % 3 == 0:
-            news = places.news()
+            news = places.changes()
             assert all(key in told for key in news.gone)
             for key in news.gone:
                 del told[key]

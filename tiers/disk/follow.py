@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.types import News, TierOpening
+from kvstore.types import Changes, RecoveredTier
 from tiers.base import Tier, Transfer
 from tiers.disk.extents import Extent, cut_batches, cut_extents, read_extents
 from tiers.disk.places import Places
@@ -63,17 +63,17 @@ class FollowedLanes(Tier):
         self._volumes: list[Volume] = []
         self._known = _Known([], "", 0)
 
-    def open(self, region: PinnedRegion) -> TierOpening:
+    def open(self, region: PinnedRegion) -> RecoveredTier:
         self._region = region
         self._volumes = list(self._own.volumes)
         self._known = self._of_epoch()
         for watch in self._known.watches:
             for _ in watch.look():
                 pass
-        return TierOpening(
+        return RecoveredTier(
             name=f"{self._own.name}:others",
             medium="disk",
-            entries=self._known.places.news().appeared,
+            entries=self._known.places.changes().appeared,
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
@@ -231,7 +231,7 @@ class FollowedLanes(Tier):
         await self._forget(self._of_epoch())
         return []
 
-    async def refresh(self) -> News:
+    async def refresh(self) -> Changes:
         known = self._known
 
         async def look(volume: Volume, watch: Watch) -> None:
@@ -246,7 +246,7 @@ class FollowedLanes(Tier):
             if isinstance(outcome, BaseException) and not isinstance(outcome, TimeoutError):
                 raise outcome
         # What was seen before the tier was cleared is not news any more.
-        return known.places.news() if known is self._known else News()
+        return known.places.changes() if known is self._known else Changes()
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         await self._forget(_Known([], "", 0))

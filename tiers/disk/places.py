@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from kvstore.types import News
+from kvstore.types import Changes
 
 __all__ = ["Places"]
 
@@ -50,7 +50,7 @@ class Places:
                     if place not in others:
                         others.append(place)
 
-    def news(self) -> News:
+    def changes(self) -> Changes:
         """What has changed since the last call: of a key the place that serves now."""
         with self._lock:
             known, self._known = self._known, {}
@@ -61,7 +61,7 @@ class Places:
                     appeared.append((key, place))
                 elif was:
                     gone.append(key)
-            return News(appeared, gone)
+            return Changes(appeared, gone)
 
     def of(self, key: bytes) -> list[int]:
         """The places of the key, the one that serves first."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError, PathUnusableError
-from kvstore.types import TierOpening
+from kvstore.types import RecoveredTier
 from tiers.base import Tier, Transfer, error_of
 from tiers.disk.epoch import read_epoch
 from tiers.disk.format import Geometry
@@ -81,7 +81,7 @@ class DiskTier(Tier):
 
     # -- opening -----------------------------------------------------------------------
 
-    def open(self, region: PinnedRegion) -> TierOpening:
+    def open(self, region: PinnedRegion) -> RecoveredTier:
         slot_bytes = region.row_bytes
         wanted = Geometry.fitting(self._segment_bytes, slot_bytes, self._chunk_bytes)
         if not wanted.slots:
@@ -128,7 +128,7 @@ class DiskTier(Tier):
         entries = self._entries()
         for volume in self.volumes:
             volume.forget_recovered()
-        return TierOpening(
+        return RecoveredTier(
             name=self.name,
             medium="disk",
             entries=entries,

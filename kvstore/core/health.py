@@ -1,0 +1,205 @@
+"""Whether a tier is worth asking and worth writing to.
+
+It is told what its moves have done and, once a step, what they have left to do and
+what time it is. It decides nothing but the answers: who asks acts on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+__all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health", "Work"]
+
+STORE_PAUSE = 5.0
+"""Seconds without new copies to a tier after a copy to it failed."""
+
+SLOW_PAUSE = 30.0
+"""Seconds without a slow move after which a tier is not slow any more."""
+
+DEVICE_PAUSE = 30.0
+"""Seconds for which a device that failed to store is passed over while others do not."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a tier has under way when a step begins.
+
+    Attributes:
+        moves: moves of any kind. rows: rows of host memory that they read or write.
+        reading: chunks that are being read.
+        writing: whether a copy to it or its growth is under way that no reset has overtaken.
+        writing_since: when the first copy or growth of `moves` was begun; None without one.
+    """
+
+    moves: int
+    rows: int
+    reading: int
+    writing: bool
+    writing_since: float | None
+
+
+class Health:
+    """What is known of how one tier does.
+
+    Attributes:
+        stalled: nothing came back for longer than two deadlines: its chunks are misses.
+        congested: what is asked of it already takes longer than anybody would wait.
+        slow: it answers, but copies to it or its growth took seconds of late.
+        seconds_per_chunk: measured pace of promotions; 0 until the first has ended.
+        store_after: no copy to it is begun before this time; 0 when the last copy went well.
+
+    Args:
+        name: the tier's, for messages.
+        devices: how many it has.
+    """
+
+    def __init__(self, name: str, devices: int = 1) -> None:
+        self._name = name
+        self._devices = devices
+        self._faulty: dict[int, float] = {}
+        self.stalled = self.congested = self.slow = False
+        self.seconds_per_chunk = 0.0
+        self.store_after = 0.0
+        self._heard = False
+        # Seconds, as far as anybody watched, for which it has not answered.
+        self._silent = 0.0
+        # Chunks promoted in this step, when the first of their moves was begun, and up to
+        # when the pace was measured.
+        self._arrived = 0
+        self._arrived_since = 0.0
+        self._measured = 0.0
+        self._slow_since = 0.0
+        # Since when nobody slept and nothing was read that goes before copies.
+        self._unhindered = 0.0
+
+    @property
+    def readable(self) -> bool:
+        """Whether a promotion from it is worth waiting for."""
+        return not self.stalled and not self.congested
+
+    def accepts(self, now: float) -> bool:
+        """Whether it is worth copying anything to it."""
+        return not self.stalled and now >= self.store_after
+
+    @property
+    def cautious(self) -> bool:
+        """Whether the last copy to it failed: one chunk is to try before many."""
+        return self.store_after > 0.0
+
+    @property
+    def passed_over(self) -> Collection[int]:
+        """Devices that failed to store a short while ago; none when all of them did."""
+        return () if self.ailing else self._faulty
+
+    @property
+    def ailing(self) -> bool:
+        """Whether every device failed to store a short while ago."""
+        return len(self._faulty) == self._devices
+
+    def heard(self) -> None:
+        """A move has ended, whenever its end is taken in."""
+        self._heard = True
+
+    def answered(self) -> str | None:
+        """The end of a move was taken in. Returns what is to be told, if anything."""
+        self._heard = True
+        if not self.stalled:
+            return None
+        self.stalled = False
+        return f"tier {self._name} answers again"
+
+    def arrived(self, chunks: int, started: float) -> None:
+        """The promotion of so many chunks, begun at `started`, has ended."""
+        self._arrived_since = min(self._arrived_since, started) if self._arrived else started
+        self._arrived += chunks
+
+    def stored(self, devices: Iterable[int]) -> None:
+        """Copies to these devices went well."""
+        if self._faulty:
+            for device in devices:
+                self._faulty.pop(device, None)
+
+    def refused(self, devices: Iterable[int], now: float) -> None:
+        """Copies to these devices failed: they are passed over for a while, or all wait."""
+        for device in devices:
+            self._faulty[device] = now + DEVICE_PAUSE
+        if self.ailing:
+            self.store_after = now + STORE_PAUSE
+
+    def recovered(self, now: float) -> bool:
+        """A copy went well; whether that ends a pause after one that failed."""
+        if not self.store_after or now < self.store_after:
+            return False
+        self.store_after = 0.0
+        return True
+
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, work: Work
+    ) -> list[str]:
+        """Bring everything up to date, once a step.
+
+        When the step before lies further back than `deadline`, `elapsed` says
+        more of the caller than of the tier.
+
+        Returns:
+            What is to be told.
+        """
+        if self.idle(work):
+            self._heard = False
+            if elapsed >= deadline:
+                self._unhindered = now
+            return []
+        if self._faulty:
+            self._faulty = {n: until for n, until in self._faulty.items() if until > now}
+        if self._arrived:
+            if elapsed < deadline:
+                pace = (now - max(self._arrived_since, self._measured)) / self._arrived
+                old = self.seconds_per_chunk
+                self.seconds_per_chunk = pace if not old else 0.8 * old + 0.2 * pace
+            self._arrived = 0
+            self._measured = now
+        if self._heard or not work.rows:
+            self._silent = 0.0
+        else:
+            self._silent += min(elapsed, deadline / 2)
+        self._heard = False
+        if work.reading or elapsed >= deadline:
+            self._unhindered = now
+        told: list[str] = []
+        if self._silent >= 2 * deadline and not self.stalled:
+            self.stalled = True
+            told.append(
+                f"tier {self._name} has not answered for {self._silent:.1f} s; "
+                "its chunks are misses and nothing is stored there until it does"
+            )
+        self._watch_writing(now, deadline, work, told)
+        self.congested = work.reading * self.seconds_per_chunk > max_wait
+        return told
+
+    def idle(self, work: Work) -> bool:
+        """Whether nothing is asked of the tier and nothing was amiss."""
+        return not (
+            work.moves
+            or self._arrived
+            or self._faulty
+            or self._silent
+            or self.slow
+            or self.stalled
+            or self.congested
+        )
+
+    def _watch_writing(self, now: float, deadline: float, work: Work, told: list[str]) -> None:
+        since = work.writing_since
+        lasts = 0.0 if since is None else now - max(since, self._unhindered)
+        if work.writing and self._silent < deadline and lasts >= 2 * deadline:
+            self._slow_since = now
+            if not self.slow:
+                self.slow = True
+                told.append(
+                    f"tier {self._name} is slow: it has been writing for {lasts:.1f} s; "
+                    "what finds no room is not stored there"
+                )
+        elif self.slow and now - self._slow_since >= SLOW_PAUSE:
+            self.slow = False
+            told.append(f"tier {self._name} is not slow any more")

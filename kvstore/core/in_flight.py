@@ -1,0 +1,41 @@
+"""The moves that one tier has under way."""
+
+from __future__ import annotations
+
+from kvstore.types import Move, Op
+
+__all__ = ["InFlight"]
+
+
+class InFlight:
+    """Moves with the time at which each was handed out.
+
+    Attributes:
+        rows: rows of host memory that they read or write.
+    """
+
+    def __init__(self) -> None:
+        self._moves: dict[int, tuple[Move, float]] = {}
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self, move: Move, now: float) -> None:
+        """The move is handed out."""
+        self._moves[move.id] = (move, now)
+        self.rows += len(move.rows)
+
+    def end(self, move: Move) -> float:
+        """The move has ended; returns when it was handed out."""
+        _, started = self._moves.pop(move.id)
+        self.rows -= len(move.rows)
+        return started
+
+    @property
+    def writing_since(self) -> float | None:
+        """When the first of those that copy to the tier, or make it grow, was handed out."""
+        for move, started in self._moves.values():
+            if move.op in (Op.CASCADE, Op.GROW):
+                return started
+        return None

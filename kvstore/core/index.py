@@ -1,0 +1,194 @@
+"""What a tier holds, kept in memory so that existence costs no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from policies.base import HELD, LATER, EvictionPolicy
+from policies.table import OrderedTable
+
+__all__ = ["MOST_FAILURES", "Index"]
+
+MOST_FAILURES = 3
+"""Reads of a chunk that may fail in a row before it is given up."""
+
+QUESTIONS = 500
+"""Keys about which the policy may ask in vain in one search for victims. When they are spent, the
+search goes on with the next copies, which wait meanwhile."""
+
+
+class Index:
+    """The chunks of one tier, by key, and the order in which they would leave.
+
+    An entry that is being read is not evicted, so its slot is not rewritten
+    under the reader.
+
+    Attributes:
+        entries: the slot of each chunk that can be read.
+        writing: the slot of each chunk that is being written.
+        reading: how many moves read each chunk, of those that are being read.
+        evicted: chunks that left for others.
+    """
+
+    def __init__(self, entries: Iterable[tuple[bytes, int]], policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.entries: OrderedTable[bytes, int] = OrderedTable()
+        self.entries.update(entries)
+        policy.restore(self.entries)
+        self.writing: dict[bytes, int] = {}
+        self.reading: dict[bytes, int] = {}
+        # How often in a row entries could not be read.
+        self._unread: dict[bytes, int] = {}
+        # Those of `reading` that the policy has met, and waits to hear of again.
+        self._aside: set[bytes] = set()
+        # Keys that appeared or (True) left since the history was taken, in order.
+        self._keeps_history = True
+        self._history: list[tuple[bytes, bool]] = []
+        self.evicted = 0
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the chunk is neither here nor on its way here."""
+        return key not in self.entries and key not in self.writing
+
+    def keep_history(self, wanted: bool) -> None:
+        """Whether `take_history` will be called."""
+        self._keeps_history = wanted
+
+    def take_history(self) -> list[tuple[bytes, bool]]:
+        """Keys that appeared or (True) left since the last call, in order."""
+        history, self._history = self._history, []
+        return history
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Tell the policy that `keys` (tail first) were used, where they are here."""
+        entries, touch = self.entries, self.policy.touch
+        for key in keys:
+            if key in entries:
+                touch(key)
+
+    # -- writing ---------------------------------------------------------------------
+
+    def begin_writes(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """These chunks are being written to these slots."""
+        self.writing.update(zip(keys, slots, strict=True))
+
+    def written(self, places: Sequence[tuple[bytes, int]]) -> None:
+        """The chunks, each with its slot and tail first, are here, whole and findable."""
+        writing, insert = self.writing, self.policy.insert
+        self.entries.update(places)
+        for key, _ in places:
+            del writing[key]
+            insert(key)
+        if self._keeps_history:
+            self._history += [(key, False) for key, _ in places]
+
+    def not_written(self, key: bytes) -> None:
+        """The copy failed."""
+        del self.writing[key]
+
+    # -- reading ---------------------------------------------------------------------
+
+    def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
+        """Protect the entries while they are read, once more; returns their slots."""
+        reading, entries = self.reading, self.entries
+        slots: list[int] = []
+        for key in keys:
+            reading[key] = reading.get(key, 0) + 1
+            slots.append(entries[key])
+        return slots
+
+    def end_reads(self, keys: Sequence[bytes]) -> None:
+        """Undo one `begin_reads` of each."""
+        reading, aside = self.reading, self._aside
+        for key in keys:
+            count = reading[key] - 1
+            if count:
+                reading[key] = count
+                continue
+            del reading[key]
+            if key in aside:
+                aside.discard(key)
+                if key in self.entries:
+                    self.policy.release((key,))
+
+    def read_well(self, keys: Iterable[bytes]) -> None:
+        """Each of the entries was read: what failed before has passed."""
+        if self._unread:
+            for key in keys:
+                self._unread.pop(key, None)
+
+    def unread(self, key: bytes) -> bool:
+        """The entry could not be read this time; whether it shall be tried again."""
+        failures = self._unread[key] = self._unread.get(key, 0) + 1
+        return failures < MOST_FAILURES
+
+    # -- coming and going --------------------------------------------------------------
+
+    def relocate(self, key: bytes, slot: int) -> None:
+        """The chunk is in another slot from now on."""
+        self.entries[key] = slot
+
+    def forget(self, keys: Sequence[bytes]) -> list[int]:
+        """The entries are gone; returns the slots that are free for it."""
+        pop, remove = self.entries.pop, self.policy.remove
+        slots = [pop(key) for key in keys]
+        for key in keys:
+            remove(key)
+        self.read_well(keys)
+        if self._keeps_history:
+            self._history += [(key, True) for key in keys]
+        return slots
+
+    def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
+        """Let the policy give up `count` entries; returns the slots that are free for it.
+
+        Args:
+            incoming: the keys that the slots are for, tail first.
+        """
+        reading, aside = self.reading, self._aside
+        left = QUESTIONS + 2 * count
+
+        def protected(key: bytes) -> int:
+            nonlocal left
+            if left <= 0:
+                return LATER
+            left -= 1
+            if key in reading:
+                aside.add(key)
+                return HELD
+            return False
+
+        victims = self.policy.evict(count, protected, incoming)
+        if victims is None:
+            return []
+        self.read_well(victims)
+        if self._keeps_history:
+            self._history += [(key, True) for key in victims]
+        self.evicted += len(victims)
+        pop = self.entries.pop
+        return [pop(key) for key in victims]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        if self._keeps_history:
+            self._history += [(key, True) for key in self.entries]
+        self.entries.clear()
+        self.policy.clear()
+        for each in (self._unread, self.reading, self._aside, self.writing):
+            each.clear()
+
+    # -- what others do with it ----------------------------------------------------------
+
+    def appear(self, places: Iterable[tuple[bytes, int]]) -> None:
+        """Somebody else put these chunks into these slots."""
+        entries = self.entries
+        for key, slot in places:
+            if self._keeps_history and key not in entries:
+                self._history.append((key, False))
+            entries[key] = slot
+
+    def disappear(self, keys: Iterable[bytes]) -> None:
+        """Somebody else removed these chunks, or they are not what was said."""
+        for key in keys:
+            if self.entries.pop(key, None) is not None and self._keeps_history:
+                self._history.append((key, True))

@@ -1,0 +1,286 @@
+"""A tier whose slots are this process's to give."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from kvstore.core.chunk import Chunk
+from kvstore.core.compactor import Compactor
+from kvstore.core.flow import Flow
+from kvstore.core.health import Health, Work
+from kvstore.core.in_flight import InFlight
+from kvstore.core.index import Index
+from kvstore.core.slots import Slots
+from kvstore.core.stats import TierStats
+from kvstore.types import Changes, Completion, Move, Op, RecoveredTier
+from policies.admission import AdmissionFilter
+from policies.base import EvictionPolicy
+
+__all__ = ["OwnedTier"]
+
+
+class OwnedTier:
+    """See `TierView`. Its parts answer one question each: `index`, `slots`, `health`.
+
+    A slot is in exactly one place: free, under an entry, being written, or the target
+    of a relocation.
+
+    Attributes:
+        compactor: empties its sparse segments.
+        copies_queued: chunks that ever waited for their copies to it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        recovered: RecoveredTier,
+        policy: EvictionPolicy,
+        max_rows_in_flight: int,
+        admission: AdmissionFilter | None = None,
+        flow: Flow = Flow.WRITE_THROUGH,
+    ) -> None:
+        self.number = number
+        self.name = recovered.name
+        self.medium = recovered.medium
+        self.flow = flow
+        self.admission = admission
+        self.max_rows_in_flight = max_rows_in_flight
+        self.index = Index(recovered.entries, policy)
+        self.entries = self.index.entries
+        self.slots = Slots(
+            recovered.segment_slots,
+            recovered.segments,
+            recovered.max_segments,
+            recovered.stripes,
+            self.entries.values(),
+        )
+        self.health = Health(self.name, recovered.stripes)
+        self.compactor = Compactor(number, self.index, self.slots, recovered.relocation_chunks)
+        self.copies_queued = 0
+        self._queue: deque[bytes] = deque()
+        self.in_flight = InFlight()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def target(self) -> OwnedTier:
+        """Itself: chunks are copied to it."""
+        return self
+
+    def accepts(self, now: float) -> bool:
+        """Whether copies to it are wanted at present."""
+        slots = self.slots
+        return (
+            slots.max_segments > 0
+            and not slots.clearing
+            and self.health.accepts(now)
+            and not slots.full_for_now
+        )
+
+    @property
+    def full_for_now(self) -> bool:
+        """Whether there is no room before a growth ends that takes long."""
+        return self.slots.full_for_now
+
+    # -- copies to it ------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Chunks that wait for their copies to it, and keys of some that have left."""
+        return len(self._queue)
+
+    def unsaved_keys(self) -> set[bytes]:
+        """The keys of `unsaved`."""
+        return {*self._queue, *self.index.writing}
+
+    @property
+    def unsaved(self) -> int:
+        """Chunks that wait for their copies to it, or are being copied."""
+        return len(self._queue) + len(self.index.writing)
+
+    @property
+    def copies_ended(self) -> int:
+        """Chunks of `copies_queued` that have arrived, or will not come."""
+        return self.copies_queued - self.unsaved
+
+    def enqueue(self, keys: Sequence[bytes]) -> None:
+        """These chunks of host memory wait for their copies to it, in this order."""
+        self.copies_queued += len(keys)
+        self._queue.extend(keys)
+
+    def dequeue(self) -> bytes:
+        """The key that waits longest; it waits no longer."""
+        return self._queue.popleft()
+
+    def requeue(self, keys: Sequence[bytes]) -> None:
+        """These, just taken from the queue, are the first in it again."""
+        self._queue.extendleft(reversed(keys))
+
+    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that are neither here nor on their way here."""
+        entries, writing = self.entries, self.index.writing
+        return [chunk for chunk in chunks if chunk.key not in entries and chunk.key not in writing]
+
+    def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        """Slots for `count` new chunks, as far as possible, neighbours together.
+
+        Evicts only when no further segment can be had; while one is on its
+        way, fewer slots are given and the rest waits.
+
+        Args:
+            incoming: keys of those chunks, tail first.
+        """
+        index, slots, passed_over = self.index, self.slots, self.health.passed_over
+        short = count - slots.free_on(passed_over)
+        if self.flow is Flow.EXCLUSIVE:
+            # What is being read is about to give its slots up.
+            short -= len(index.reading)
+        if short > 0 and slots.at_its_end:
+            short = min(short, len(self.entries) - len(index.reading))
+            if short > 0:
+                slots.give(index.evict(short, incoming))
+        return slots.take(count, passed_over)
+
+    def copied(self, places: Sequence[tuple[bytes, int]]) -> None:
+        """Copies of these chunks to these slots, tail first, went well."""
+        self.index.written(places)
+        self.health.stored(self.slots.device_of(slot) for _, slot in places)
+        self.count("written", len(places))
+
+    def not_copied(self, places: Sequence[tuple[bytes, int]], now: float) -> None:
+        """Copies of these chunks to these slots failed."""
+        for key, slot in places:
+            self.index.not_written(key)
+            self.slots.give((slot,))
+        self.health.refused((self.slots.device_of(slot) for _, slot in places), now)
+        self.count("failed_writes", len(places))
+
+    # -- promotions from it --------------------------------------------------------------
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """These chunks were read, whole and right. Where chunks move up, they leave."""
+        self.index.read_well(keys)
+        if self.flow is Flow.EXCLUSIVE:
+            self.forget(keys)
+        self.count("promoted", len(keys))
+
+    def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
+        """The chunk could not be read: it is tried again a few times, if it may be whole."""
+        if not perhaps_whole or not self.index.unread(key):
+            self.forget((key,))
+        self.count("failed_reads")
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """The entries are gone, their slots are free."""
+        self.slots.give(self.index.forget(keys))
+
+    def learn(self, changes: Changes) -> None:
+        """Nobody else writes to it."""
+        raise AssertionError(f"tier {self.name} has no peers that could change it")
+
+    # -- what it needs for itself --------------------------------------------------------
+
+    @property
+    def clearing(self) -> bool:
+        """Whether it has forgotten everything, and that is not durable yet."""
+        return self.slots.clearing
+
+    @property
+    def gave_up_clearing(self) -> bool:
+        """Whether it failed to be cleared, and waits before it is tried again."""
+        return self.slots.clearing and self.slots.retry_after > 0
+
+    def due(self, now: float, *, after_owned: bool = False) -> Move | None:
+        """A move that it needs for itself, without its number: to grow, to be cleared."""
+        slots = self.slots
+        if slots.clearing:
+            waits = bool(self.in_flight) or now < slots.retry_after
+            return None if waits else Move(-1, Op.CLEAR, self.number)
+        if slots.wants_growth(now) and not self.health.stalled:
+            slots.begin_growth(now)
+            return Move(-1, Op.GROW, self.number)
+        return None
+
+    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
+        """A move that grows it has ended, and made these segments ready."""
+        if overtaken:
+            self.slots.growth_overtaken(segments)
+        else:
+            self.slots.growth_ended(segments, now)
+
+    def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
+        """A move that clears it has ended, and these segments are empty."""
+        if error is None:
+            self.slots.cleared(segments)
+        else:
+            self.slots.not_cleared(now)
+
+    def compaction(self, now: float) -> Move | None:
+        """The next move that empties a sparse segment, without its number.
+
+        A copy under way makes whoever comes meanwhile wait: there is one only while
+        nothing else is.
+        """
+        idle = not (self.in_flight or self._queue or self.slots.growing)
+        healthy = self.health.readable and now >= self.health.store_after
+        return self.compactor.due(now, idle and healthy)
+
+    @property
+    def compaction_rate(self) -> float:
+        """Chunks that compaction may copy in a second; 0 without it."""
+        return self.compactor.rate
+
+    def compact_at(self, chunks_per_second: float) -> None:
+        """Set `compaction_rate`."""
+        self.compactor.set_rate(chunks_per_second)
+
+    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
+        """A move of `compaction` has ended; a reset may have overtaken it."""
+        if not overtaken:
+            self.compactor.ended(move, completion, now)
+        elif move.op is Op.SHRINK and completion.error is None:
+            self.slots.segment_removed(move.segment)
+
+    # -- moves and health ----------------------------------------------------------------
+
+    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
+        """Notice how it does, once a step; returns what is to be told."""
+        self.slots.watch_growth(now, deadline, max_wait)
+        work = Work(
+            len(self.in_flight),
+            self.in_flight.rows,
+            len(self.index.reading),
+            bool(self.index.writing) or self.slots.growing,
+            self.in_flight.writing_since,
+        )
+        return self.health.watch(now, elapsed, deadline, max_wait, work)
+
+    def reset(self) -> None:
+        """Forget everything. No slot is given until that is durable."""
+        self.index.reset()
+        self.slots.reset()
+        self._queue.clear()
+        self.compactor.reset()
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to one of its counters in `TierStats`."""
+        self._counts[what] += number
+
+    def stats(self) -> TierStats:
+        """Counters and gauges, up to date."""
+        return TierStats(
+            self.name,
+            self.medium,
+            chunks=len(self.entries),
+            free=self.slots.free,
+            segments=self.slots.segments,
+            max_segments=self.slots.max_segments,
+            queued=len(self._queue),
+            evicted=self.index.evicted,
+            relocated=self.compactor.relocated,
+            removed_segments=self.compactor.removed_segments,
+            stalled=self.health.stalled,
+            congested=self.health.congested,
+            slow=self.health.slow,
+            **self._counts,
+        )

@@ -1,0 +1,244 @@
+"""Which slots of a tier are free, side by side, and how many there may be.
+
+A slot is free, retired (free, in the segment that is being emptied), or somebody's.
+Segments are dealt out among the tier's devices, its stripes: segment s lies on
+device ``s % stripes``. A tier grows segment by segment, ahead of need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from kvstore.core.extents import ExtentAllocator
+
+__all__ = ["RETRY_PAUSE", "STRIPE_CHUNKS", "Slots"]
+
+STRIPE_CHUNKS = 8
+"""Fewest chunks for which a further device is worth a call of its own."""
+
+RETRY_PAUSE = 5.0
+"""Seconds before a tier that could not grow or be cleared is asked again."""
+
+
+class Slots:
+    """The slots of one tier.
+
+    Attributes:
+        segment_slots: slots of a segment. max_segments: most segments there may be.
+        growing: a segment is being made ready.
+        cannot_grow: growth failed, or never ends: new chunks displace old ones meanwhile.
+        growing_slowly: growth takes too long: what finds no free slot is not stored meanwhile.
+        clearing: everything was forgotten, and no slot is given until that is durable.
+        retry_after: it is neither grown nor cleared before this time; 0 when neither failed.
+
+    Args:
+        segments: those that are ready.
+        stripes: devices among which they are dealt out.
+        used: slots that hold something.
+    """
+
+    def __init__(
+        self,
+        segment_slots: int,
+        segments: Sequence[int],
+        max_segments: int,
+        stripes: int,
+        used: Iterable[int],
+    ) -> None:
+        self.segment_slots = segment_slots
+        self.max_segments = max_segments
+        self._segments = set(segments)
+        self._stripes = [ExtentAllocator(segment_slots) for _ in range(stripes)]
+        self._retired = -1
+        self._retired_free: set[int] = set()
+        self.growing = self.cannot_grow = self.growing_slowly = self.clearing = False
+        self._growing_since = 0.0
+        self.retry_after = 0.0
+        in_use = set(used)
+        for segment in segments:
+            first = segment * segment_slots
+            self._stripe_of(first).give(
+                slot for slot in range(first, first + segment_slots) if slot not in in_use
+            )
+
+    @property
+    def free(self) -> int:
+        """Slots that are ready and hold nothing."""
+        return sum(stripe.free for stripe in self._stripes)
+
+    @property
+    def segments(self) -> int:
+        """Segments that are ready."""
+        return len(self._segments)
+
+    @property
+    def retired_free(self) -> int:
+        """Slots that hold nothing in the segment that is being emptied."""
+        return len(self._retired_free)
+
+    @property
+    def full_for_now(self) -> bool:
+        """Whether there is no room before a growth ends that takes long."""
+        slowly = self.growing and self.growing_slowly and not self.cannot_grow
+        return slowly and not self.free
+
+    @property
+    def short(self) -> bool:
+        """Whether little is free."""
+        return self.free < self._headroom
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether new chunks have to displace old ones."""
+        return self.cannot_grow or self.segments >= self.max_segments
+
+    @property
+    def _headroom(self) -> int:
+        return max(self.segment_slots // 2, 1) * len(self._stripes)
+
+    def device_of(self, slot: int) -> int:
+        """The device on which a slot lies."""
+        return slot // self.segment_slots % len(self._stripes)
+
+    def free_on(self, passed_over: Collection[int]) -> int:
+        """Slots that are free on the devices that are not passed over."""
+        return sum(stripe.free for stripe in self._without(passed_over))
+
+    # -- give and take ---------------------------------------------------------------
+
+    def take(self, count: int, passed_over: Collection[int] = ()) -> list[int]:
+        """Up to `count` free slots, neighbours together.
+
+        They come from as many devices as the chunks are worth, those with most room first.
+        """
+        slots: list[int] = []
+        by_room = sorted(self._without(passed_over), key=lambda stripe: -stripe.free)
+        shares = max(1, min(len(by_room), count // STRIPE_CHUNKS))
+        for left, stripe in zip(range(shares, 0, -1), by_room, strict=False):
+            slots += stripe.take(-(-(count - len(slots)) // left))
+        for stripe in by_room:
+            slots += stripe.take(count - len(slots))
+        return slots
+
+    def give(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more."""
+        if self._retired >= 0:
+            gone = {slot for slot in slots if slot // self.segment_slots == self._retired}
+            self._retired_free |= gone
+            slots = [slot for slot in slots if slot not in gone]
+        if len(self._stripes) == 1:
+            self._stripes[0].give(slots)
+            return
+        of: dict[int, list[int]] = {}
+        for slot in slots:
+            of.setdefault(self.device_of(slot), []).append(slot)
+        for device, its_slots in of.items():
+            self._stripes[device].give(its_slots)
+
+    # -- growth ----------------------------------------------------------------------
+
+    def wants_growth(self, now: float) -> bool:
+        """Whether one more segment should be made ready now, ahead of need."""
+        return (
+            not self.growing
+            and not self.clearing
+            and self.segments < self.max_segments
+            and self.short
+            and now >= self.retry_after
+        )
+
+    def begin_growth(self, now: float) -> None:
+        """One more segment is being made ready."""
+        self.growing = True
+        self._growing_since = now
+
+    def watch_growth(self, now: float, deadline: float, max_wait: float) -> None:
+        """Notice growth that takes long; growth beyond `max_wait` is taken for endless."""
+        lasts = now - self._growing_since if self.growing else 0.0
+        self.growing_slowly = lasts >= 2 * deadline
+        if lasts >= max(max_wait, 2 * deadline):
+            self.cannot_grow = True
+
+    def growth_ended(self, segments: Sequence[int], now: float) -> None:
+        """These segments are ready, all their slots free; there are none if it failed."""
+        self.growing = False
+        for segment in segments:
+            self.cannot_grow = False
+            self._segments.add(segment)
+            self._give_segment(segment)
+        if not segments:
+            self.cannot_grow = True
+            self.retry_after = now + RETRY_PAUSE
+
+    def growth_overtaken(self, segments: Iterable[int]) -> None:
+        """Segments were made that belong to the time before a reset: clearing will free them."""
+        self.growing = False
+        self._segments.update(segments)
+
+    # -- clearing --------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Everything was forgotten. No slot is given until that is durable."""
+        self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
+        self._retired, self._retired_free = -1, set()
+        self.clearing = True
+        self.retry_after = 0.0
+
+    def cleared(self, segments: Iterable[int]) -> None:
+        """The tier forgot everything durably: all slots of `segments` are free."""
+        self._segments = set(segments)
+        for segment in self._segments:
+            self._give_segment(segment)
+        self.clearing = False
+
+    def not_cleared(self, now: float) -> None:
+        """That failed; it is tried again after a while."""
+        self.retry_after = now + RETRY_PAUSE
+
+    # -- emptying a segment ----------------------------------------------------------
+
+    def sparse_segment(self, most: float) -> int | None:
+        """The segment that holds least, if the tier has enough room without it.
+
+        Args:
+            most: the part of its slots that may be in use.
+        """
+        if len(self._segments) <= len(self._stripes):
+            return None
+        size = self.segment_slots
+        victim = max(self._segments, key=lambda s: self._stripe_of(s * size).free_in(s))
+        its_free = self._stripe_of(victim * size).free_in(victim)
+        live = size - its_free
+        # Half a segment more than makes the tier grow again.
+        enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
+        return victim if live <= most * size and enough else None
+
+    def retire(self, segment: int) -> None:
+        """No slot of the segment is given to anybody from now on. There is one at a time."""
+        self._retired = segment
+        first = segment * self.segment_slots
+        self._retired_free = set(self._stripe_of(first).withdraw(segment))
+
+    def unretire(self, segment: int) -> None:
+        """The segment is used as before."""
+        free, self._retired, self._retired_free = self._retired_free, -1, set()
+        self._stripe_of(segment * self.segment_slots).give(free)
+
+    def segment_removed(self, segment: int) -> None:
+        """The segment that was emptied is gone."""
+        self._segments.discard(segment)
+        self._retired, self._retired_free = -1, set()
+
+    # -- inside ----------------------------------------------------------------------
+
+    def _without(self, passed_over: Collection[int]) -> list[ExtentAllocator]:
+        if not passed_over:
+            return self._stripes
+        return [s for device, s in enumerate(self._stripes) if device not in passed_over]
+
+    def _stripe_of(self, slot: int) -> ExtentAllocator:
+        return self._stripes[self.device_of(slot)]
+
+    def _give_segment(self, segment: int) -> None:
+        first = segment * self.segment_slots
+        self._stripe_of(first).give_run(first, first + self.segment_slots)

@@ -1,0 +1,191 @@
+"""What is under way between host memory and the tiers.
+
+Moves get their numbers here, and here their ends are taken in. What a reset has
+overtaken goes on, and nothing but its rows counts any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from kvstore.core.cascades import Cascades
+from kvstore.core.chunk import Chunk
+from kvstore.core.line import Line
+from kvstore.core.pool import HostPool
+from kvstore.core.tier import TierView
+from kvstore.types import NO_MOVE, Completion, Move, Op
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Moves under way, and what is due next on each tier.
+
+    Attributes:
+        moves: what was handed out and has not ended, by number.
+        orphans: those of `moves` that a reset has overtaken.
+        cascades: copies to tiers.
+
+    Args:
+        log: where one line per change of a tier's health goes.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        line: Line,
+        cascades: Cascades,
+        log: Callable[[str], None],
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._line = line
+        self.cascades = cascades
+        self._log = log
+        self.moves: dict[int, Move] = {}
+        self.orphans: set[int] = set()
+        self._next = 0
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a tier has not been cleared since a reset, nor has failed to be."""
+        # Those of others are cleared after those of this process.
+        asked = self._clearing_targets() or self._tiers
+        return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
+
+    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> None:
+        """Notice how each tier does, once a step."""
+        for tier in self._tiers:
+            stalled = tier.health.stalled
+            for message in tier.watch(now, elapsed, deadline, max_wait):
+                self._log(message)
+            target = tier.target
+            if target is None or not target.queued:
+                continue
+            if target.full_for_now or (tier.health.stalled and not stalled):
+                self.cascades.drop(target)
+
+    # -- beginning -----------------------------------------------------------------------
+
+    def promote(
+        self, tier: TierView, chunks: Sequence[Chunk], slots: Sequence[int], now: float
+    ) -> list[Move]:
+        """Moves that fill `chunks` from `slots`."""
+        moves: list[Move] = []
+        # One move, but for prefixes so long that its end would be the only sign of life.
+        size = tier.max_rows_in_flight
+        for start in range(0, len(chunks), size):
+            part = chunks[start : start + size]
+            keys = [chunk.key for chunk in part]
+            rows = [chunk.row for chunk in part]
+            move = Move(
+                NO_MOVE, Op.PROMOTE, tier.number, keys, rows, list(slots[start : start + size])
+            )
+            moves.append(self._hand_out(move, tier, now))
+        return moves
+
+    def due(self, now: float) -> list[Move]:
+        """What else is due on each tier: clearing, growth, copies, compaction."""
+        moves: list[Move] = []
+        for tier in self._tiers:
+            compaction = tier.compaction(now)
+            due = [tier.due(now, after_owned=bool(self._clearing_targets()))]
+            if tier.target is not None:
+                due += self.cascades.due(tier.target)
+            due.append(compaction)
+            moves += [self._hand_out(move, tier, now) for move in due if move is not None]
+        return moves
+
+    def _hand_out(self, move: Move, tier: TierView, now: float) -> Move:
+        move.id = self._next
+        self._next += 1
+        self.moves[move.id] = move
+        tier.in_flight.begin(move, now)
+        return move
+
+    def _clearing_targets(self) -> list[TierView]:
+        return [tier for tier in self._tiers if tier.target is not None and tier.clearing]
+
+    # -- ending --------------------------------------------------------------------------
+
+    def hear(self, completion: Completion) -> None:
+        """A move has ended, whenever that is taken in."""
+        move = self.moves.get(completion.move_id)
+        if move is not None:
+            self._tiers[move.tier].health.heard()
+
+    def complete(self, completion: Completion, now: float) -> bool:
+        """A move has ended; False if nobody knows it."""
+        if completion.changes is not None:
+            self._tiers[completion.tier].learn(completion.changes)
+            return True
+        move = self.moves.pop(completion.move_id, None)
+        if move is None:
+            return False
+        tier = self._tiers[move.tier]
+        started = tier.in_flight.end(move)
+        message = tier.health.answered()
+        if message is not None:
+            self._log(message)
+        if completion.error is not None:
+            tier.count("errors")
+        overtaken = move.id in self.orphans
+        if overtaken:
+            self.orphans.discard(move.id)
+            self._pool.release_held(move.rows)
+        if move.op is Op.GROW:
+            tier.growth_ended(completion.segments, now, overtaken)
+        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            tier.compacted(move, completion, now, overtaken)
+        elif overtaken:
+            pass
+        elif move.op is Op.PROMOTE:
+            self._promoted(tier, move, completion, started, now)
+        elif move.op is Op.CASCADE:
+            if tier.target is not None:
+                self.cascades.ended(tier.target, move, completion, now)
+        else:
+            tier.clear_ended(completion.segments, completion.error, now)
+        return True
+
+    def _promoted(
+        self, tier: TierView, move: Move, completion: Completion, started: float, now: float
+    ) -> None:
+        pool, line = self._pool, self._line
+        tier.index.end_reads(move.keys)
+        chunks = [pool.chunks[key] for key in move.keys]
+        newest = chunks[-1].order if chunks else -1
+        if all(completion.ok):
+            line.all_filled(chunks, now)
+            tier.promoted(move.keys)
+        else:
+            unread = set(completion.unread)
+            for place, (chunk, ok) in enumerate(zip(chunks, completion.ok, strict=True)):
+                key = chunk.key
+                if ok:
+                    pool.fill(chunk)
+                    line.filled(chunk, now)
+                    tier.promoted((key,))
+                else:
+                    line.failed(chunk, now)
+                    pool.discard(chunk)
+                    tier.not_promoted(key, perhaps_whole=place in unread)
+        line.passed(newest)
+        tier.health.arrived(len(move.keys), started)
+
+    def reset(self, rows_in_transfer: Iterable[int] = ()) -> None:
+        """Every tier forgets everything; what is under way counts for its rows only.
+
+        Args:
+            rows_in_transfer: rows that the device may still write or read.
+        """
+        # Rows of moves that an earlier reset orphaned are held already.
+        moving = (
+            row for id, move in self.moves.items() if id not in self.orphans for row in move.rows
+        )
+        self._pool.reset(itertools.chain(moving, rows_in_transfer))
+        self.orphans = set(self.moves)
+        for tier in self._tiers:
+            tier.reset()
