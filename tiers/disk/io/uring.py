@@ -27,7 +27,7 @@ __all__ = ["UringIO"]
 
 DEPTH = 16
 
-_TRIAL = "import liburing; liburing.io_uring_queue_init(2, liburing.Ring(), 0)"
+_TRIAL = "import liburing; ring = liburing.Ring(); liburing.io_uring_queue_init(2, ring, 0)"
 _TRIAL_SECONDS = 30.0
 
 
