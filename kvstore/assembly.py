@@ -140,7 +140,7 @@ def _assemble(
         pool,
         views,
         deadline=config.deadline_s,
-        ceiling=config.ceiling_s,
+        max_wait=config.ceiling_s,
         lease=config.lease_s,
         events=events,
     )

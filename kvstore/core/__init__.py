@@ -1,12 +1,13 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
-from kvstore.core.core import Core, StoreGrant
+from kvstore.core.core import Core
 from kvstore.core.flow import Flow
 from kvstore.core.owned import OwnedTier
 from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.peer import PeerTier
 from kvstore.core.pool import HostPool
 from kvstore.core.stats import CoreStats, TierStats
+from kvstore.core.stores import StoreGrant
 
 __all__ = [
     "UNBOUNDED",

@@ -27,25 +27,30 @@ class Cascades:
 
     Args:
         log: where one line per change goes.
+        pace: how many copies to each tier a step begins.
     """
 
     def __init__(
-        self, pool: HostPool, tiers: Sequence[TierView], log: Callable[[str], None]
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        log: Callable[[str], None],
+        pace: Pace = UNBOUNDED,
     ) -> None:
         self._pool = pool
         self.targets = [target for tier in tiers if (target := tier.target) is not None]
         self.demoting = [t for t in self.targets if t.flow is not Flow.WRITE_THROUGH]
         self._through = [t for t in self.targets if t.flow is Flow.WRITE_THROUGH]
         self._peers = [tier for tier in tiers if tier.target is None]
-        self._pace = UNBOUNDED
+        self._pace = pace
         self._left: dict[int, int] = {}
         self.behind = False
         self._complaints = Complaints(log, quiet=0.0)
-        self.begin_step(UNBOUNDED)
+        self.begin_step()
 
-    def begin_step(self, pace: Pace) -> None:
+    def begin_step(self) -> None:
         """What was over is begun from now on."""
-        self._left = dict.fromkeys([target.number for target in self.targets], pace.copied)
+        self._left = dict.fromkeys([target.number for target in self.targets], self._pace.copied)
         self.behind = False
 
     def shorten(self, share: float) -> None:
@@ -100,7 +105,7 @@ class Cascades:
         while target.queued:
             chunk = self._pool.chunks.get(target.dequeue())
             if chunk is not None and chunk.unsaved >> target.number & 1:
-                self._pool.dequeued(chunk, target.number)
+                self._pool.dequeue(chunk, target.number)
                 refused += 1
         target.count("refused", refused)
 
@@ -111,7 +116,7 @@ class Cascades:
             wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
             target.count("declined", len(chunks) - len(wanted))
             chunks = wanted
-        self._pool.all_queued(chunks, target.number)
+        self._pool.queue(chunks, target.number)
         target.enqueue([chunk.key for chunk in chunks])
         return len(chunks)
 
@@ -175,7 +180,7 @@ class Cascades:
         if failed:
             target.not_copied(failed, now)
         chunks = self._pool.chunks
-        self._pool.unpin_all([chunks[key] for key, _, _ in ends])
+        self._pool.unpin([chunks[key] for key, _, _ in ends])
         what = f"tier {target.name} cannot store now"
         if failed and target.health.ailing:
             self._complaints.failed(what, completion.error, now, len(failed))

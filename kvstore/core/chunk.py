@@ -1,71 +1,238 @@
-"""A chunk in host memory and the states it passes through.
+"""The life of a chunk: what it can be, in host memory and on a tier, and what may happen to it.
 
-    absent --reserve--> filling --ready--> ready --pin--> pinned (n times)
-       ^                   |                ^  |             |
-       |                   |                |  +--evict--+   |
-       +------discard------+                +--unpin-----|---+
-       +-------------------------------------------------+
+Both lives are tables, `HOST` and `TIER`: for each state the events that may happen in it,
+and the state that follows. `Life` applies them, and nothing else does. What a table
+lacks is a mistake of the core, never of a caller or of a tier: it raises in tests, and
+in service it is counted and does nothing.
 
-*filling*: the row is owned by whoever writes it, a device store or a
-promotion; nobody may read it. *ready*: the bytes are whole and, if they came
-from a slower tier, their digest was verified. *pinned*: somebody reads the
-row or holds a lease on it; it can be neither evicted nor rewritten.
+In host memory: *filling*, the row is owned by whoever writes it, a device store or a
+promotion, and nobody may read it. *ready*, the bytes are whole and, if they came from a
+slower tier, their digest was verified. *pinned*, somebody reads the row or holds a lease
+on it: it is neither evicted nor rewritten. *leaving*, the policy has given the chunk up,
+and it stays until it is copied to where it goes or its row is needed; a use brings it back.
 
-The whole state is one integer, `Chunk.status`: FILLING, READY, or the number
-of pins. Transitions that the table does not allow raise `IllegalTransitionError`:
-they are mistakes of the core, never of a caller or of a tier.
+On a tier: *writing*, its slot is being written. *resident*, it can be read. *reading*, it
+is being read, and not evicted. *forgotten*, it left while it was read; *rewriting*, it is
+on its way back before the reading that it left under has ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvstore.core.request import Request
 
-__all__ = ["FILLING", "READY", "Chunk", "IllegalTransitionError"]
+__all__ = [
+    "ABSENT",
+    "FILLING",
+    "HOST",
+    "LEAVING",
+    "LEAVING_PINNED",
+    "PINNED",
+    "READY",
+    "TIER",
+    "Chunk",
+    "IllegalTransitionError",
+    "Life",
+    "Table",
+    "keep_all",
+    "queue_all",
+    "start_copies",
+    "wait_together",
+]
 
-FILLING = -1
-READY = 0
+Table = Mapping[str, Mapping[str, str]]
+"""For each state the events that may happen in it, each with the state that follows."""
+
+HOST: Table = {
+    "absent": {"reserve": "filling"},
+    "filling": {
+        "fill": "ready",
+        "fill for a request": "pinned",
+        "discard": "absent",
+        "reset": "absent",
+    },
+    "ready": {"pin": "pinned", "give up": "leaving", "leave": "absent", "reset": "absent"},
+    "pinned": {"pin": "pinned", "unpin": "pinned", "unpin last": "ready", "reset": "absent"},
+    "leaving": {
+        "pin": "leaving, pinned",
+        "use": "ready",
+        "leave": "absent",
+        "reset": "absent",
+    },
+    "leaving, pinned": {
+        "pin": "leaving, pinned",
+        "unpin": "leaving, pinned",
+        "unpin last": "leaving",
+        "use": "pinned",
+        "reset": "absent",
+    },
+}
+
+ABSENT, FILLING, READY, PINNED, LEAVING, LEAVING_PINNED = range(len(HOST))
+"""The states of host memory as numbers. From READY on a chunk can be read."""
+
+TIER: Table = {
+    "absent": {"write": "writing", "appear": "resident", "reset": "absent"},
+    "writing": {"written": "resident", "not written": "absent", "reset": "absent"},
+    "resident": {
+        "read": "reading",
+        "evict": "absent",
+        "forget": "absent",
+        "relocate": "resident",
+        "appear": "resident",
+        "reset": "absent",
+    },
+    "reading": {
+        "read": "reading",
+        "read ended": "reading",
+        "last read ended": "resident",
+        "forget": "forgotten",
+        "relocate": "reading",
+        "appear": "reading",
+        "reset": "absent",
+    },
+    "forgotten": {
+        "read ended": "forgotten",
+        "last read ended": "absent",
+        "write": "rewriting",
+        "appear": "reading",
+        "reset": "absent",
+    },
+    "rewriting": {
+        "read ended": "rewriting",
+        "last read ended": "writing",
+        "written": "reading",
+        "not written": "forgotten",
+        "reset": "absent",
+    },
+}
 
 
 class IllegalTransitionError(AssertionError):
     """The core tried to move a chunk along an edge that its life does not have."""
 
 
-class Chunk:
-    """One chunk resident in host memory.
+class Life:
+    """Applies a table.
 
-    A row has one such object, which stands for each chunk that lives there in turn: so a
-    server makes none while it runs, and its garbage collector has none to look at.
+    Attributes:
+        states: the number of each state.
+        raises: whether what the table lacks raises; set by tests for all of them.
+        illegal: how often it was asked for what the table lacks.
+    """
+
+    raises = False
+
+    def __init__(self, table: Table) -> None:
+        self.states = {state: number for number, state in enumerate(table)}
+        rows = table.values()
+        events = dict.fromkeys(event for row in rows for event in row)
+        self._next = {
+            event: tuple(self.states[row[event]] if event in row else -1 for row in rows)
+            for event in events
+        }
+        self.illegal = 0
+
+    def after(self, state: int, event: str) -> int:
+        """The state after an event, or -1 if it may not happen.
+
+        Raises:
+            IllegalTransitionError: in that case, if `raises`.
+        """
+        following = self._next[event][state]
+        if following < 0:
+            self._refuse(state, event)
+        return following
+
+    def apply(self, event: str, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """It happens to each of `chunks`; returns those to which it may happen."""
+        after = self._next[event]
+        wrong: set[int] = set()
+        for chunk in chunks:
+            state = after[chunk.state]
+            if state < 0:
+                wrong.add(id(chunk))
+                self._refuse(chunk.state, event)
+            else:
+                chunk.state = state
+        return [chunk for chunk in chunks if id(chunk) not in wrong] if wrong else chunks
+
+    def pin(self, chunk: Chunk) -> bool:
+        """Somebody more reads it; whether that may be."""
+        state = self._next["pin"][chunk.state]
+        if state < 0:
+            self._refuse(chunk.state, "pin")
+            return False
+        chunk.state = state
+        chunk.pins += 1
+        return True
+
+    def fill_pinned(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Each is whole, and somebody who has waited for it reads it; returns as `apply`."""
+        filled = self.apply("fill for a request", chunks)
+        for chunk in filled:
+            chunk.pins = 1
+            chunk.waiters = None
+        return filled
+
+    def unpin(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Somebody less reads each of them; returns those that nobody reads any more."""
+        one, last = self._next["unpin"], self._next["unpin last"]
+        free: list[Chunk] = []
+        for chunk in chunks:
+            pins = chunk.pins - 1
+            state = (one if pins > 0 else last)[chunk.state]
+            if state < 0:
+                self._refuse(chunk.state, "unpin")
+                continue
+            chunk.state = state
+            chunk.pins = pins
+            if not pins:
+                free.append(chunk)
+        return free
+
+    def _refuse(self, state: int, event: str) -> None:
+        self.illegal += 1
+        if self.raises:
+            name = list(self.states)[state]
+            raise IllegalTransitionError(f"{event!r} may not happen to a chunk that is {name}")
+
+
+class Chunk:
+    """What stands for the chunk in one row of host memory, whichever it is at the time.
+
+    There is one for each row, so a server makes none while it runs, and its garbage
+    collector has none to look at. Where the row holds no chunk, nothing is left of the
+    last but its key, its order and the steps in which it was used.
 
     Attributes:
         key: the chunk's key.
         row: its row in the host region.
-        status: FILLING, READY, or n > 0 pins.
+        state: see `HOST`, as a number.
+        pins: how many read it or hold a lease on it.
         unsaved: bit t is set while the chunk stands in the queue for tier t.
-        step: the last step in which a lookup answered "hit" for it.
-        counted: the last step in which the pool counted it among those.
-        waiters: requests to be told when FILLING ends; None when there are none. A tuple is
+        step: the last step until whose end it is kept, as it has answered "hit".
+        waiters: requests to be told when it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were given, prefix order within a store.
-        origin: index of the tier it was promoted from, or -1 for the device.
+        origin: number of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
         aside: the policy met it while it might not leave, and waits to hear that it may.
-        leaving: the policy has given it up; it stays until it is copied to where it goes.
-        left_step: the step in which that was.
+        left_step: the step in which the policy gave it up.
     """
 
     __slots__ = (
         "aside",
-        "counted",
         "key",
-        "leaving",
         "left_step",
         "order",
         "origin",
+        "pins",
         "row",
-        "status",
+        "state",
         "step",
         "stored_by",
         "unsaved",
@@ -74,27 +241,116 @@ class Chunk:
 
     def __init__(self, row: int) -> None:
         self.row = row
+        self.state = ABSENT
         self.end()
 
-    def begin(self, key: bytes, origin: int, order: int) -> None:
+    def begin(self, key: bytes, origin: int, order: int, stored_by: str | None = None) -> None:
         """Stand for `key` from now on, which is to be filled. Until then it stood for no chunk."""
-        self.key, self.origin, self.order = key, origin, order
-        self.status = FILLING
+        self.key = key
+        self.origin = origin
+        self.order = order
+        self.stored_by = stored_by
 
     def end(self) -> None:
         """Stand for no chunk: nothing is known but the row."""
         self.key = b""
-        self.status = FILLING
+        self.pins = 0
         self.unsaved = 0
         self.step = -1
-        self.counted = -1
         self.waiters: list[Request] | tuple[Request, ...] | None = None
         self.origin = -1
         self.order = -1
-        self.stored_by: str | None = None
+        self.stored_by = None
         self.aside = False
-        self.leaving = False
         self.left_step = -1
 
+    def store_ended(self) -> None:
+        """No device store fills it any more."""
+        self.stored_by = None
+
+    def loaded(self) -> None:
+        """It was loaded: what comes next from its row comes from host memory."""
+        self.origin = -1
+
+    def set_aside(self, aside: bool) -> None:
+        """Whether the policy waits to hear that it may leave."""
+        self.aside = aside
+
+    def given_up(self, step: int) -> None:
+        """The policy has given it up in this step."""
+        self.left_step = step
+
+    def queued(self, bit: int) -> None:
+        """It stands in the queue for the tier of this bit."""
+        self.unsaved |= bit
+
+    def dequeued(self, bit: int) -> None:
+        """It stands no longer in the queue for the tiers of these bits."""
+        self.unsaved &= ~bit
+
+    def wait(self, request: Request) -> None:
+        """The request is to be told when it is filled."""
+        if isinstance(self.waiters, list):
+            self.waiters.append(request)
+        else:
+            self.waiters = [*(self.waiters or ()), request]
+
+    def wait_no_more(self, request: Request) -> None:
+        """The request does not wait for it any more."""
+        if isinstance(self.waiters, list):
+            self.waiters.remove(request)
+        else:
+            self.waiters = None
+
+    def take_waiters(self) -> Sequence[Request]:
+        """Those who wait for it; nobody does from now on."""
+        waiters, self.waiters = self.waiters, None
+        return waiters or ()
+
     def __repr__(self) -> str:
-        return f"Chunk({self.key.hex()[:12]}, row={self.row}, status={self.status})"
+        return f"Chunk({self.key.hex()[:12]}, row={self.row}, state={list(HOST)[self.state]})"
+
+
+def wait_together(chunks: Sequence[Chunk], request: Request) -> None:
+    """The request, and nobody else, is to be told when each of `chunks` is filled."""
+    alone = (request,)
+    for chunk in chunks:
+        chunk.waiters = alone
+
+
+def keep_all(chunks: Sequence[Chunk], step: int) -> int:
+    """Keep each until this step ends; returns how many of them could have left until now."""
+    leavable = 0
+    for chunk in chunks:
+        if chunk.step != step:
+            chunk.step = step
+            leavable += not chunk.pins and chunk.state != FILLING and not chunk.unsaved
+    return leavable
+
+
+def queue_all(chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
+    """`queued` of each that is ready, waits for no tier and might leave; returns the others."""
+    others: list[Chunk] = []
+    for chunk in chunks:
+        if chunk.state != READY or chunk.unsaved or chunk.step == step:
+            others.append(chunk)
+        else:
+            chunk.unsaved = bit
+    return others
+
+
+def start_copies(life: Life, chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
+    """Dequeue and pin each that is ready and waits for this tier only; returns the others."""
+    others: list[Chunk] = []
+    for chunk in chunks:
+        if (
+            chunk.state != READY
+            or chunk.unsaved != bit
+            or chunk.aside
+            or chunk.step == step
+            or not life.pin(chunk)
+        ):
+            others.append(chunk)
+        else:
+            chunk.unsaved = 0
+    return others

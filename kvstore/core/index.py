@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvstore.core.chunk import TIER, Life
 from policies.base import HELD, LATER, EvictionPolicy
 from policies.table import OrderedTable
 
@@ -11,6 +12,9 @@ __all__ = ["MOST_FAILURES", "Index"]
 
 MOST_FAILURES = 3
 """Reads of a chunk that may fail in a row before it is given up."""
+
+NO_SLOT = -1
+"""Stands for the slot of a chunk that is not here: reading it fails."""
 
 QUESTIONS = 500
 """Keys about which the policy may ask in vain in one search for victims. When they are spent, the
@@ -44,6 +48,7 @@ class Index:
         # Keys that appeared or (True) left since the history was taken, in order.
         self._keeps_history = True
         self._history: list[tuple[bytes, bool]] = []
+        self.life = Life(TIER)
         self.evicted = 0
 
     def lacks(self, key: bytes) -> bool:
@@ -59,6 +64,16 @@ class Index:
         history, self._history = self._history, []
         return history
 
+    def state_of(self, key: bytes) -> str:
+        """Where in its life on this tier the chunk is: see `kvstore.core.chunk.TIER`."""
+        if key in self.reading:
+            if key in self.entries:
+                return "reading"
+            return "rewriting" if key in self.writing else "forgotten"
+        if key in self.entries:
+            return "resident"
+        return "writing" if key in self.writing else "absent"
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that `keys` (tail first) were used, where they are here."""
         entries, touch = self.entries, self.policy.touch
@@ -70,37 +85,40 @@ class Index:
 
     def begin_writes(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """These chunks are being written to these slots."""
-        self.writing.update(zip(keys, slots, strict=True))
+        known = any(map(self.entries.__contains__, keys))
+        places = dict(zip(keys, slots, strict=True))
+        plain = not known and not any(map(self.writing.__contains__, keys))
+        self.writing.update((key, places[key]) for key in self._may("write", keys, plain))
 
     def written(self, places: Sequence[tuple[bytes, int]]) -> None:
         """The chunks, each with its slot and tail first, are here, whole and findable."""
         writing, insert = self.writing, self.policy.insert
-        self.entries.update(places)
-        for key, _ in places:
-            del writing[key]
+        keys = [key for key, _ in places]
+        plain = all(map(writing.__contains__, keys))
+        for key in self._may("written", keys, plain):
+            self.entries[key] = writing.pop(key)
             insert(key)
         if self._keeps_history:
-            self._history += [(key, False) for key, _ in places]
+            self._history += [(key, False) for key in keys]
 
     def not_written(self, key: bytes) -> None:
         """The copy failed."""
-        del self.writing[key]
+        if self._may("not written", (key,), key in self.writing):
+            del self.writing[key]
 
     # -- reading ---------------------------------------------------------------------
 
     def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
         """Protect the entries while they are read, once more; returns their slots."""
         reading, entries = self.reading, self.entries
-        slots: list[int] = []
-        for key in keys:
+        for key in self._may("read", keys, all(map(entries.__contains__, keys))):
             reading[key] = reading.get(key, 0) + 1
-            slots.append(entries[key])
-        return slots
+        return [entries.get(key, NO_SLOT) for key in keys]
 
     def end_reads(self, keys: Sequence[bytes]) -> None:
         """Undo one `begin_reads` of each."""
         reading, aside = self.reading, self._aside
-        for key in keys:
+        for key in self._may("last read ended", keys, all(map(reading.__contains__, keys))):
             count = reading[key] - 1
             if count:
                 reading[key] = count
@@ -126,11 +144,13 @@ class Index:
 
     def relocate(self, key: bytes, slot: int) -> None:
         """The chunk is in another slot from now on."""
-        self.entries[key] = slot
+        if self._may("relocate", (key,), key in self.entries):
+            self.entries[key] = slot
 
     def forget(self, keys: Sequence[bytes]) -> list[int]:
         """The entries are gone; returns the slots that are free for it."""
         pop, remove = self.entries.pop, self.policy.remove
+        keys = self._may("forget", keys, all(map(self.entries.__contains__, keys)))
         slots = [pop(key) for key in keys]
         for key in keys:
             remove(key)
@@ -183,6 +203,8 @@ class Index:
         """Somebody else put these chunks into these slots."""
         entries = self.entries
         for key, slot in places:
+            if not self._may("appear", (key,), key not in self.writing):
+                continue
             if self._keeps_history and key not in entries:
                 self._history.append((key, False))
             entries[key] = slot
@@ -192,3 +214,16 @@ class Index:
         for key in keys:
             if self.entries.pop(key, None) is not None and self._keeps_history:
                 self._history.append((key, True))
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _may(self, event: str, keys: Sequence[bytes], plain: bool) -> Sequence[bytes]:
+        """Those of `keys` to which the event may happen, by the table.
+
+        Args:
+            plain: whether it surely may happen to all of them.
+        """
+        if plain:
+            return keys
+        after, states = self.life.after, self.life.states
+        return [key for key in keys if after(states[self.state_of(key)], event) >= 0]

@@ -63,12 +63,13 @@ class CoreStats:
         lapses: leases that ran out.
         loaded: chunks handed to the server, and `loaded_from` which medium they came.
         stored: chunks taken from the server.
-        stores_put_off: stores answered "not now, offer it again".
+        stores_deferred: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.
         declined: chunks of stores that the admission filter or the policy did not want.
         evicted: chunks that left host memory for others, those shed included.
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
+        illegal: transitions of chunks that were asked for and may not be: mistakes of the core.
     """
 
     rows: int = 0
@@ -84,10 +85,11 @@ class CoreStats:
     loaded: int = 0
     loaded_from: dict[str, int] = field(default_factory=dict)
     stored: int = 0
-    stores_put_off: int = 0
+    stores_deferred: int = 0
     chunks_refused: int = 0
     declined: int = 0
     evicted: int = 0
     shed: int = 0
     stray: int = 0
+    illegal: int = 0
     tiers: list[TierStats] = field(default_factory=list)

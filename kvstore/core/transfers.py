@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
-from kvstore.core.line import Line
 from kvstore.core.pool import HostPool
+from kvstore.core.queue import WaitQueue
 from kvstore.core.tier import TierView
 from kvstore.types import NO_MOVE, Completion, Move, Op
 
@@ -35,13 +35,13 @@ class Transfers:
         self,
         pool: HostPool,
         tiers: Sequence[TierView],
-        line: Line,
+        queue: WaitQueue,
         cascades: Cascades,
         log: Callable[[str], None],
     ) -> None:
         self._pool = pool
         self._tiers = tiers
-        self._line = line
+        self._queue = queue
         self.cascades = cascades
         self._log = log
         self.moves: dict[int, Move] = {}
@@ -153,26 +153,25 @@ class Transfers:
     def _promoted(
         self, tier: TierView, move: Move, completion: Completion, started: float, now: float
     ) -> None:
-        pool, line = self._pool, self._line
+        pool, queue = self._pool, self._queue
         tier.index.end_reads(move.keys)
         chunks = [pool.chunks[key] for key in move.keys]
         newest = chunks[-1].order if chunks else -1
         if all(completion.ok):
-            line.all_filled(chunks, now)
+            queue.promoted(chunks, now)
             tier.promoted(move.keys)
         else:
             unread = set(completion.unread)
             for place, (chunk, ok) in enumerate(zip(chunks, completion.ok, strict=True)):
                 key = chunk.key
                 if ok:
-                    pool.fill(chunk)
-                    line.filled(chunk, now)
+                    queue.stored((chunk,), now)
                     tier.promoted((key,))
                 else:
-                    line.failed(chunk, now)
+                    queue.failed(chunk, now)
                     pool.discard(chunk)
                     tier.not_promoted(key, perhaps_whole=place in unread)
-        line.passed(newest)
+        queue.passed(newest)
         tier.health.arrived(len(move.keys), started)
 
     def reset(self, rows_in_transfer: Iterable[int] = ()) -> None:

@@ -144,7 +144,7 @@ class _Server:
                 break
         if self.reserve:
             # What was given up and copied is not counted on any more.
-            core.pool.make_room(self.reserve, shed_unsaved=False)
+            core.room.make(self.reserve, core.now, shed_unsaved=False)
 
     def serve(self, keys: list[bytes], name: str) -> int:
         """One request from its first lookup to its end; returns its hits."""

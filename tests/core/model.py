@@ -13,8 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvstore.core import Core, Flow, HostPool, OwnedTier, Pace, PeerTier
-from kvstore.core.chunk import FILLING, READY
-from kvstore.core.line import FORGET_AFTER, LEFT_TO_OTHERS
+from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
+from kvstore.core.grants import LEFT_TO_OTHERS
+from kvstore.core.queue import FORGET_AFTER
 from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 from policies import create_policy
@@ -124,7 +125,7 @@ class World:
         relocation: most chunks that compaction copies at once; 0 without compaction.
         flow: between host memory and every tier; `reserve` rows are kept ahead of need.
         followed: whether there is one tier more, which a neighbour writes to.
-        deadline, ceiling, lease: of the core, in seconds.
+        deadline, max_wait, lease: of the core, in seconds.
         faults: the fraction of moves that fail, or some of their blocks.
         reports: whether the server reports copies that a reset has overtaken, one by one;
             else it says when all have ended, as vLLM does.
@@ -143,7 +144,7 @@ class World:
         reserve: int = 0,
         pace: Pace | None = None,
         deadline: float = 1.0,
-        ceiling: float = 5.0,
+        max_wait: float = 5.0,
         lease: float = 3.0,
         faults: float = 0.1,
         stripes: int = 1,
@@ -174,7 +175,7 @@ class World:
         self.reserve = reserve
         self.pace = pace or Pace()
         self.demotes = flow is not Flow.WRITE_THROUGH and tiers > 0
-        self.timing = {"deadline": deadline, "ceiling": ceiling, "lease": lease}
+        self.timing = {"deadline": deadline, "max_wait": max_wait, "lease": lease}
         self.now = 0.0
         self.moved = 0.0
         """When anything last moved for anybody."""
@@ -249,7 +250,7 @@ class World:
             # What is still to be taken in, or to be granted, is movement, too.
             self.moved = self.now
         done, self.done = self.done, []
-        waiting = dict(self.core.line.waiting)
+        waiting = dict(self.core.queue.waiting)
         self.core.poll(self.now, done)
         for name, request in waiting.items():
             if request.state is RequestState.ANSWERED:
@@ -266,8 +267,8 @@ class World:
                 client.joined = self.now
             if client.again:
                 client.again, client.moved, client.seen = False, self.now, 0
-        line = self.core.line
-        truncations = line.truncations
+        line = self.core.queue
+        truncations = self.core.grants.truncations
         in_line = [
             (client, request)
             for client in self.clients.values()
@@ -286,7 +287,7 @@ class World:
             granted = request.granted if waits else most
             if granted > client.seen:
                 client.seen, client.moved = granted, self.now
-                if line.truncations == truncations:
+                if self.core.grants.truncations == truncations:
                     # Otherwise the rest may have been given up, not granted.
                     client.granted = granted
 
@@ -312,14 +313,14 @@ class World:
         core = self.core
         before = core._requests.get(client.id)
         silence = self.now - client.asked
-        held = before is not None and silence < core.line.lease
-        if silence >= FORGET_AFTER * core.line.lease:
+        held = before is not None and silence < core.queue.lease
+        if silence >= FORGET_AFTER * core.queue.lease:
             # Forgotten by now: it begins anew.
             client.forget()
         answered = before is not None and before.state is RequestState.ANSWERED
         answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
         client.asked = self.now
-        if answer is None and client.id in core._unseen:
+        if answer is None and client.id in core._lookups._unseen:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
             if not held:
@@ -328,7 +329,7 @@ class World:
         if answer is None:
             if answered and client.joined is not None:
                 waited = self.now - client.joined
-                assert waited < core.line.deadline, f"{client.id} has had its time"
+                assert waited < core.queue.deadline, f"{client.id} has had its time"
                 client.again = True
             else:
                 self._check_wait(client)
@@ -364,8 +365,8 @@ class World:
         core = self.core
         if client.joined is not None:
             waited = self.now - max(client.joined, client.moved, self.moved)
-            assert waited < core.line.deadline, f"{client.id} waits while nothing moves"
-            assert self.now - client.joined < core.line.ceiling, f"{client.id} waits for ever"
+            assert waited < core.queue.deadline, f"{client.id} waits while nothing moves"
+            assert self.now - client.joined < core.queue.max_wait, f"{client.id} waits for ever"
         if not core.is_waiting(client.id):
             stalled = {tier.number for tier in core.tiers if tier.health.stalled}
             assert not stalled or any(self._may_come(key, stalled) for key in client.keys), (
@@ -375,13 +376,13 @@ class World:
     def _may_come(self, key: bytes, stalled: set[int]) -> bool:
         chunk = self.core.pool.chunks.get(key)
         if chunk is not None:
-            return chunk.status == FILLING and chunk.origin not in stalled
+            return chunk.state == FILLING and chunk.origin not in stalled
         return any(key in tier.entries for tier in self.core.tiers if tier.number not in stalled)
 
     def _ready(self, keys: list[bytes]) -> int:
         chunks = self.core.pool.chunks
         for count, key in enumerate(keys):
-            if key not in chunks or chunks[key].status < READY:
+            if key not in chunks or chunks[key].state < READY:
                 return count
         return len(keys)
 
@@ -409,20 +410,21 @@ class World:
 
     def store(self, client: Client) -> None:
         core, pool = self.core, self.core.pool
+        core._lookups.keep_hits()
         new = [key for key in client.keys if key not in pool.chunks]
         present = [key for key in client.keys if key in pool.chunks]
         before = pool.free + sum(
-            chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
+            chunk.state == READY and chunk.step != pool.step and not chunk.unsaved
             for chunk in pool.chunks.values()
         )
         hindered = any(
-            chunk.status != READY or chunk.step == pool.step or chunk.unsaved
+            chunk.state != READY or chunk.step == pool.step or chunk.unsaved
             for chunk in pool.chunks.values()
         )
         grant = core.prepare_store(client.keys, client.id)
         client.forget()
         room = pool.free + sum(
-            chunk.status == READY and chunk.step != pool.step and not chunk.unsaved
+            chunk.state == READY and chunk.step != pool.step and not chunk.unsaved
             for chunk in pool.chunks.values()
         )
         kept = all(key in pool.chunks for key in present)
@@ -432,11 +434,11 @@ class World:
             kept = not any(here[here.index(False) :])
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
-            in_line = any(r.granted < len(r.keys) for r in core.line.waiting.values())
-            forgotten = self.now - client.put_off_at >= FORGET_AFTER * core.line.lease
+            in_line = any(r.granted < len(r.keys) for r in core.queue.waiting.values())
+            forgotten = self.now - client.put_off_at >= FORGET_AFTER * core.queue.lease
             once = not client.put_off or forgotten or not room or in_line or self.demotes
             # A search that was broken off goes on with the next offer.
-            assert once or pool.cut_short, "a store is put off once"
+            assert once or core._victims.cut_short, "a store is put off once"
             client.put_off, client.put_off_at = True, self.now
             return
         client.put_off = False
@@ -738,21 +740,22 @@ class World:
         used = [chunk.row for chunk in pool.chunks.values()]
         assert len(set(used)) == len(used), "two chunks in one row"
         assert len(used) + pool.free + pool.held == pool.rows, "rows leaked or over budget"
-        leaving = {key for key, chunk in pool.chunks.items() if chunk.leaving}
+        leaving = {key for key, chunk in pool.chunks.items() if chunk.state >= LEAVING}
         assert len(leaving) == pool.leaving
         assert len(pool.policy) == len(pool.chunks) - len(leaving)
         assert not any(key in pool.policy for key in leaving), "given up, and kept"
-        at_rest = {key for key in leaving if pool.chunks[key].status == READY}
+        at_rest = {key for key in leaving if pool.chunks[key].state == LEAVING}
         assert at_rest == pool._waiting.keys() | pool._copied.keys(), "a chunk that never leaves"
         assert not any(pool.chunks[key].unsaved for key in pool._copied)
         assert all(pool.chunks[key].unsaved for key in pool._waiting)
         busy = unsaved = 0
         for key, chunk in pool.chunks.items():
             assert chunk.key == key
-            assert chunk.status >= FILLING
-            busy += chunk.status != READY
-            unsaved += chunk.status == READY and chunk.unsaved != 0
-            if chunk.status >= READY:
+            assert chunk.state != ABSENT
+            assert (chunk.pins > 0) == (chunk.state in (PINNED, LEAVING_PINNED))
+            busy += chunk.state not in (READY, LEAVING)
+            unsaved += chunk.state in (READY, LEAVING) and chunk.unsaved != 0
+            if chunk.state >= READY:
                 found = self.rows[chunk.row]
                 assert found == (key, self.weights), f"a ready chunk of {key!r} holds {found}"
                 assert chunk.waiters is None
@@ -770,17 +773,17 @@ class World:
             assert pool.held == len(held_by), "rows are held for nobody"
         assert busy == pool.busy
         assert unsaved == pool.unsaved
-        counted = [c for c in pool.chunks.values() if c.counted == pool.step == c.step]
-        assert pool.marked == sum(c.status == READY and not c.unsaved for c in counted)
+        kept = [c for c in pool.chunks.values() if c.step == pool.step and not c.unsaved]
+        assert pool.marked == sum(c.state in (READY, LEAVING) for c in kept)
         self._check_pins()
         for key in self.hits_this_step:
             ready = pool.chunks.get(key)
             assert ready is not None, "a hit left within its step"
-            assert ready.status >= READY
+            assert ready.state >= READY
         for tier in core.tiers:
             self._check_tier(tier)
         share = pool.rows // LEFT_TO_OTHERS // max(1, len(core.tiers))
-        filling = [c.origin for c in pool.chunks.values() if c.status == FILLING and c.origin >= 0]
+        filling = [c.origin for c in pool.chunks.values() if c.state == FILLING and c.origin >= 0]
         assert len(filling) <= pool.rows - share, "promotions leave no rows to stores"
         for index in set(filling):
             most = pool.rows - share * len(core.tiers)
@@ -788,7 +791,7 @@ class World:
 
     def _check_pins(self) -> None:
         """Every pin has an owner that knows of it, and every owner its pin."""
-        core, line = self.core, self.core.line
+        core, line = self.core, self.core.queue
         pins: Counter[bytes] = Counter()
         for name, request in core._requests.items():
             assert request.id == name
@@ -799,7 +802,7 @@ class World:
                 assert key in core.pool.chunks, "a lease on a chunk that is gone"
                 chunk = core.pool.chunks[key]
                 assert request.state is not RequestState.SCANNING, "leases without a wait"
-                if chunk.status == FILLING:
+                if chunk.state == FILLING:
                     pending += 1
                 else:
                     pins[key] += 1
@@ -809,9 +812,7 @@ class World:
         for id, move in core.transfers.moves.items():
             if move.op is Op.CASCADE and id not in core.transfers.orphans:
                 pins.update(move.keys)
-        held = {
-            key: chunk.status for key, chunk in core.pool.chunks.items() if chunk.status > READY
-        }
+        held = {key: chunk.pins for key, chunk in core.pool.chunks.items() if chunk.pins}
         assert held == pins, "pins without an owner"
 
     def _check_tier(self, tier: OwnedTier) -> None:
@@ -849,7 +850,7 @@ class World:
         """Whoever followed the events knows what is where."""
         self.listen()
         pool = self.core.pool
-        assert self.told[0] == {k for k, chunk in pool.chunks.items() if chunk.status != FILLING}
+        assert self.told[0] == {k for k, chunk in pool.chunks.items() if chunk.state != FILLING}
         for tier, told in zip(self.core.tiers, self.told[1:], strict=True):
             assert told == set(tier.entries)
 
@@ -869,7 +870,7 @@ class World:
                 self.finish_load(client)
             elif client.state == "storing":
                 self.finish_store(client, ())
-        self.run_dry(10 * core.line.lease + 1)
+        self.run_dry(10 * core.queue.lease + 1)
         self.check()
         self.check_events()
         assert core.in_flight == 0
@@ -878,7 +879,7 @@ class World:
         assert core.pool.busy == 0, "a pin leaked"
         assert core.pool.held == 0
         assert not core._requests, "a request was never forgotten"
-        assert not core.line.answered
+        assert not core.queue.answered
         assert not any(
             tier.clearing or tier.health.stalled or tier.index.reading for tier in core.tiers
         )
@@ -935,7 +936,7 @@ def random_world(rng: random.Random) -> World:
         tiers=rng.choice((0, 1, 1, 1, 2)),
         followed=rng.random() < 0.3,
         in_flight=rng.choice((1, 3, rows)),
-        ceiling=rng.choice((1.5, 5.0)),
+        max_wait=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
         stripes=rng.choice((1, 1, 2, 3)),
         policy=rng.choice(("lru", "lru", "arc", "hit-density")),

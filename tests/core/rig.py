@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvstore.core import Core, CoreStats, HostPool, OwnedTier
+from kvstore.core.chunk import READY
 from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import EvictionPolicy, Protected, create_policy
 from policies.lru import LRU
@@ -40,8 +41,8 @@ class Rig:
             holds the i-th.
         segment_slots, segments, max_segments: geometry of every tier.
         in_flight: most rows on their way to one tier.
-        policy: orders host memory; LRU unless told.
-        timing: deadline, ceiling and lease of the core.
+        policy, tier_policy: order host memory and the tiers; LRU unless told.
+        timing: deadline, max_wait and lease of the core.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Rig:
         max_segments: int | None = None,
         in_flight: int = 64,
         policy: EvictionPolicy | None = None,
+        tier_policy: EvictionPolicy | None = None,
         stripes: int = 1,
         relocation_chunks: int = 0,
         **timing: Any,
     ) -> None:
         most = segments if max_segments is None else max_segments
+        slots = segment_slots * most
         directories = [
             OwnedTier(
                 index,
@@ -72,12 +75,12 @@ class Rig:
                     stripes=stripes,
                     relocation_chunks=relocation_chunks,
                 ),
-                create_policy("lru", segment_slots * most),
+                create_policy("lru", slots) if tier_policy is None else tier_policy,
                 in_flight,
             )
             for index, held in enumerate(on)
         ]
-        timing = {"deadline": 1.0, "ceiling": 10.0, "lease": 3.0, **timing}
+        timing = {"deadline": 1.0, "max_wait": 10.0, "lease": 3.0, **timing}
         pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
         self.core = Core(pool, directories, **timing)
         self.log: list[str] = []
@@ -183,7 +186,7 @@ class Rig:
 
     def in_host(self, key: bytes) -> bool:
         chunk = self.core.pool.chunks.get(key)
-        return chunk is not None and chunk.status >= 0
+        return chunk is not None and chunk.state >= READY
 
     @property
     def stats(self) -> CoreStats:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import chains
-from policies import AdmissionFilter
+from kvstore.core import Core, HostPool, chains
+from policies import AdmissionFilter, create_policy
 from policies.lru import LRU
 from tests.core.rig import Rig, chain
 
@@ -116,10 +116,8 @@ def test_every_group_has_a_chain_of_its_own() -> None:
 
 
 def test_a_slower_tier_hears_of_the_end_once_the_chunks_are_there() -> None:
-    rig, keys = Rig(on=((),)), chain("a", 3)
-    below = Listener(64)
-    rig.core.tiers[0].index.policy = below
-    rig.core.chains = chains.Chains(rig.core.pool, rig.core.tiers)
+    below, keys = Listener(64), chain("a", 3)
+    rig = Rig(on=((),), tier_policy=below)
     grant = rig.core.prepare_store(keys, "writer")
     assert grant is not None
     rig.core.on_request_finished("writer")
@@ -213,9 +211,9 @@ def test_whoever_records_is_told_every_group() -> None:
 
 def gated(gate: Gate, rows: int = 8) -> Rig:
     rig = Rig(rows=rows, on=())
-    rig.core.pool.admission = gate
-    rig.core.chains = chains.Chains(rig.core.pool, ())
-    rig.core._counts = True
+    pool = HostPool(rows, create_policy("lru", rows), gate)
+    rig.core = Core(pool, (), deadline=1.0, max_wait=10.0, lease=3.0)
+    rig.core.poll(rig.now)
     return rig
 
 
@@ -305,9 +303,8 @@ def test_hits_among_what_was_asked_from_its_end_stay_for_their_step() -> None:
     for key in reversed([*here, *below]):
         rig.core.lookup(key, "r")
     rig.core.put_in_order("r", [*here, *below].index)
-    assert rig.core.pool.room == 3
-    rig.core._tell_hits(6)
     assert rig.core.pool.marked == 3
+    assert rig.core.room.sure == 3
 
 
 def test_a_prompt_that_was_used_in_another_order_is_told_in_its_own() -> None:

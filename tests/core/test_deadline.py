@@ -227,7 +227,7 @@ def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:
     rig = Rig(
         rows=8,
         on=[[*mine, *(key for keys in others for key in keys)]],
-        ceiling=4.0,
+        max_wait=4.0,
         segment_slots=256,
     )
     for index, keys in enumerate(others[:11]):
@@ -278,7 +278,7 @@ def test_a_caller_that_slept_does_not_take_its_own_sleep_for_a_stalled_tier() ->
 
 def test_a_wait_longer_than_the_ceiling_is_refused_at_once() -> None:
     prompts, held = many(3, 10)
-    rig = Rig(rows=40, on=[held], ceiling=10.0)
+    rig = Rig(rows=40, on=[held], max_wait=10.0)
     assert rig.ask(prompts["r0"], "r0") is None
     rig.wait(0.9)
     move = rig.promotion

@@ -20,7 +20,7 @@ def demoting(
     opening = RecoveredTier("disk", "disk", [], slots, [0], 1)
     tier = OwnedTier(0, opening, create_policy("lru", slots), 64, gate, flow)
     pool = HostPool(rows, create_policy("lru", rows), reserve=reserve)
-    rig.core = Core(pool, [tier], deadline=1.0, ceiling=10.0, lease=3.0)
+    rig.core = Core(pool, [tier], deadline=1.0, max_wait=10.0, lease=3.0)
     rig.core.poll(rig.now)
     return rig
 

@@ -75,7 +75,7 @@ def test_a_lookup_that_was_answered_at_once_leaves_no_trace_after_its_step() -> 
     assert rig.ask([*keys, b"unknown"]) == 2
     rig.step()
     assert not rig.core._requests
-    assert not rig.core._asked
+    assert not rig.core._lookups._asked
 
 
 def test_asking_for_a_long_time_costs_no_more_memory_than_asking_once() -> None:
@@ -86,7 +86,7 @@ def test_asking_for_a_long_time_costs_no_more_memory_than_asking_once() -> None:
         assert rig.ask(keys) == 4
         rig.step(0.1)
     assert len(rig.core._requests["r"].keys) <= 4
-    assert len(rig.core._asked) <= 1
+    assert len(rig.core._lookups._asked) <= 1
 
 
 def test_a_hit_stays_loadable_until_its_step_ends() -> None:
@@ -160,7 +160,7 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
     rig = Rig(rows=64, on=[keys], segment_slots=10_000)
     core = rig.core
     core.pool.chunks = CountingDict(core.pool.chunks)
-    core._chunk_of = core.pool.chunks.get
+    core._lookups._chunk_of = core.pool.chunks.get
     core.tiers[0].entries = CountingDict(core.tiers[0].entries)
     CountingDict.reads = 0
     assert rig.ask(keys) is None
@@ -183,7 +183,7 @@ def test_the_first_in_line_costs_no_key_while_there_is_no_row_for_it() -> None:
     rig.load(busy, "other")
     core.tiers[0].entries = CountingDict(core.tiers[0].entries)
     core.pool.chunks = CountingDict(core.pool.chunks)
-    core._chunk_of = core.pool.chunks.get
+    core._lookups._chunk_of = core.pool.chunks.get
     assert rig.ask(keys) is None
     for _ in range(20):
         # The policies hear of the load, some keys in each step.

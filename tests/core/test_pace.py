@@ -181,7 +181,7 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
     assert core.pool.busy == 0
     # Whoever was met may leave again.
     core.poll(rig.now)
-    assert core.pool.make_room(rows // 2, shed_unsaved=False) == rows // 2
+    assert core.room.make(rows // 2, rig.now, shed_unsaved=False) == rows // 2
 
 
 def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> None:
@@ -203,7 +203,7 @@ def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> N
 def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: bool) -> None:
     rig = Rig(rows=60, pace=Pace(questions=3))
     if demotes:
-        rig.core.pool.demote = lambda chunk: False
+        rig.core.room.demotes = True
     rig.put(chain("held", 50))
     rig.settle()
     rig.load(chain("held", 50), "holder")
@@ -290,7 +290,7 @@ def test_where_a_prefix_cannot_be_whole_its_end_gives_way_to_its_beginning() -> 
 
 def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -> None:
     keys = chain("a", 10)
-    rig = Rig(rows=16, on=[keys], pace=FEW, ceiling=10.0)
+    rig = Rig(rows=16, on=[keys], pace=FEW, max_wait=10.0)
     # Four on their way are more than is worth beginning to wait for.
     rig.core.tiers[0].health.seconds_per_chunk = 3.0
     assert rig.ask(keys) is None
@@ -303,7 +303,7 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
 
 def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() -> None:
     first, second = chain("a", 4), chain("b", 4)
-    rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, ceiling=10.0)
+    rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, max_wait=10.0)
     rig.core.tiers[0].health.seconds_per_chunk = 3.0
     assert rig.ask(first, "a") is None
     assert rig.ask(second, "b") is None

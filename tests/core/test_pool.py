@@ -1,118 +1,110 @@
-"""The life of a chunk in host memory: the table of `kvstore.core.chunk`, edge by edge."""
+"""Rows of host memory, and who leaves them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 
 from kvstore.core import HostPool
-from kvstore.core.chunk import Chunk, IllegalTransitionError
-from policies import create_policy
+from kvstore.core.cascades import Cascades
+from kvstore.core.chunk import Chunk
+from kvstore.core.room import Room
+from kvstore.core.victims import Victims
+from policies import EvictionPolicy, create_policy
 from tests.core.rig import CountingLRU
 
 
-def pool_with(state: str) -> tuple[HostPool, Chunk]:
-    pool = HostPool(2, create_policy("lru", 2))
-    (chunk,) = pool.reserve([b"key"], -1)
+class Memory:
+    """A pool, and the room in it, without tiers."""
+
+    def __init__(self, rows: int, policy: EvictionPolicy | None = None) -> None:
+        self.pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
+        self.victims = Victims(self.pool)
+        self.room = Room(self.pool, self.victims, Cascades(self.pool, [], lambda message: None))
+
+    def make(self, count: int, *, shed_unsaved: bool) -> int:
+        return self.room.make(count, 0.0, shed_unsaved=shed_unsaved)
+
+    def begin_step(self) -> None:
+        self.pool.begin_step()
+        self.victims.begin_step()
+
+
+def memory_with(state: str) -> tuple[Memory, Chunk]:
+    memory = Memory(2)
+    (chunk,) = memory.pool.reserve([b"key"], -1)
     if state != "filling":
-        pool.fill(chunk)
+        memory.pool.fill([chunk])
     if state == "pinned":
-        pool.pin(chunk)
-    return pool, chunk
-
-
-ILLEGAL: list[tuple[str, Callable[[HostPool, Chunk], None]]] = [
-    ("filling", HostPool.pin),
-    ("filling", HostPool.unpin),
-    ("ready", HostPool.fill),
-    ("ready", HostPool.discard),
-    ("ready", HostPool.unpin),
-    ("pinned", HostPool.fill),
-    ("pinned", HostPool.discard),
-]
-
-
-@pytest.mark.parametrize(
-    ("state", "edge"), ILLEGAL, ids=[f"{edge.__name__}-{state}" for state, edge in ILLEGAL]
-)
-def test_an_edge_that_the_table_lacks_is_a_mistake_of_the_core(
-    state: str, edge: Callable[[HostPool, Chunk], None]
-) -> None:
-    pool, chunk = pool_with(state)
-    before = chunk.status, pool.busy, pool.free
-    with pytest.raises(IllegalTransitionError, match=chunk.key.hex()):
-        edge(pool, chunk)
-    assert (chunk.status, pool.busy, pool.free) == before
+        memory.pool.pin(chunk)
+    return memory, chunk
 
 
 @pytest.mark.parametrize("state", ["filling", "pinned"])
 def test_who_is_filling_or_pinned_never_leaves(state: str) -> None:
-    pool, chunk = pool_with(state)
-    pool.begin_step()
-    assert pool.make_room(2, shed_unsaved=True) == 1
-    assert dict(pool.chunks) == {b"key": chunk}
+    memory, chunk = memory_with(state)
+    memory.begin_step()
+    assert memory.make(2, shed_unsaved=True) == 1
+    assert dict(memory.pool.chunks) == {b"key": chunk}
 
 
 def test_who_is_ready_leaves_when_room_is_needed() -> None:
-    pool, _ = pool_with("ready")
-    assert pool.make_room(2, shed_unsaved=False) == 2
-    assert not pool.chunks
+    memory, _ = memory_with("ready")
+    assert memory.make(2, shed_unsaved=False) == 2
+    assert not memory.pool.chunks
 
 
 def test_who_answered_hit_stays_for_the_step() -> None:
-    pool, chunk = pool_with("ready")
-    chunk.step = pool.step
-    assert pool.make_room(2, shed_unsaved=True) == 1
-    pool.begin_step()
-    assert pool.make_room(2, shed_unsaved=True) == 2
+    memory, chunk = memory_with("ready")
+    memory.pool.keep([chunk.key])
+    assert memory.make(2, shed_unsaved=True) == 1
+    memory.begin_step()
+    assert memory.make(2, shed_unsaved=True) == 2
 
 
 def test_who_waits_for_its_copy_leaves_last_and_only_when_told() -> None:
-    pool = HostPool(2, create_policy("lru", 2))
-    unsaved, saved = pool.reserve([b"unsaved", b"saved"], -1)
-    pool.fill(unsaved)
-    pool.fill(saved)
-    pool.queued(unsaved, 0)
-    assert pool.make_room(2, shed_unsaved=False) == 1
-    assert list(pool.chunks) == [b"unsaved"]
-    assert pool.make_room(2, shed_unsaved=True) == 2
-    assert pool.shed == 1
+    memory = Memory(2)
+    unsaved, saved = memory.pool.reserve([b"unsaved", b"saved"], -1)
+    memory.pool.fill([unsaved, saved])
+    memory.pool.queue([unsaved], 0)
+    assert memory.make(2, shed_unsaved=False) == 1
+    assert list(memory.pool.chunks) == [b"unsaved"]
+    assert memory.make(2, shed_unsaved=True) == 2
+    assert memory.pool.shed == 1
 
 
 def test_a_vain_search_is_repeated_only_when_somebody_may_leave_who_could_not_before() -> None:
     policy = CountingLRU(4)
-    pool = HostPool(4, policy)
+    memory = Memory(4, policy)
+    pool = memory.pool
     chunks = pool.reserve([b"hit", b"pinned", b"unsaved", b"hit too"], -1)
-    for chunk in chunks:
-        pool.fill(chunk)
+    pool.fill(chunks)
     hit, pinned, unsaved, hit_too = chunks
-    hit.step = hit_too.step = pool.step
+    pool.keep([hit.key, hit_too.key])
     pool.pin(pinned)
-    pool.queued(unsaved, 0)
-    assert pool.make_room(1, shed_unsaved=False) == 0
+    pool.queue([unsaved], 0)
+    assert memory.make(1, shed_unsaved=False) == 0
     asked = policy.asked
     for _ in range(5):
-        assert pool.make_room(1, shed_unsaved=False) == 0
+        assert memory.make(1, shed_unsaved=False) == 0
     assert policy.asked == asked
-    pool.unpin(pinned)
-    assert pool.make_room(1, shed_unsaved=False) == 1
-    assert pool.make_room(2, shed_unsaved=False) == 1
-    pool.dequeued(unsaved, 0)
-    assert pool.make_room(2, shed_unsaved=False) == 2
-    assert pool.make_room(3, shed_unsaved=False) == 2
-    pool.begin_step()
-    assert pool.make_room(4, shed_unsaved=False) == 4
+    pool.unpin([pinned])
+    assert memory.make(1, shed_unsaved=False) == 1
+    assert memory.make(2, shed_unsaved=False) == 1
+    pool.dequeue(unsaved, 0)
+    assert memory.make(2, shed_unsaved=False) == 2
+    assert memory.make(3, shed_unsaved=False) == 2
+    memory.begin_step()
+    assert memory.make(4, shed_unsaved=False) == 4
 
 
 def test_room_that_is_there_costs_nobody_its_place() -> None:
-    pool, _ = pool_with("ready")
-    assert pool.make_room(1, shed_unsaved=True) == 1
-    assert b"key" in pool.chunks
+    memory, _ = memory_with("ready")
+    assert memory.make(1, shed_unsaved=True) == 1
+    assert b"key" in memory.pool.chunks
 
 
 def test_rows_of_a_chain_are_given_in_order() -> None:
-    pool = HostPool(4, create_policy("lru", 4))
+    pool = Memory(4).pool
     keys = [b"a", b"b", b"c"]
     assert [chunk.key for chunk in pool.reserve(keys, -1)] == keys
     assert list(pool.policy.order()) == keys[::-1], "tail first, as everything a policy sees"

@@ -366,7 +366,7 @@ def test_a_request_that_is_silent_for_long_is_forgotten() -> None:
     rig.resolve(keys)
     rig.wait(40, each=1.0)
     assert not rig.core._requests
-    assert not rig.core.line.answered
+    assert not rig.core.queue.answered
 
 
 def test_a_lease_ends_when_its_request_finishes() -> None:

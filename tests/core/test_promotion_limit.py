@@ -8,7 +8,7 @@ from tests.core.rig import Rig, chain
 
 
 def on_their_way(rig: Rig) -> int:
-    return sum(chunk.status == FILLING for chunk in rig.core.pool.chunks.values())
+    return sum(chunk.state == FILLING for chunk in rig.core.pool.chunks.values())
 
 
 def test_a_tier_that_does_not_answer_leaves_rows_to_stores() -> None:
@@ -26,7 +26,7 @@ def test_a_tier_that_does_not_answer_leaves_rows_to_stores() -> None:
         rig.step()
     assert on_their_way(rig) == 12
     assert rig.stats.chunks_refused == 0
-    assert rig.stats.stores_put_off == 0
+    assert rig.stats.stores_deferred == 0
 
 
 def test_a_prefix_that_is_longer_comes_whole_in_portions() -> None:

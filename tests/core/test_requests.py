@@ -117,10 +117,9 @@ class Counting(AdmissionFilter):
 def kept(rig: Rig) -> int:
     """Everything that the core keeps by name of a request, and every key of it."""
     core, chains = rig.core, rig.core.chains
+    rooms = (core, core.queue, core.chains, core._stores, core._uses)
     by_name: list[dict[str, Any]] = [
-        *(value for value in vars(core).values() if isinstance(value, dict)),
-        *(value for value in vars(core.line).values() if isinstance(value, dict)),
-        *(value for value in vars(chains).values() if isinstance(value, dict)),
+        value for room in rooms for value in vars(room).values() if isinstance(value, dict)
     ]
     used = [chain.known for chain in (*chains._chains.values(), *chains._ended.values())]
     counted = [chain.counted for chain in chains._chains.values()]
@@ -132,10 +131,10 @@ def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
     monkeypatch.setattr("kvstore.core.chains.MAX_REQUESTS", 20)
     monkeypatch.setattr("kvstore.core.chains.MAX_ASKED", 60)
     monkeypatch.setattr("kvstore.core.chains.MAX_KEYS", 60)
-    monkeypatch.setattr("kvstore.core.core.MOST_UNTOLD", 20)
-    rig = Rig(rows=rows, lease=0.5, deadline=0.1, ceiling=0.2)
+    monkeypatch.setattr("kvstore.core.uses.MOST_UNTOLD", 20)
+    rig = Rig(rows=rows, lease=0.5, deadline=0.1, max_wait=0.2)
     rig.core.chains.filters.append(Counting())
-    rig.core._counts = True
+    rig.core._lookups._counts = True
     return rig
 
 

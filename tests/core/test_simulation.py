@@ -21,14 +21,18 @@ import pytest
 
 from kvstore.core import Core, HostPool, OwnedTier
 from kvstore.core.cascades import Cascades
-from kvstore.core.chunk import READY, Chunk
+from kvstore.core.chunk import READY, Chunk, Life
+from kvstore.core.grants import Grants
 from kvstore.core.health import Health
 from kvstore.core.index import Index
-from kvstore.core.line import Line
+from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken
-from kvstore.core.request import Request
+from kvstore.core.queue import WaitQueue
+from kvstore.core.request import Request, Requests
+from kvstore.core.room import Room
 from kvstore.core.slots import Slots
 from kvstore.core.transfers import Transfers
+from kvstore.core.victims import Victims
 from tests.core.model import World, random_act, random_world, scatter
 
 SEEDS = range(100)
@@ -109,111 +113,102 @@ def breaks(rule: str) -> Callable[[Break], Break]:
 
 @breaks("a pin is taken back")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostPool, "unpin", lambda self, chunk: None)
+    patch.setattr(HostPool, "unpin", lambda self, chunks: None)
 
 
 @breaks("a pin protects")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def unprotected(self: HostPool, count: int, **rest: Any) -> None:
-        victims = self.policy.evict(min(count, len(self.policy)), lambda key: False) or []
-        for key in victims:
-            self._free.append(self.chunks.pop(key).row)
-            self.history.append((key, True))
+    def unprotected(self: Victims, count: int, **rest: Any) -> list[bytes]:
+        policy = self._policy
+        return policy.evict(max(0, min(count, len(policy))), lambda key: False) or []
 
-    patch.setattr(HostPool, "_evict", unprotected)
+    patch.setattr(Victims, "choose", unprotected)
+    patch.setattr(Life, "raises", False)
 
 
 @breaks("a hit stays for its step")
 def _(patch: pytest.MonkeyPatch) -> None:
-    lookup = Core.lookup
-
-    def forgetful(self: Core, key: bytes, request_id: str) -> bool | None:
-        answer = lookup(self, key, request_id)
-        if answer:
-            self.pool.chunks[key].step = -1
-        return answer
-
-    patch.setattr(Core, "lookup", forgetful)
+    patch.setattr(Lookups, "keep_hits", lambda self: None)
 
 
 @breaks("a chunk that is being filled is no hit")
 def _(patch: pytest.MonkeyPatch) -> None:
-    lookup = Core.lookup
+    lookup = Lookups.lookup
 
-    def hasty(self: Core, key: bytes, request_id: str) -> bool | None:
+    def hasty(self: Lookups, key: bytes, request_id: str) -> bool | None:
         answer = lookup(self, key, request_id)
-        return True if answer is None and key in self.pool.chunks else answer
+        return True if answer is None and key in self._pool.chunks else answer
 
-    patch.setattr(Core, "lookup", hasty)
+    patch.setattr(Lookups, "lookup", hasty)
 
 
 @breaks("leases end")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Line, "_release", lambda self, request: request.leases.clear())
+    patch.setattr(WaitQueue, "_release", lambda self, request: request.leases.clear())
 
 
 @breaks("what is granted is leased")
 def _(patch: pytest.MonkeyPatch) -> None:
-    lease = Line._lease
+    lease = WaitQueue.lease_to
 
-    def filling_only(self: Line, request: Request, chunk: Chunk) -> None:
-        if chunk.status < READY:
+    def filling_only(self: WaitQueue, request: Request, chunk: Chunk) -> None:
+        if chunk.state < READY:
             lease(self, request, chunk)
 
-    patch.setattr(Line, "_lease", filling_only)
+    patch.setattr(WaitQueue, "lease_to", filling_only)
 
 
 @breaks("a lease lasts until nobody asks")
 def _(patch: pytest.MonkeyPatch) -> None:
-    expire = Line.expire
+    expire = WaitQueue.expire
 
-    def impatient(self: Line, now: float) -> list[Request]:
+    def impatient(self: WaitQueue, now: float) -> list[Request]:
         for request in self.answered.values():
             self._release(request)
         return expire(self, now)
 
-    patch.setattr(Line, "expire", impatient)
+    patch.setattr(WaitQueue, "expire", impatient)
 
 
 @breaks("a wait has a deadline")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Line, "expire", lambda self, now: [])
+    patch.setattr(WaitQueue, "expire", lambda self, now: [])
 
 
 @breaks("standing in line has a ceiling")
 def _(patch: pytest.MonkeyPatch) -> None:
-    expire = Line.expire
+    expire = WaitQueue.expire
 
-    def endless(self: Line, now: float) -> list[Request]:
+    def endless(self: WaitQueue, now: float) -> list[Request]:
         for request in self.waiting.values():
             request.since = now
             request.moved = max(request.moved, self.moved)
         return expire(self, now)
 
-    patch.setattr(Line, "expire", endless)
+    patch.setattr(WaitQueue, "expire", endless)
 
 
 @breaks("who waits for a chunk that fails is told")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Line, "failed", lambda self, chunk, now: None)
+    patch.setattr(WaitQueue, "failed", lambda self, chunk, now: None)
 
 
 @breaks("a prefix is as large as fits")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def hasty(self: Line, request: Request) -> bool:
+    def hasty(self: Grants, request: Request) -> bool:
         request.granted = len(request.keys)
         return True
 
-    grant = Line._grant
+    grant = Grants._grant
 
-    def stingy(self: Line, request: Request) -> Any:
-        grants = grant(self, request)
+    def stingy(self: Grants, request: Request, now: float) -> Any:
+        grants = grant(self, request, now)
         request.granted = min(request.granted, 2)
         return grants
 
-    patch.setattr(Line, "_truncate", hasty)
-    patch.setattr(Line, "_grant", stingy)
-    patch.setattr(Line, "_holder", lambda self, key: None)
+    patch.setattr(Grants, "_truncate", hasty)
+    patch.setattr(Grants, "_grant", stingy)
+    patch.setattr(Grants, "_holder", lambda self, key: None)
 
 
 @breaks("a failed block fails alone, and fails")
@@ -250,7 +245,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         moves = due(self, target)
         for move in moves:
             for key in move.keys:
-                self._pool.unpin(self._pool.chunks[key])
+                self._pool.unpin([self._pool.chunks[key]])
         return moves
 
     def forgiving(self: Cascades, target: Any, move: Any, *rest: Any) -> None:
@@ -293,7 +288,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     transfers = Core._device_transfers
 
     def stores(self: Core) -> Any:
-        return [(t, row) for t, row in transfers(self) if self.pool.chunks[t[2]].status < READY]
+        return [(t, row) for t, row in transfers(self) if self.pool.chunks[t[2]].state < READY]
 
     patch.setattr(Core, "_device_transfers", stores)
 
@@ -336,7 +331,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Core, keys: Any, request_id: str) -> Any:
         request = self._requests.get(request_id)
         if request is not None:
-            request.put_off = False
+            request.store_deferred = False
         return prepare_store(self, keys, request_id)
 
     patch.setattr(Core, "prepare_store", forgetful)
@@ -344,24 +339,25 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a store gets as much as fits")
 def _(patch: pytest.MonkeyPatch) -> None:
-    make_room = HostPool.make_room
+    make = Room.make
 
-    def stingy(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
-        return min(make_room(self, count, shed_unsaved=shed_unsaved), max(1, count // 2))
+    def stingy(self: Room, count: int, now: float, **rest: Any) -> int:
+        return min(make(self, count, now, **rest), max(1, count // 2))
 
-    patch.setattr(HostPool, "make_room", stingy)
+    patch.setattr(Room, "make", stingy)
 
 
 @breaks("a store does not evict its own chain")
 def _(patch: pytest.MonkeyPatch) -> None:
-    make_room = HostPool.make_room
+    make = Room.make
 
-    def forgetful(self: HostPool, count: int, *, shed_unsaved: bool) -> int:
-        for chunk in self.chunks.values():
+    def forgetful(self: Room, count: int, now: float, **rest: Any) -> int:
+        for chunk in self._pool.chunks.values():
             chunk.step = -1
-        return make_room(self, count, shed_unsaved=shed_unsaved)
+        self._pool.marked = 0
+        return make(self, count, now, **rest)
 
-    patch.setattr(HostPool, "make_room", forgetful)
+    patch.setattr(Room, "make", forgetful)
 
 
 @breaks("what is stored reaches the tier")
@@ -398,21 +394,21 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a request that finished is forgotten")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Core, "_drop_if_idle", lambda self, request: None)
+    patch.setattr(Requests, "drop_if_idle", lambda self, request: None)
 
 
 @breaks("a name belongs to its latest request")
 def _(patch: pytest.MonkeyPatch) -> None:
-    drop = Core._drop_if_idle
+    drop = Requests.drop_if_idle
 
-    def by_name(self: Core, request: Request) -> None:
-        later = self._requests.get(request.id)
-        self._requests[request.id] = request
+    def by_name(self: Requests, request: Request) -> None:
+        later = self.get(request.id)
+        self[request.id] = request
         drop(self, request)
-        if later is not None and request.id in self._requests:
-            self._requests[request.id] = later
+        if later is not None and request.id in self:
+            self[request.id] = later
 
-    patch.setattr(Core, "_drop_if_idle", by_name)
+    patch.setattr(Requests, "drop_if_idle", by_name)
 
 
 @pytest.mark.skipif(told_seeds() is not None, reason="KVSTORE_SEED is set")

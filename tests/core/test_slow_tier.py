@@ -23,7 +23,7 @@ def busy(rig: Rig, seconds: float, each: float = 0.5) -> None:
 
 def test_growth_that_takes_long_costs_copies_of_new_chunks_and_no_entry() -> None:
     old = chain("old", 4)
-    rig = Rig(rows=8, on=[old], segment_slots=4, max_segments=4, deadline=1.0, ceiling=60.0)
+    rig = Rig(rows=8, on=[old], segment_slots=4, max_segments=4, deadline=1.0, max_wait=60.0)
     busy(rig, 30.0)
     (growth,) = rig.under_way(Op.GROW)
     tier = rig.core.tiers[0]
@@ -39,7 +39,7 @@ def test_growth_that_takes_long_costs_copies_of_new_chunks_and_no_entry() -> Non
 
 
 def test_growth_that_never_ends_makes_new_chunks_take_the_place_of_old() -> None:
-    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=4, ceiling=10.0)
+    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=4, max_wait=10.0)
     busy(rig, 9.0)
     assert rig.stats.tiers[0].evicted == 0
     busy(rig, 4.0)

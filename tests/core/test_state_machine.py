@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.core import HostPool
 from kvstore.core.chunk import FILLING
 from kvstore.core.health import Health
+from kvstore.core.room import Room
 from kvstore.types import Op
 from tests.core.model import Client, World
 
@@ -158,7 +158,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         answer = self.world.ask(client, one_by_one)
         if answer is None:
             assert any(key not in self.world.core.pool.chunks for key in client.keys) or any(
-                chunk.status == FILLING for chunk in self.world.core.pool.chunks.values()
+                chunk.state == FILLING for chunk in self.world.core.pool.chunks.values()
             ), "there was nothing to wait for"
             return
         assert self.stored >= set(client.keys[:answer]), "a hit that nobody stored"
@@ -332,13 +332,13 @@ def run_until_it_fails() -> None:
 def test_the_machine_notices_a_chunk_that_left_for_no_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begin_step = HostPool.begin_step
+    begin_step = Room.begin_step
 
-    def wasteful(self: HostPool) -> None:
+    def wasteful(self: Room) -> None:
         begin_step(self)
-        self._evict(1, shed_unsaved=True)
+        self._pool.leave(self._victims.choose(1, shed_unsaved=True))
 
-    monkeypatch.setattr(HostPool, "begin_step", wasteful)
+    monkeypatch.setattr(Room, "begin_step", wasteful)
     with pytest.raises(AssertionError, match="a chunk in host memory was not found"):
         run_until_it_fails()
 

@@ -105,7 +105,7 @@ def test_a_store_is_put_off_once_while_room_is_on_its_way_then_gets_what_fits() 
     grant = rig.core.prepare_store(keys, "w")
     assert grant is not None
     assert grant.keys == keys[:2]
-    assert rig.stats.stores_put_off == 1
+    assert rig.stats.stores_deferred == 1
 
 
 def test_a_store_that_was_put_off_gets_everything_once_the_room_is_there() -> None:
@@ -204,7 +204,7 @@ def test_the_end_of_a_load_that_nobody_began_is_counted_and_harmless() -> None:
     rig.core.complete_load(keys, "another")
     rig.core.complete_load([b"unknown"], "r")
     assert rig.stats.stray == 3
-    assert all(rig.core.pool.chunks[key].status > 0 for key in keys)
+    assert all(rig.core.pool.chunks[key].pins for key in keys)
     rig.core.complete_load(keys, "r")
     rig.core.complete_load(keys, "r")
     assert rig.stats.stray == 5
@@ -228,7 +228,7 @@ def test_a_load_goes_on_after_its_request_has_finished() -> None:
     rig.core.on_request_finished("r")
     assert rig.core.prepare_store(chain("b", 2), "w") is None, "its rows are being read"
     rig.core.complete_load(keys, "r")
-    assert not any(chunk.status for chunk in rig.core.pool.chunks.values())
+    assert not any(chunk.pins for chunk in rig.core.pool.chunks.values())
     assert "r" not in rig.core._requests
 
 

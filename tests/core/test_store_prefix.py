@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.core import StoreGrant
+from kvstore.core.chunk import READY
 from policies import Protected, create_policy, policy_names
 from policies.hitdensity import HitDensity
 from policies.lru import LRU
@@ -90,11 +91,12 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
                     loading.append((name, asked[:hits]))
             keys = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
             chunks = rig.core.pool.chunks.values()
-            hindered = any(c.status or c.step == rig.core.pool.step for c in chunks)
+            rig.core._lookups.keep_hits()
+            hindered = any(c.state != READY or c.step == rig.core.pool.step for c in chunks)
             free = [k for k in keys if k not in rig.core.pool.chunks]
             before = [k for k in keys if k in rig.core.pool.chunks]
             room = rig.core.pool.free
-            room += sum(not c.status and c.step != rig.core.pool.step for c in chunks)
+            room += sum(c.state == READY and c.step != rig.core.pool.step for c in chunks)
             grant = offered_last(rig, keys, early, f"w-{step}")
             if grant is not None:
                 assert grant.keys == [key for key in keys if key in grant.keys]
@@ -185,10 +187,10 @@ def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
                 grant = rig.core.prepare_store(prompt, "w")
                 if grant is not None:
                     rig.core.complete_store(grant.keys, "w", ok=rng.random() < 0.8)
-            rig.core._tell_hits(pool.rows + 1)
+            rig.core._lookups.keep_hits()
             answered = [
                 chunk
                 for chunk in pool.chunks.values()
-                if chunk.step == pool.step and not chunk.status and not chunk.unsaved
+                if chunk.step == pool.step and chunk.state == READY and not chunk.unsaved
             ]
             assert pool.marked == len(answered)

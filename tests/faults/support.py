@@ -149,7 +149,7 @@ class Caller:
         """
         pool = self.store._core.pool
         pool.begin_step()
-        pool.make_room(pool.rows, shed_unsaved=False)
+        self.store._core.room.make(pool.rows, 0.0, shed_unsaved=False)
 
     def look(self) -> None:
         """Take in what the store says has come to the disk and left it."""

@@ -1,0 +1,184 @@
+"""How the chunks of a store enter host memory: one by one, at the policy's word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvstore.core.chunk import READY, Chunk
+from kvstore.core.pool import HostPool
+from kvstore.core.victims import Victims
+
+__all__ = ["Entrance"]
+
+
+class Entrance:
+    """Gives chunks of stores their rows."""
+
+    def __init__(self, pool: HostPool, victims: Victims) -> None:
+        self._pool = pool
+        self._victims = victims
+
+    def reach(self, keys: Sequence[bytes], room: int, unwanted: Collection[bytes] = ()) -> int:
+        """How many leading `keys` can be here together, `unwanted` ones left out.
+
+        Args:
+            room: rows that are free or surely will be.
+        """
+        chunks, step = self._pool.chunks, self._pool.step
+        for place, key in enumerate(keys):
+            if key in unwanted:
+                continue
+            chunk = chunks.get(key)
+            # Who is here and could leave must stay, too.
+            if chunk is None or _may_leave(chunk, step):
+                room -= 1
+                if room < 0:
+                    return place
+        return len(keys)
+
+    def enter(
+        self,
+        keys: Sequence[bytes],
+        unwanted: Collection[bytes],
+        request_id: str,
+        *,
+        from_head: bool = False,
+    ) -> tuple[list[Chunk], bool]:
+        """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
+
+        They go to the policy tail first, each right after the eviction that
+        makes room for it, and may be evicted for those that follow: so it is
+        the policy that says which of a store are worth a row, and with LRU it is
+        the head that fits. A chunk of `keys` that is given up and whose turn is still
+        to come takes its place in the policy anew, and has never been away.
+
+        Args:
+            request_id: who stores them.
+            from_head: nobody enters behind one who does not. The policy says how many
+                enter and the prompt says which: for when those who may not leave have
+                narrowed the policy's choice.
+
+        Returns:
+            The chunks, head first; and whether all had their turn: otherwise those
+            that are missing found no room.
+        """
+        pool = self._pool
+        self._victims.let_loose()
+        if pool.policy.spares_latest:
+            entered = self._enter_together(keys, unwanted, request_id)
+            if entered is not None:
+                return entered, True
+        return self._enter_one_by_one(keys, unwanted, request_id, from_head)
+
+    def _enter_together(
+        self, keys: Sequence[bytes], unwanted: Collection[bytes], request_id: str
+    ) -> list[Chunk] | None:
+        """All at once, where none of them would be evicted for another; None if that cannot be."""
+        pool = self._pool
+        new = [key for key in keys if key not in pool.chunks and key not in unwanted]
+        short = max(0, len(new) - pool.free)
+        mine = frozenset(keys)
+        may_not_leave = self._victims.protection(shed_unsaved=False, bounded=False)
+        victims = pool.policy.evict(short, lambda key: key in mine or may_not_leave(key), new[::-1])
+        if victims is None:
+            return None
+        self._victims.given_up(victims)
+        pool.leave(victims)
+        return pool.reserve(new, -1, request_id)
+
+    def _enter_one_by_one(
+        self, keys: Sequence[bytes], unwanted: Collection[bytes], request_id: str, from_head: bool
+    ) -> tuple[list[Chunk], bool]:
+        pool, chunks = self._pool, self._pool.chunks
+        insert, evict = pool.policy.insert, pool.policy.evict
+        may_not_leave = self._victims.protection(shed_unsaved=False, bounded=False)
+        # Tail first: those that enter, those of the prompt that were here and were given up.
+        entering: dict[bytes, None] = {}
+        given_up: dict[bytes, Chunk] = {}
+        gone: list[bytes] = []
+
+        def whole(key: bytes) -> int:
+            return key in entering or may_not_leave(key)
+
+        protected = may_not_leave if pool.policy.declines else whole
+        own: Collection[bytes] = ()
+        free = pool.free
+        all_asked = True
+        for key in reversed(keys):
+            if key in chunks or key in unwanted:
+                continue
+            if free:
+                free -= 1
+            else:
+                victims = evict(1, protected, (key,))
+                if victims is None:
+                    all_asked = False
+                    break
+                (victim,) = victims
+                own = own or frozenset(keys)
+                if victim in entering:
+                    del entering[victim]
+                else:
+                    self._victims.given_up(victims)
+                    if victim in own:
+                        given_up[victim] = pool.take_out(victim)
+                    else:
+                        gone.append(victim)
+            insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                pool.put_back(back)
+            else:
+                entering[key] = None
+        if not all_asked or (own and from_head):
+            entering = self._from_the_head(keys, unwanted, entering, given_up)
+        for chunk in given_up.values():
+            pool.put_back(chunk)
+        pool.leave([*gone, *given_up])
+        return pool.place([*reversed(entering)], -1, request_id), all_asked
+
+    def _from_the_head(
+        self,
+        keys: Sequence[bytes],
+        unwanted: Collection[bytes],
+        entering: dict[bytes, None],
+        given_up: dict[bytes, Chunk],
+    ) -> dict[bytes, None]:
+        """Who is to enter, tail first, when those in front take the places of those behind."""
+        pool, chunks, policy = self._pool, self._pool.chunks, self._pool.policy
+        missing = [
+            (place, key)
+            for place, key in enumerate(keys)
+            if key not in entering and key not in chunks and key not in unwanted
+        ]
+        if not missing or not entering:
+            return entering
+        place_of = {key: place for place, key in enumerate(keys)}
+        behind = list(entering)
+        if given_up:
+            # The policy has cut the prompt: then what is here of it is cut from its end.
+            here = (key for key in reversed(place_of) if key in chunks)
+            behind += [key for key in here if _may_leave(chunks[key], pool.step)]
+            behind.sort(key=place_of.__getitem__, reverse=True)
+        moving_up: list[bytes] = []
+        for (place, key), last in zip(missing, behind, strict=False):
+            if place_of[last] < place:
+                break
+            policy.remove(last)
+            if last in entering:
+                del entering[last]
+            else:
+                given_up[last] = pool.take_out(last)
+            moving_up.append(key)
+        for key in reversed(moving_up):
+            policy.insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                pool.put_back(back)
+            else:
+                entering[key] = None
+        return dict.fromkeys(sorted(entering, key=place_of.__getitem__, reverse=True))
+
+
+def _may_leave(chunk: Chunk, step: int) -> bool:
+    return chunk.state == READY and chunk.step != step and not chunk.unsaved

@@ -1,0 +1,248 @@
+"""Which of the chunks that requests wait for are fetched now.
+
+Promotions are granted in the order in which requests joined, as far as rows
+allow; what is granted is leased, so promotions cannot evict each other. Those under
+way hold only a part of host memory, so that a tier that does not answer leaves
+rows to stores and to other tiers: a longer prefix comes in portions. The
+request at the head gets rows first; when it could not get one more row even
+if everybody else went home, it is answered with the prefix that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core.chunk import Chunk
+from kvstore.core.pace import UNBOUNDED, Pace
+from kvstore.core.pool import HostPool
+from kvstore.core.queue import WaitQueue
+from kvstore.core.request import Request
+from kvstore.core.room import Room
+from kvstore.core.tier import TierView
+from kvstore.core.victims import Victims
+
+__all__ = ["LEFT_TO_OTHERS", "Grant", "Grants"]
+
+LEFT_TO_OTHERS = 4
+"""One in so many rows of host memory is left to stores by the promotions that are under way, and
+as many to each further tier by those of one."""
+
+Grant = tuple[TierView, list[Chunk], list[int]]
+"""Chunks to fill from a tier, and the slots to fill them from."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a request is to get.
+
+    Attributes:
+        reach: how many of its keys are looked at and need not be looked at again.
+        missing: places of keys that are to be fetched, each with its tier.
+        waits_for: the tier from which the rest waits until less is under way; -1 for none.
+    """
+
+    reach: int
+    missing: list[tuple[int, TierView]] = field(default_factory=list)
+    waits_for: int = -1
+
+
+class Grants:
+    """Leases and fetches for the requests in the queue.
+
+    Attributes:
+        behind: more could have been granted in this step than its pace allows.
+        truncations: prefixes of which the rest was given up for want of rows.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        queue: WaitQueue,
+        room: Room,
+        victims: Victims,
+        pace: Pace = UNBOUNDED,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._queue = queue
+        self._room = room
+        self._victims = victims
+        self._pace = pace
+        self._allowance = pace.granted
+        self.behind = False
+        self.truncations = 0
+
+    def begin_step(self) -> None:
+        """What was over is granted from now on."""
+        self._allowance = self._pace.granted
+        self.behind = False
+
+    def shorten(self, share: float) -> None:
+        """This step grants only a part of what its pace allows."""
+        self._allowance = max(1, int(self._allowance * share / self._pool.policy.effort))
+
+    def grant(self, now: float) -> list[Grant]:
+        """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
+        grants: list[Grant] = []
+        if self.behind:
+            return grants
+        pool = self._pool
+        blocked = for_rows = False
+        spoken_for = 0  # rows that the first who waits for its tier will need
+        for request in list(self._queue.waiting.values()):
+            wanted = len(request.keys) - request.granted
+            if wanted and request.needs_rows:
+                blocked |= spoken_for > 0 and pool.obtainable - spoken_for < wanted
+                request.lack_rows(for_rows)
+            if wanted and not (blocked and request.needs_rows):
+                if request.waits_for < 0 or self._may_read(request.waits_for):
+                    before = request.granted
+                    grants += self._grant(request, now)
+                    self._allowance -= request.granted - before
+                    if request.granted > before:
+                        request.movement(now)
+                        request.stick(-1)
+                if self._allowance <= 0:
+                    self.behind = True
+                elif request.waits_for >= 0:
+                    left = pool.rows - len(request.leases)
+                    spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
+                elif request.granted < len(request.keys) and not self._truncate(request):
+                    blocked = for_rows = True
+            self._queue.answer_if_complete(request)
+            if self.behind:
+                break
+        return grants
+
+    def _truncate(self, request: Request) -> bool:
+        """Give up the rest of the prefix, if nobody else's going could make room for it.
+
+        Chunks that answered "hit" in this step keep their rows until it ends,
+        so the room must have been missing for two steps in a row.
+        """
+        pool = self._pool
+        if len(request.leases) < pool.rows:
+            others = pool.busy > len(request.leases) or pool.held > 0
+            if self._victims.cut_short or others:
+                request.stick(-1)
+                return False
+            if request.stuck != pool.step - 1:
+                request.stick(pool.step)
+                return False
+        self.truncations += 1
+        request.grant(len(request.keys), needs_rows=None, short_of_rows=request.short_of_rows)
+        return True
+
+    def _grant(self, request: Request, now: float) -> list[Grant]:
+        pool = self._pool
+        end = min(len(request.keys), request.granted + self._allowance)
+        plan = self._plan(request, end)
+        keys, missing, reach = request.keys, plan.missing, plan.reach
+        room = 0
+        if missing:
+            incoming = [keys[place] for place, _ in reversed(missing)]
+            spare = pool.obtainable - len(missing)
+            if spare > 0 and pool.free < len(missing):
+                # What is here of the rest shall not go for it, as far as all can be here together.
+                pool.keep(keys[reach : reach + spare])
+            room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
+        grants: list[Grant] = []
+        for tier in self._tiers:
+            its = [keys[place] for place, holder in missing[:room] if holder is tier]
+            if its:
+                chunks = pool.reserve(its, tier.number)
+                self._queue.expect(request, chunks)
+                grants.append((tier, chunks, tier.index.begin_reads(its)))
+        if room < len(missing):
+            request.wait_for_tier(-1)
+            request.grant(missing[room][0], needs_rows=True, short_of_rows=True)
+        else:
+            request.wait_for_tier(plan.waits_for)
+            needs_rows = True if reach < end else False if reach == len(keys) else None
+            request.grant(reach, needs_rows=needs_rows, short_of_rows=False)
+        return grants
+
+    def _plan(self, request: Request, end: int) -> _Plan:
+        """What is to be fetched of its keys up to `end`. What is here is leased at once."""
+        rows, leases, start = self._pool.rows, request.leases, request.granted
+        chunks, obtainable = self._pool.chunks, self._pool.obtainable
+        plan = _Plan(end)
+        asked = request.keys[start:end]
+        left: dict[int, int] = {}
+        first = self._tiers[0] if self._tiers and self._tiers[0].health.readable else None
+        if first is not None:
+            left = self._left()
+            free, may_read = rows - len(leases), min(left[first.number], left[-1])
+            count = min(len(asked), free, may_read, obtainable + 1)
+            if count > 0 and _all_there(asked[:count], first.entries, chunks):
+                # What the loop below would do, in one go.
+                plan.missing = [(place, first) for place in range(start, start + count)]
+                if count < len(asked) and count <= obtainable:
+                    plan.reach = start + count
+                    if count < free:
+                        plan.waits_for = first.number
+                return plan
+        missing = plan.missing
+        for place, key in enumerate(asked, start):
+            if len(leases) + len(missing) >= rows and key not in leases:
+                # A prefix longer than the pool: only its head can ever fit.
+                plan.reach = place
+                break
+            chunk = chunks.get(key)
+            if chunk is not None:
+                self._queue.lease_to(request, chunk)
+                continue
+            tier = first if first is not None and key in first.entries else self._holder(key)
+            if tier is None and (missing or request.pending):
+                tier = self._overloaded_holder(key)
+                if tier is not None:
+                    # It waits in any case, and what it waits for may be the whole load.
+                    plan.reach, plan.waits_for = place, tier.number
+                    break
+            if tier is None:
+                continue
+            left = left or self._left()
+            if not left[tier.number] or not left[-1]:
+                # The rest follows as promotions end: rows are left for others.
+                plan.reach, plan.waits_for = place, tier.number
+                break
+            left[tier.number] -= 1
+            left[-1] -= 1
+            missing.append((place, tier))
+            if len(missing) > obtainable:
+                # What lies behind cannot be had now; do not even look.
+                break
+        return plan
+
+    def _may_read(self, tier: int) -> bool:
+        left = self._left()
+        return bool(left[tier] and left[-1])
+
+    def _left(self) -> dict[int, int]:
+        """How many more chunks may be on their way, by number of the tier; -1 for all together."""
+        rows, tiers = self._pool.rows, self._tiers
+        share = rows // LEFT_TO_OTHERS // len(tiers)
+        most = rows - share * len(tiers)
+        left = {tier.number: max(0, most - len(tier.index.reading)) for tier in tiers}
+        left[-1] = max(0, rows - share - sum(len(tier.index.reading) for tier in tiers))
+        return left
+
+    def _holder(self, key: bytes) -> TierView | None:
+        for tier in self._tiers:
+            if key in tier.entries and tier.health.readable:
+                return tier
+        return None
+
+    def _overloaded_holder(self, key: bytes) -> TierView | None:
+        """A tier that has the chunk, and more to read than is worth beginning to wait for."""
+        for tier in self._tiers:
+            if key in tier.entries and tier.health.congested and not tier.health.stalled:
+                return tier
+        return None
+
+
+def _all_there(keys: Sequence[bytes], entries: Container[bytes], chunks: Container[bytes]) -> bool:
+    """Whether all `keys` are among the tier's `entries` and none has a chunk in host memory."""
+    return all(map(entries.__contains__, keys)) and not any(map(chunks.__contains__, keys))

@@ -1,0 +1,104 @@
+"""Loads: chunks that the device reads from host memory."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from kvstore.core.chains import Chains
+from kvstore.core.chunk import READY, Chunk
+from kvstore.core.pool import HostPool
+from kvstore.core.queue import WaitQueue
+from kvstore.core.request import Requests
+from kvstore.core.uses import Uses
+
+__all__ = ["Loads"]
+
+
+class Loads:
+    """Pins chunks for loads, and takes the pins back.
+
+    Attributes:
+        loaded: chunks that were to be loaded. loaded_from: the same by number of the tier
+            from which they came to host memory, -1 for none.
+        stray: keys that were reported and not being loaded.
+    """
+
+    def __init__(
+        self, pool: HostPool, requests: Requests, queue: WaitQueue, chains: Chains, uses: Uses
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._queue = queue
+        self._chains = chains
+        self._uses = uses
+        self.loaded = 0
+        self.loaded_from: Counter[int] = Counter()
+        self.stray = 0
+
+    def prepare(self, keys: Collection[bytes], request_id: str) -> list[int]:
+        """Pin `keys`, which answered "hit" in this step; returns their rows.
+
+        Raises:
+            KeyError: if one of them cannot be loaded; then nothing was pinned.
+        """
+        pool = self._pool
+        chunks: list[Chunk] = []
+        for key in keys:
+            chunk = pool.chunks.get(key)
+            if chunk is None or chunk.state < READY:
+                raise KeyError(f"block {key.hex()} is not loadable; look it up in the same step")
+            chunks.append(chunk)
+        request = self._requests.open(request_id)
+        if self._chains.filters and request.keys:
+            self._chains.count(request_id, request.keys)
+        self._chains.extend(request_id, list(keys))
+        loading, leases = request.loading, request.leases
+        wanted = list(dict.fromkeys(chunks))
+        for chunk in wanted:
+            key = chunk.key
+            if key in leases:
+                # The pin of its lease becomes that of the load.
+                del leases[key]
+            else:
+                pool.stay(chunk)
+                pool.pin(chunk)
+            loading[key] = loading.get(key, 0) + 1
+        origins = Counter(map(operator.attrgetter("origin"), wanted))
+        used = [chunk.key for chunk in wanted if chunk.origin < 0] if -1 in origins else []
+        self.loaded_from.update(origins)
+        self.loaded += len(chunks)
+        self._queue.leave(request)
+        # To have been promoted for this load was the use of those that were.
+        self._uses.loaded(request_id, used, list(keys))
+        return [chunk.row for chunk in chunks]
+
+    def complete(self, keys: Collection[bytes], request_id: str, now: float) -> None:
+        """The device has read the rows: take the pins of `prepare` back."""
+        request = self._requests.get(request_id)
+        loading = request.loading if request is not None else {}
+        loaded: list[Chunk] = []
+        for key in dict.fromkeys(keys):
+            pins = loading.pop(key, 0)
+            if not pins:
+                self.stray += 1
+                continue
+            if pins > 1:
+                loading[key] = pins - 1
+            chunk = self._pool.chunks[key]
+            chunk.loaded()
+            loaded.append(chunk)
+        if loaded:
+            self._pool.unpin(loaded)
+            self._queue.rows_moved(now)
+        if request is not None:
+            self._requests.drop_if_idle(request)
+
+    def under_way(self) -> Iterable[tuple[str, bytes, int]]:
+        """Request, key and row of every chunk that is being loaded, once for each pin."""
+        chunks = self._pool.chunks
+        for request in self._requests.values():
+            for key, pins in request.loading.items():
+                for _ in range(pins):
+                    yield request.id, key, chunks[key].row

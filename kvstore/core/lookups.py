@@ -1,0 +1,233 @@
+"""Whether a chunk can be loaded now, later, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore.core.chains import Chains
+from kvstore.core.chunk import READY, Chunk
+from kvstore.core.pace import UNBOUNDED, Pace
+from kvstore.core.pool import HostPool
+from kvstore.core.queue import WaitQueue
+from kvstore.core.request import Request, Requests, RequestState
+from kvstore.core.tier import TierView
+
+__all__ = ["Lookups"]
+
+_WAITING = RequestState.WAITING
+
+_NOBODY = Request("\0")
+"""Stands for the request that asks while none does; its id is nobody's."""
+
+
+class Lookups:
+    """Answers lookups, and knows what was asked in the present step.
+
+    A server asks without a time: the time of the step counts.
+
+    Attributes:
+        misses: keys that answered "miss".
+
+    Args:
+        pace: how many keys a step looks up before further requests have to ask again.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        requests: Requests,
+        queue: WaitQueue,
+        chains: Chains,
+        pace: Pace = UNBOUNDED,
+    ) -> None:
+        self._pool = pool
+        self._chunk_of = pool.chunks.get
+        self._tiers = tiers
+        self._requests = requests
+        self._queue = queue
+        self._chains = chains
+        self._counts = bool(chains.filters)
+        self._pace = pace
+        self.misses = 0
+        self._now = 0.0
+        # Tiers whose chunks were worth waiting for when the step began.
+        self._readable = list(tiers)
+        # Requests that were looked up in this step, and those that shall ask again in the next.
+        self._asked: list[Request] = []
+        self._unseen: set[str] = set()
+        # Who asks at present; the keys that the one has asked for who began last, growing.
+        self._asking = _NOBODY
+        self._asking_keys: list[bytes] = []
+        self._looked_up = 0
+        # Keys that this step has answered, by request and round, and how many of each the
+        # pool has been told to keep.
+        self._listed: list[tuple[list[bytes], int]] = []
+
+    @property
+    def wanted(self) -> int:
+        """Keys that were looked up in this step."""
+        return self._looked_up + len(self._asking_keys)
+
+    def begin_step(self, now: float) -> None:
+        """What was a hit in the step before may leave; requests that were not seen may ask."""
+        self._now = now
+        self._readable = [tier for tier in self._tiers if tier.health.readable]
+        self.pause()
+        self._listed.clear()
+        self._looked_up, self._asking_keys = 0, []
+        self._unseen.clear()
+
+    def pause(self) -> None:
+        """Something else happens: whoever asks next is looked for anew."""
+        self._asking = _NOBODY
+
+    def reset(self) -> None:
+        """Forget what was asked."""
+        self.pause()
+        self._asked.clear()
+        self._listed.clear()
+
+    # -- answers ---------------------------------------------------------------------------
+
+    def lookup(self, key: bytes, request_id: str) -> bool | None:
+        """Whether the chunk can be loaded in this step: True, False, or None ("ask again").
+
+        None always resolves: the request's wait has a deadline. A request asks
+        its keys in prefix order and stops at the first False.
+        """
+        # Written for speed: a scheduler calls this for every key of every request.
+        request = self._asking
+        if request.id != request_id:
+            request = self._begin_asking(request_id)
+        chunk = self._chunk_of(key)
+        if chunk is not None and chunk.state >= READY and request.state is not _WAITING:
+            request.keys.append(key)
+            return True
+        return self._lookup_elsewhere(key, chunk, request)
+
+    def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
+        """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
+        deferred = False
+        for count, key in enumerate(keys):
+            answer = self.lookup(key, request_id)
+            if answer is None:
+                if self.is_waiting(request_id):
+                    return None
+                deferred = True
+            elif not answer:
+                return None if deferred else count
+        return None if deferred else len(keys)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether every lookup of this request is "ask again" for now."""
+        request = self._asking
+        if request.id == request_id:
+            return request.state is _WAITING
+        known = self._requests.get(request_id)
+        waits = known is not None and known.state is _WAITING
+        return waits or request_id in self._unseen
+
+    def _begin_asking(self, request_id: str) -> Request:
+        """The request's first lookup in this step, or its first after another's."""
+        step = self._pool.step
+        request = self._requests.get(request_id)
+        if request is not None and request.state is _WAITING:
+            # Nothing of it is looked up.
+            request.ask(self._now, step)
+            self._asking = request
+            return request
+        if request is None or request.asked_step != step:
+            self._looked_up += len(self._asking_keys)
+            self._asking_keys = []
+            if self._looked_up >= self._pace.asked:
+                return self._answer_later(request_id, request)
+            request = self._requests.open(request_id)
+            self._asking_keys = request.keys
+            request.ask(self._now, step)
+            self._asked.append(request)
+            self._listed.append((request.keys, len(request.keys)))
+        elif not request.keys:
+            self._listed.append((request.keys, 0))
+        self._asking = request
+        return request
+
+    def _answer_later(self, request_id: str, request: Request | None) -> Request:
+        """The request shall ask again in the next step: this one has looked up enough."""
+        if request is not None:
+            request.ask(self._now)
+        self._unseen.add(request_id)
+        self._asking = Request(request_id, _WAITING)
+        return self._asking
+
+    def _lookup_elsewhere(self, key: bytes, chunk: Chunk | None, request: Request) -> bool | None:
+        """The answer for a key that is not a hit at first sight."""
+        state = request.state
+        if state is _WAITING and (request.since is not None or chunk is not None):
+            return None
+        if chunk is None:
+            for tier in self._readable:
+                if key in tier.entries:
+                    break
+            else:
+                return self._miss(key, request)
+        elif chunk.origin >= 0 and self._tiers[chunk.origin].health.stalled:
+            # On its way from a tier that does not answer.
+            return self._miss(key, request)
+        if state is RequestState.ANSWERED and (
+            key in request.tried or self._queue.overdue(request, self._now)
+        ):
+            return self._miss(key, request)
+        if state is _WAITING:
+            return None
+        request.keys.append(key)
+        request.defer(True)
+        return None
+
+    def _miss(self, key: bytes, request: Request) -> bool:
+        self.misses += 1
+        if self._counts:
+            self._chains.count(request.id, (key,))
+        return False
+
+    # -- what was asked --------------------------------------------------------------------
+
+    def put_in_order(
+        self, request_id: str, place: Callable[[bytes], int], *, straight: bool = False
+    ) -> None:
+        """What a deferred request asked for in this step is put in the order of its prompt.
+
+        For servers that ask in another: a sliding window is looked for from its end,
+        and several KV cache groups one after the other. To be called before `take_asked`.
+
+        Args:
+            place: where in the prompt a key belongs.
+            straight: the keys were asked either in the order of the prompt or from its end.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.deferring:
+            return
+        keys = request.keys
+        if straight and place(keys[0]) <= place(keys[-1]):
+            return
+        self.keep_hits()
+        if straight:
+            keys.reverse()
+        else:
+            keys.sort(key=place)
+
+    def keep_hits(self) -> None:
+        """What has answered "hit" in this step stays until it ends.
+
+        To be called before anybody may be evicted.
+        """
+        for place, (keys, told) in enumerate(self._listed):
+            if told < len(keys):
+                self._pool.keep(keys[told:])
+                self._listed[place] = (keys, len(keys))
+
+    def take_asked(self) -> list[Request]:
+        """The requests that were looked up since the last call."""
+        asked, self._asked = self._asked, []
+        self.pause()
+        return asked

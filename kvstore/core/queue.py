@@ -1,0 +1,218 @@
+"""Who waits for chunks of slower tiers, and until when.
+
+Requests wait in the order in which they were deferred. What comes for them is leased:
+it stays until they load it, until they finish, or until they have not asked for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core.chunk import FILLING, Chunk, wait_together
+from kvstore.core.pool import HostPool
+from kvstore.core.request import Request, RequestState
+
+__all__ = ["FORGET_AFTER", "WaitQueue"]
+
+FORGET_AFTER = 10
+"""Lease times without a word after which a request that was answered, or whose store was
+deferred, is forgotten."""
+
+
+class WaitQueue:
+    """Requests that wait or were answered, and their leases.
+
+    Attributes:
+        waiting: those that wait, by id, first come first. answered: those that were answered.
+        moved: when rows or chunks last moved for anybody.
+
+    Args:
+        deadline: seconds without any movement after which a request is answered.
+        max_wait: seconds after which it is answered in any case.
+        lease: seconds without being asked after which leases end.
+    """
+
+    def __init__(self, pool: HostPool, *, deadline: float, max_wait: float, lease: float) -> None:
+        self._pool = pool
+        self.deadline = deadline
+        self.max_wait = max_wait
+        self.lease = lease
+        self.waiting: dict[str, Request] = {}
+        self.answered: dict[str, Request] = {}
+        self.moved = 0.0
+        self.timeouts = 0
+        self.lapses = 0
+        # The highest order of chunks whose promotion has ended since `pass_on`.
+        self._passed = -1
+
+    @property
+    def starving(self) -> bool:
+        """Whether somebody who waits waits for rows."""
+        return any(request.short_of_rows for request in self.waiting.values())
+
+    # -- coming and going ----------------------------------------------------------------
+
+    def join(self, request: Request, now: float) -> None:
+        """Begin, or go on with, the wait of a request whose lookup was deferred."""
+        self.answered.pop(request.id, None)
+        chunks = self._pool.chunks
+        request.begin_wait(now, any(key not in chunks for key in request.keys))
+        self.waiting[request.id] = request
+
+    def answer(self, request: Request) -> None:
+        """End the wait: what is in host memory by now is the answer."""
+        self.waiting.pop(request.id, None)
+        if request.pending:
+            chunks = self._pool.chunks
+            for key in list(request.leases):
+                chunk = chunks[key]
+                if chunk.state == FILLING and chunk.waiters is not None:
+                    chunk.wait_no_more(request)
+                    request.drop_lease(key)
+        request.end_wait()
+        self.answered[request.id] = request
+
+    def answer_if_complete(self, request: Request) -> None:
+        """End the wait if all that can come is there."""
+        if not request.pending and request.granted == len(request.keys):
+            self.answer(request)
+
+    def leave(self, request: Request) -> None:
+        """Forget the wait and the leases: the request is answered for good, or gone."""
+        self.waiting.pop(request.id, None)
+        self.answered.pop(request.id, None)
+        self._release(request)
+        request.forget_wait()
+
+    def lapse(self, request: Request) -> None:
+        """The leases of a request that was answered end; it does not begin to wait anew."""
+        if request.state is RequestState.ANSWERED and request.leases:
+            self.lapses += 1
+            self._release(request)
+
+    def overdue(self, request: Request, now: float) -> bool:
+        """Whether a request that was answered may not be deferred once more."""
+        return request.since is not None and now - request.since >= self.deadline
+
+    def expire(self, now: float) -> list[Request]:
+        """Answer those whose deadline has passed; end the leases nobody asks for.
+
+        A request that is slow to come back for its answer still gets it, from
+        what is there then: it does not begin to wait anew.
+
+        Returns:
+            The requests that were not heard of for so long that they are forgotten.
+        """
+        for request in list(self.waiting.values()):
+            assert request.since is not None
+            in_line = request.granted < len(request.keys)
+            moved = max(request.moved, self.moved) if in_line else request.moved
+            if now - moved >= self.deadline or now - request.since >= self.max_wait:
+                self.timeouts += 1
+                self.answer(request)
+        gone: list[Request] = []
+        for request in self.answered.values():
+            silence = now - request.asked
+            if silence >= self.lease:
+                self.lapse(request)
+            if silence >= FORGET_AFTER * self.lease:
+                gone.append(request)
+        for request in gone:
+            self.leave(request)
+        return gone
+
+    # -- movement ------------------------------------------------------------------------
+
+    def rows_moved(self, now: float) -> None:
+        """Rows have become free that somebody may wait for."""
+        self.moved = now
+
+    def all_moved(self, now: float) -> None:
+        """Completed moves are still to be taken in: that is movement for all who wait."""
+        for request in self.waiting.values():
+            request.movement(now)
+
+    def passed(self, order: int) -> None:
+        """A promotion of chunks up to `order` has ended."""
+        self._passed = max(self._passed, order)
+
+    def pass_on(self, now: float) -> None:
+        """What has ended since is movement for all who wait for what is behind it."""
+        order, self._passed = self._passed, -1
+        if order < 0:
+            return
+        for request in self.waiting.values():
+            if request.pending and request.newest > order:
+                request.movement(now)
+
+    # -- chunks that come ----------------------------------------------------------------
+
+    def expect(self, request: Request, chunks: Sequence[Chunk]) -> None:
+        """These chunks, of which nobody else knows, are being filled for the request."""
+        wait_together(chunks, request)
+        request.lease([chunk.key for chunk in chunks], len(chunks), chunks[-1].order)
+
+    def lease_to(self, request: Request, chunk: Chunk) -> None:
+        """The chunk, which is here or on its way, stays for the request."""
+        if chunk.key in request.leases:
+            return
+        self._pool.stay(chunk)
+        if chunk.state == FILLING:
+            chunk.wait(request)
+            request.lease((chunk.key,), 1, chunk.order)
+        else:
+            self._pool.pin(chunk)
+            request.lease((chunk.key,), 0, -1)
+
+    def stored(self, chunks: Sequence[Chunk], now: float) -> None:
+        """The device has filled these chunks, for which few can have waited."""
+        self._pool.fill(chunks)
+        for chunk in chunks:
+            if chunk.waiters is not None:
+                self._came(chunk, now)
+
+    def promoted(self, chunks: Sequence[Chunk], now: float) -> None:
+        """These chunks are whole: their waiters' leases become pins, in the order of the chunks."""
+        pool = self._pool
+        start, size = 0, len(chunks)
+        while start < size:
+            waiters = chunks[start].waiters
+            end = start + 1
+            if type(waiters) is tuple:
+                # Granted to one request, for which all of them become pins.
+                while end < size and chunks[end].waiters is waiters:
+                    end += 1
+                (request,) = waiters
+                pool.fill_pinned(chunks[start:end])
+                self._arrived(request, end - start, now)
+            else:
+                pool.fill(chunks[start:end])
+                self._came(chunks[start], now)
+            start = end
+
+    def failed(self, chunk: Chunk, now: float) -> None:
+        """A chunk will not come; whoever waited for it goes on without."""
+        for request in chunk.take_waiters():
+            request.drop_lease(chunk.key)
+            self._arrived(request, 1, now)
+
+    def _came(self, chunk: Chunk, now: float) -> None:
+        for request in chunk.take_waiters():
+            self._pool.pin(chunk)
+            self._arrived(request, 1, now)
+
+    def _arrived(self, request: Request, chunks: int, now: float) -> None:
+        request.arrived(chunks, now)
+        self.moved = now
+        self.answer_if_complete(request)
+
+    def _release(self, request: Request) -> None:
+        pool = self._pool
+        leased = [pool.chunks[key] for key in request.leases]
+        if request.pending:
+            for chunk in leased:
+                if chunk.state == FILLING:
+                    chunk.wait_no_more(request)
+            leased = [chunk for chunk in leased if chunk.state != FILLING]
+        pool.unpin(leased)
+        request.drop_leases()

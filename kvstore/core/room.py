@@ -1,0 +1,104 @@
+"""Rows of host memory made free: who is evicted, and who is copied before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core.cascades import Cascades
+from kvstore.core.pace import UNBOUNDED, Pace
+from kvstore.core.pool import HostPool
+from kvstore.core.victims import Victims
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Gets rows for those who need them.
+
+    Where chunks are demoted, what the policy gives up leaves when it is copied to where
+    it goes; what no tier wants leaves at once.
+
+    Args:
+        pace: how many chunks a step may give up ahead of need.
+    """
+
+    def __init__(
+        self, pool: HostPool, victims: Victims, cascades: Cascades, pace: Pace = UNBOUNDED
+    ) -> None:
+        self._pool = pool
+        self._victims = victims
+        self._cascades = cascades
+        self._pace = pace
+        self._left = pace.copied
+        self.demotes = bool(cascades.demoting)
+
+    def begin_step(self) -> None:
+        """As many as a step may are given up anew."""
+        self._left = self._pace.copied
+
+    @property
+    def sure(self) -> int:
+        """Rows that are free, or surely will be when they are asked for one by one."""
+        pool = self._pool
+        return pool.free if self.demotes else pool.free + pool.leavable
+
+    def make(
+        self,
+        count: int,
+        now: float,
+        *,
+        shed_unsaved: bool,
+        incoming: Sequence[bytes] = (),
+    ) -> int:
+        """Evict until `count` rows are free, as far as possible.
+
+        Filling and pinned chunks never leave, nor do those that answered "hit"
+        in this step. Chunks still waiting to be copied to a slower tier leave
+        only when `shed_unsaved`, and only after all others.
+
+        Args:
+            incoming: the keys that the rows are for, tail first.
+
+        Returns:
+            How many of the `count` rows are free now.
+        """
+        pool = self._pool
+        if pool.free < count:
+            pool.reclaim(count, uncopied=False)
+        if pool.free < count:
+            self._evict(count, now, shed_unsaved=False, incoming=incoming)
+            if shed_unsaved and pool.free < count:
+                pool.reclaim(count, uncopied=True)
+                self._evict(count, now, shed_unsaved=True, incoming=incoming)
+        return min(count, pool.free)
+
+    def make_ahead(self, now: float) -> None:
+        """Let the policy give up chunks until as many rows as wanted are free or soon free."""
+        pool = self._pool
+        short = min(self._left, pool.ahead - pool.free - pool.leaving)
+        if short > 0:
+            self._left -= short
+            for key in self._victims.choose(short, shed_unsaved=False):
+                self._demote(key, now)
+                pool.give_up(key)
+
+    def _evict(
+        self, count: int, now: float, *, shed_unsaved: bool, incoming: Sequence[bytes]
+    ) -> None:
+        pool = self._pool
+        # What is leaving is on its way to be free.
+        short = count - pool.free - pool.leaving
+        victims = self._victims.choose(short, shed_unsaved=shed_unsaved, incoming=incoming)
+        if not self.demotes:
+            pool.leave(victims)
+            return
+        for key in victims:
+            if self._demote(key, now):
+                pool.give_up(key)
+            else:
+                pool.leave((key,))
+
+    def _demote(self, key: bytes, now: float) -> bool:
+        """Have the chunk copied to where it goes; False if nothing needs to be, or can."""
+        chunk = self._pool.chunks[key]
+        return self.demotes and not chunk.unsaved and self._cascades.demote(chunk, now)

@@ -1,0 +1,114 @@
+"""What the policies hear of the use of chunks: whole prompts, tail first, a bit in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvstore.core.flow import Flow
+from kvstore.core.pace import UNBOUNDED, Pace
+from kvstore.core.pool import HostPool
+from kvstore.core.tier import TierView
+from kvstore.core.victims import Victims
+
+__all__ = ["MOST_UNTOLD", "Uses"]
+
+MOST_UNTOLD = 1000
+"""Requests whose loads the policies have not heard of."""
+
+Loaded = tuple[list[bytes], list[bytes]]
+"""What a request has loaded: what was used in host memory, what was used on tiers."""
+
+
+class Uses:
+    """Tells the policies of uses, later than they happen but before the policies decide.
+
+    Args:
+        pace: how many uses a step tells.
+    """
+
+    def __init__(
+        self, pool: HostPool, tiers: Sequence[TierView], victims: Victims, pace: Pace = UNBOUNDED
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._victims = victims
+        self._pace = pace
+        self._left = pace.told
+        self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
+        self._untold: dict[str, Loaded] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there are uses of which the policies have not heard."""
+        return bool(self._untold)
+
+    def begin_step(self) -> None:
+        """As many as a step may are told anew."""
+        self._left = self._pace.told
+
+    def shorten(self, share: float) -> None:
+        """This step tells only a part of what its pace allows."""
+        self._left = int(self._left * share)
+
+    def loaded(self, request_id: str, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
+        """The request has used these. Its store may come, and then they are told as one prompt."""
+        self.end(request_id)
+        self._untold[request_id] = (host_keys, tier_keys)
+        if len(self._untold) > MOST_UNTOLD:
+            self.tell_all()
+
+    def take(self, request_id: str) -> Loaded:
+        """What the request has used and the policies have not heard of: the caller tells them."""
+        return self._untold.pop(request_id, ([], []))
+
+    def end(self, request_id: str) -> None:
+        """The policies hear of what the request has used."""
+        loaded = self._untold.pop(request_id, None)
+        if loaded is not None:
+            self.tell(*loaded)
+
+    def tell_all(self) -> None:
+        """The policies hear of every use so far."""
+        if self._untold:
+            untold, self._untold = self._untold, {}
+            for host_keys, tier_keys in untold.values():
+                self.tell(host_keys, tier_keys)
+
+    def tell_some(self) -> None:
+        """The policies hear of as many uses as this step may tell, of each prompt tail first."""
+        untold = self._untold
+        if not untold:
+            return
+        many = sum(len(tier_keys) for _, tier_keys in untold.values())
+        most = max(self._left, many // 8 if self._left > 0 else 0)
+        while untold and most > 0:
+            request_id = next(iter(untold))
+            host_keys, tier_keys = untold.pop(request_id)
+            if len(tier_keys) > most:
+                head = len(tier_keys) - most
+                told = frozenset(tier_keys[head:])
+                later = [key for key in host_keys if key not in told]
+                # It stays the first in turn.
+                self._untold = untold = {request_id: (later, tier_keys[:head]), **untold}
+                host_keys, tier_keys = host_keys[len(later) :], tier_keys[head:]
+            self.tell(host_keys, tier_keys)
+            most -= len(tier_keys)
+            self._left -= len(tier_keys)
+
+    def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
+        """The policies hear that these, in prefix order, were used in host memory and on tiers."""
+        pool = self._pool
+        tail_first = [*host_keys][::-1]
+        for tier in self._exclusive:
+            for key in tail_first:
+                if key in tier.entries and key in pool.chunks and key not in tier.index.reading:
+                    tier.forget((key,))
+        self._victims.let_loose()
+        pool.touch(tail_first)
+        if self._tiers:
+            tail_first = [*tier_keys][::-1]
+            for tier in self._tiers:
+                tier.index.touch(tail_first)
+
+    def reset(self) -> None:
+        """Forget what was not told."""
+        self._untold.clear()
