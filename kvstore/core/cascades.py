@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from kvstore.core.budget import Budget
 from kvstore.core.chunk import Chunk
 from kvstore.core.complaints import Complaints
 from kvstore.core.flow import Flow
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.tier import CopyTarget, TierView
 from kvstore.types import Completion, Move, Op
@@ -23,11 +23,10 @@ class Cascades:
 
     Attributes:
         targets: tiers that are copied to. demoting: those that get what host memory gives up.
-        behind: more copies could have been begun in this step than its pace allows.
 
     Args:
         log: where one line per change goes.
-        pace: how many copies to each tier a step begins.
+        budget: how many copies to each tier a step begins.
     """
 
     def __init__(
@@ -35,29 +34,15 @@ class Cascades:
         pool: HostPool,
         tiers: Sequence[TierView],
         log: Callable[[str], None],
-        pace: Pace = UNBOUNDED,
+        budget: Budget,
     ) -> None:
         self._pool = pool
         self.targets = [target for tier in tiers if (target := tier.target) is not None]
         self.demoting = [t for t in self.targets if t.flow is not Flow.WRITE_THROUGH]
         self._through = [t for t in self.targets if t.flow is Flow.WRITE_THROUGH]
         self._peers = [tier for tier in tiers if tier.target is None]
-        self._pace = pace
-        self._left: dict[int, int] = {}
-        self.behind = False
+        self._budget = budget
         self._complaints = Complaints(log, quiet=0.0)
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """What was over is begun from now on."""
-        self._left = dict.fromkeys([target.number for target in self.targets], self._pace.copied)
-        self.behind = False
-
-    def shorten(self, share: float) -> None:
-        """This step begins only a part of the copies that its pace allows."""
-        for target in self.targets:
-            left = self._left[target.number] * share / target.index.policy.effort
-            self._left[target.number] = max(1, int(left))
 
     @property
     def unsaved(self) -> int:
@@ -102,8 +87,8 @@ class Cascades:
     def drop(self, target: CopyTarget) -> None:
         """Let the chunks that wait for a tier go without it."""
         refused = 0
-        while target.queued:
-            chunk = self._pool.chunks.get(target.dequeue())
+        for key in target.dequeue(target.queued):
+            chunk = self._pool.chunks.get(key)
             if chunk is not None and chunk.unsaved >> target.number & 1:
                 self._pool.dequeue(chunk, target.number)
                 refused += 1
@@ -139,10 +124,12 @@ class Cascades:
                 # It failed a while ago. One chunk tries first: a whole batch would
                 # displace chunks that can still be read, for nothing.
                 limit = 0 if target.index.writing else 1
-            if min(limit, self._left[number]) <= 0:
-                self.behind |= self._left[number] <= 0
+            left = self._budget.copies_to(number)
+            if min(limit, left) <= 0:
+                if left <= 0:
+                    self._budget.copy(number, 0)
                 break
-            batch = self._take(target, min(limit, self._left[number]))
+            batch = self._take(target, min(limit, left))
             # Chunks are given up tail first, but stored head first.
             through = target.flow is Flow.WRITE_THROUGH
             tail_first = reversed(batch) if through else batch
@@ -152,7 +139,7 @@ class Cascades:
                 del batch[len(slots) :]
             if not batch:
                 break
-            self._left[number] -= len(batch)
+            self._budget.copy(number, len(batch))
             if not through:
                 batch.reverse()
             self._pool.begin_copies(batch, number)
@@ -165,10 +152,12 @@ class Cascades:
         """The chunks that wait longest for their copies."""
         # A key may stand in the queue twice, if its chunk has left and come back meanwhile.
         found: dict[bytes, Chunk] = {}
-        while target.queued and len(found) < most:
-            chunk = self._pool.chunks.get(target.dequeue())
-            if chunk is not None and chunk.unsaved >> target.number & 1:
-                found[chunk.key] = chunk
+        chunk_of, bit = self._pool.chunks.get, 1 << target.number
+        while len(found) < most and (keys := target.dequeue(most - len(found))):
+            for key in keys:
+                chunk = chunk_of(key)
+                if chunk is not None and chunk.unsaved & bit:
+                    found[key] = chunk
         return list(found.values())
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:

@@ -125,6 +125,8 @@ class Life:
     """
 
     raises = False
+    ever_illegal = 0
+    """What `illegal` of all lives adds up to: cheap to look at."""
 
     def __init__(self, table: Table) -> None:
         self.states = {state: number for number, state in enumerate(table)}
@@ -160,6 +162,32 @@ class Life:
                 chunk.state = state
         return [chunk for chunk in chunks if id(chunk) not in wrong] if wrong else chunks
 
+    def begin(
+        self,
+        chunks: Sequence[Chunk],
+        keys: Sequence[bytes],
+        origin: int,
+        order: int,
+        stored_by: str | None,
+    ) -> None:
+        """Each of `chunks` stands for one of `keys` from now on, which is to be filled.
+
+        Args:
+            order: of the first.
+        """
+        after = self._next["reserve"]
+        for chunk, key in zip(chunks, keys, strict=True):
+            state = after[chunk.state]
+            if state < 0:
+                self._refuse(chunk.state, "reserve")
+                continue
+            chunk.state = state
+            chunk.key = key
+            chunk.origin = origin
+            chunk.order = order
+            chunk.stored_by = stored_by
+            order += 1
+
     def pin(self, chunk: Chunk) -> bool:
         """Somebody more reads it; whether that may be."""
         state = self._next["pin"][chunk.state]
@@ -169,6 +197,13 @@ class Life:
         chunk.state = state
         chunk.pins += 1
         return True
+
+    def fill(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Each is whole, and no store fills it any more; returns as `apply`."""
+        filled = self.apply("fill", chunks)
+        for chunk in filled:
+            chunk.stored_by = None
+        return filled
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """Each is whole, and somebody who has waited for it reads it; returns as `apply`."""
@@ -196,6 +231,7 @@ class Life:
 
     def _refuse(self, state: int, event: str) -> None:
         self.illegal += 1
+        Life.ever_illegal += 1
         if self.raises:
             name = list(self.states)[state]
             raise IllegalTransitionError(f"{event!r} may not happen to a chunk that is {name}")
@@ -244,13 +280,6 @@ class Chunk:
         self.state = ABSENT
         self.end()
 
-    def begin(self, key: bytes, origin: int, order: int, stored_by: str | None = None) -> None:
-        """Stand for `key` from now on, which is to be filled. Until then it stood for no chunk."""
-        self.key = key
-        self.origin = origin
-        self.order = order
-        self.stored_by = stored_by
-
     def end(self) -> None:
         """Stand for no chunk: nothing is known but the row."""
         self.key = b""
@@ -260,13 +289,9 @@ class Chunk:
         self.waiters: list[Request] | tuple[Request, ...] | None = None
         self.origin = -1
         self.order = -1
-        self.stored_by = None
+        self.stored_by: str | None = None
         self.aside = False
         self.left_step = -1
-
-    def store_ended(self) -> None:
-        """No device store fills it any more."""
-        self.stored_by = None
 
     def loaded(self) -> None:
         """It was loaded: what comes next from its row comes from host memory."""
@@ -342,15 +367,12 @@ def queue_all(chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
 def start_copies(life: Life, chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
     """Dequeue and pin each that is ready and waits for this tier only; returns the others."""
     others: list[Chunk] = []
+    pinned = life.after(READY, "pin")
     for chunk in chunks:
-        if (
-            chunk.state != READY
-            or chunk.unsaved != bit
-            or chunk.aside
-            or chunk.step == step
-            or not life.pin(chunk)
-        ):
+        if chunk.state != READY or chunk.unsaved != bit or chunk.aside or chunk.step == step:
             others.append(chunk)
         else:
+            chunk.state = pinned
+            chunk.pins = 1
             chunk.unsaved = 0
     return others

@@ -53,6 +53,11 @@ class Compactor:
         self._not_before = 0.0
 
     @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do, and there will not be."""
+        return not self._rate and self._victim < 0
+
+    @property
     def rate(self) -> float:
         """Chunks that may be copied in a second; 0 without compaction."""
         return self._rate

@@ -20,14 +20,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
-from kvstore.core.chunk import FILLING
+from kvstore.core.chunk import FILLING, Life
 from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken
-from kvstore.core.pace import STORED, Pace
+from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Requests, RequestState
@@ -82,17 +83,20 @@ class Core:
         self.now = 0.0
         self.era = 0
         self._write: Callable[[str], None] = lambda message: None
-        self._pace = pace
+        efforts = [tier.index.policy.effort for tier in self.tiers]
+        self.budget = Budget(pace, pool.policy.effort, efforts)
         self._requests = Requests()
         self.queue = WaitQueue(pool, deadline=deadline, max_wait=max_wait, lease=lease)
         self.chains = Chains(pool, self.tiers)
-        self.cascades = Cascades(pool, self.tiers, self._log, pace)
-        self._victims = Victims(pool, pace)
-        self.room = Room(pool, self._victims, self.cascades, pace)
-        self.grants = Grants(pool, self.tiers, self.queue, self.room, self._victims, pace)
+        self.cascades = Cascades(pool, self.tiers, self._log, self.budget)
+        self._victims = Victims(pool, self.budget)
+        self.room = Room(pool, self._victims, self.cascades, self.budget)
+        self.grants = Grants(pool, self.tiers, self.queue, self.room, self.budget)
         self.transfers = Transfers(pool, self.tiers, self.queue, self.cascades, self._log)
-        self._uses = Uses(pool, self.tiers, self._victims, pace)
-        self._lookups = Lookups(pool, self.tiers, self._requests, self.queue, self.chains, pace)
+        self._uses = Uses(pool, self.tiers, self._victims, self.budget)
+        self._lookups = Lookups(
+            pool, self.tiers, self._requests, self.queue, self.chains, self.budget
+        )
         self._loads = Loads(pool, self._requests, self.queue, self.chains, self._uses)
         self._stores = Stores(
             pool,
@@ -104,6 +108,7 @@ class Core:
             self.chains,
             self._uses,
             self.cascades,
+            self.budget,
         )
         self.overtaken = Overtaken(pool)
         self.lookup = self._lookups.lookup
@@ -111,15 +116,7 @@ class Core:
         self.is_waiting = self._lookups.is_waiting
         self.put_in_order = self._lookups.put_in_order
         self._ended: deque[Completion] = deque()
-        self._to_absorb = pace.absorbed
         self._polled = 0.0
-        # What callers have wanted since a step's own work was last begun, and how much of it
-        # leaves nothing of that for later.
-        self._wanted = 0.0
-        self._shortened = True
-        self._effort = pool.policy.effort
-        efforts = {self._effort, *(tier.index.policy.effort for tier in self.tiers)}
-        self._light = pace.whole - pace.own if efforts == {1.0} else -1
         self._stray = self._deferrals = self._illegal = 0
         pool.keep_history(events)
         for tier in self.tiers:
@@ -136,7 +133,8 @@ class Core:
         """Begin a step: take in what was completed, end what has expired."""
         elapsed, self._polled = now - self._polled, now
         self.now = now
-        self._begin_step()
+        self.pool.begin_step()
+        self.budget.begin_step()
         if completions or self._ended:
             self.absorb(completions)
         self.transfers.watch(now, elapsed, self.queue.deadline, self.queue.max_wait)
@@ -146,10 +144,8 @@ class Core:
         for request in self.queue.expire(now):
             self._requests.drop_if_idle(request)
         self._stores.expire(now)
-        illegal = self.illegal
-        if illegal > self._illegal:
-            new, self._illegal = illegal - self._illegal, illegal
-            self._log(f"{new} transitions of chunks that may not be were asked for, and not made")
+        if Life.ever_illegal:
+            self._tell_illegal()
 
     def absorb(self, completions: Iterable[Completion]) -> None:
         """Take in completions without beginning a step, as many as this step may."""
@@ -160,15 +156,16 @@ class Core:
             ended.append(completion)
         if not ended:
             return
-        while ended and self._to_absorb > 0:
+        budget = self.budget
+        while ended and budget.absorbed > 0:
             completion = ended.popleft()
             changes = completion.changes
-            if changes is not None and len(changes.appeared) > self._to_absorb:
-                some, rest = changes.split(self._to_absorb)
+            if changes is not None and len(changes.appeared) > budget.absorbed:
+                some, rest = changes.split(budget.absorbed)
                 ended.appendleft(replace(completion, changes=rest))
                 completion = replace(completion, changes=some)
                 changes = some
-            self._to_absorb -= 1 + (len(completion.ok) if changes is None else len(changes))
+            budget.absorb(len(completion.ok) if changes is None else len(changes))
             self._stray += not self.transfers.complete(completion, self.now)
         self.queue.pass_on(self.now)
 
@@ -176,8 +173,7 @@ class Core:
         """The moves that are due, to be handed to the engine in this order."""
         self.now = now
         self._queue_deferred(now)
-        if not self._shortened:
-            self._shorten()
+        self.budget.shorten(self._lookups.wanted)
         moves: list[Move] = []
         if self._uses and (self.queue.waiting or self.room.demotes or self.unsaved):
             self._uses.tell_some()
@@ -189,19 +185,8 @@ class Core:
             self._lookups.keep_hits()
             self.room.make_ahead(now)
         moves += self.transfers.due(now)
-        self.chains.settle(self._pace.told)
+        self.chains.settle(self.budget.settled)
         return moves
-
-    def _begin_step(self) -> None:
-        """Each room may do as much as a step does."""
-        self._to_absorb = self._pace.absorbed
-        self._shortened = False
-        self.pool.begin_step()
-        self._victims.begin_step()
-        self.room.begin_step()
-        self.grants.begin_step()
-        self.cascades.begin_step()
-        self._uses.begin_step()
 
     def _queue_deferred(self, now: float) -> None:
         """Requests that were told to ask again begin to wait; what others asked is forgotten."""
@@ -217,25 +202,11 @@ class Core:
                 request.forget_keys()
                 self._requests.drop_if_idle(request)
 
-    def _shorten(self) -> None:
-        """The more callers want of a step, the less else is done in it."""
-        self._shortened = True
-        wanted, self._wanted = self._wanted + self._lookups.wanted, 0.0
-        if wanted <= self._light:
-            return
-        share = self._pace.share(wanted)
-        self.cascades.shorten(share)
-        self.grants.shorten(share)
-        self._uses.shorten(share / self._effort)
-
     @property
     def behind(self) -> bool:
         """Whether the next step has something to do although nothing new will have happened."""
         return (
-            bool(self._ended)
-            or self.grants.behind
-            or self.cascades.behind
-            or (self._victims.cut_short and self.waiting > 0)
+            bool(self._ended) or self.budget.behind or (self.budget.cut_short and self.waiting > 0)
         )
 
     @property
@@ -274,7 +245,7 @@ class Core:
         rows = self._loads.prepare(keys, request_id)
         # Should it ask again in this step, its keys are listed anew.
         self._lookups.pause()
-        self._wanted += len(rows)
+        self.budget.want(len(rows))
         return rows
 
     def complete_load(
@@ -318,7 +289,7 @@ class Core:
         self._lookups.pause()
         grant = self._stores.prepare(keys, request_id, self.now)
         if grant is not None:
-            self._wanted += STORED * self._effort * len(grant.keys)
+            self.budget.want(len(grant.keys), stored=True)
         return grant
 
     def complete_store(
@@ -466,6 +437,11 @@ class Core:
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
+
+    def _tell_illegal(self) -> None:
+        new, self._illegal = self.illegal - self._illegal, self.illegal
+        if new:
+            self._log(f"{new} transitions of chunks that may not be were asked for, and not made")
 
     def _log(self, message: str) -> None:
         self._write(message)

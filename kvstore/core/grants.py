@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.core.budget import Budget
 from kvstore.core.chunk import Chunk
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request
 from kvstore.core.room import Room
 from kvstore.core.tier import TierView
-from kvstore.core.victims import Victims
 
 __all__ = ["LEFT_TO_OTHERS", "Grant", "Grants"]
 
@@ -51,7 +50,6 @@ class Grants:
     """Leases and fetches for the requests in the queue.
 
     Attributes:
-        behind: more could have been granted in this step than its pace allows.
         truncations: prefixes of which the rest was given up for want of rows.
     """
 
@@ -61,34 +59,21 @@ class Grants:
         tiers: Sequence[TierView],
         queue: WaitQueue,
         room: Room,
-        victims: Victims,
-        pace: Pace = UNBOUNDED,
+        budget: Budget,
     ) -> None:
         self._pool = pool
         self._tiers = tiers
         self._queue = queue
         self._room = room
-        self._victims = victims
-        self._pace = pace
-        self._allowance = pace.granted
-        self.behind = False
+        self._budget = budget
         self.truncations = 0
-
-    def begin_step(self) -> None:
-        """What was over is granted from now on."""
-        self._allowance = self._pace.granted
-        self.behind = False
-
-    def shorten(self, share: float) -> None:
-        """This step grants only a part of what its pace allows."""
-        self._allowance = max(1, int(self._allowance * share / self._pool.policy.effort))
 
     def grant(self, now: float) -> list[Grant]:
         """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
         grants: list[Grant] = []
-        if self.behind:
+        pool, budget = self._pool, self._budget
+        if budget.granted <= 0:
             return grants
-        pool = self._pool
         blocked = for_rows = False
         spoken_for = 0  # rows that the first who waits for its tier will need
         for request in list(self._queue.waiting.values()):
@@ -100,19 +85,19 @@ class Grants:
                 if request.waits_for < 0 or self._may_read(request.waits_for):
                     before = request.granted
                     grants += self._grant(request, now)
-                    self._allowance -= request.granted - before
+                    budget.grant(request.granted - before)
                     if request.granted > before:
                         request.movement(now)
                         request.stick(-1)
-                if self._allowance <= 0:
-                    self.behind = True
+                if budget.granted <= 0:
+                    pass
                 elif request.waits_for >= 0:
                     left = pool.rows - len(request.leases)
                     spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
                 elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked = for_rows = True
             self._queue.answer_if_complete(request)
-            if self.behind:
+            if budget.granted <= 0:
                 break
         return grants
 
@@ -125,7 +110,7 @@ class Grants:
         pool = self._pool
         if len(request.leases) < pool.rows:
             others = pool.busy > len(request.leases) or pool.held > 0
-            if self._victims.cut_short or others:
+            if self._budget.cut_short or others:
                 request.stick(-1)
                 return False
             if request.stuck != pool.step - 1:
@@ -137,7 +122,7 @@ class Grants:
 
     def _grant(self, request: Request, now: float) -> list[Grant]:
         pool = self._pool
-        end = min(len(request.keys), request.granted + self._allowance)
+        end = min(len(request.keys), request.granted + self._budget.granted)
         plan = self._plan(request, end)
         keys, missing, reach = request.keys, plan.missing, plan.reach
         room = 0

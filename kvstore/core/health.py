@@ -7,9 +7,10 @@ what time it is. It decides nothing but the answers: who asks acts on them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
-__all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health", "Work"]
+from kvstore.core.in_flight import InFlight
+
+__all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health"]
 
 STORE_PAUSE = 5.0
 """Seconds without new copies to a tier after a copy to it failed."""
@@ -21,28 +22,11 @@ DEVICE_PAUSE = 30.0
 """Seconds for which a device that failed to store is passed over while others do not."""
 
 
-@dataclass(slots=True)
-class Work:
-    """What a tier has under way when a step begins.
-
-    Attributes:
-        moves: moves of any kind. rows: rows of host memory that they read or write.
-        reading: chunks that are being read.
-        writing: whether a copy to it or its growth is under way that no reset has overtaken.
-        writing_since: when the first copy or growth of `moves` was begun; None without one.
-    """
-
-    moves: int
-    rows: int
-    reading: int
-    writing: bool
-    writing_since: float | None
-
-
 class Health:
     """What is known of how one tier does.
 
     Attributes:
+        readable: whether a promotion from it is worth waiting for: it is neither of the next two.
         stalled: nothing came back for longer than two deadlines: its chunks are misses.
         congested: what is asked of it already takes longer than anybody would wait.
         slow: it answers, but copies to it or its growth took seconds of late.
@@ -58,6 +42,7 @@ class Health:
         self._name = name
         self._devices = devices
         self._faulty: dict[int, float] = {}
+        self.readable = True
         self.stalled = self.congested = self.slow = False
         self.seconds_per_chunk = 0.0
         self.store_after = 0.0
@@ -72,11 +57,6 @@ class Health:
         self._slow_since = 0.0
         # Since when nobody slept and nothing was read that goes before copies.
         self._unhindered = 0.0
-
-    @property
-    def readable(self) -> bool:
-        """Whether a promotion from it is worth waiting for."""
-        return not self.stalled and not self.congested
 
     def accepts(self, now: float) -> bool:
         """Whether it is worth copying anything to it."""
@@ -107,6 +87,7 @@ class Health:
         if not self.stalled:
             return None
         self.stalled = False
+        self.readable = not self.congested
         return f"tier {self._name} answers again"
 
     def arrived(self, chunks: int, started: float) -> None:
@@ -135,20 +116,31 @@ class Health:
         return True
 
     def watch(
-        self, now: float, elapsed: float, deadline: float, max_wait: float, work: Work
+        self,
+        now: float,
+        elapsed: float,
+        deadline: float,
+        max_wait: float,
+        in_flight: InFlight,
+        reading: int,
+        writing: bool,
     ) -> list[str]:
         """Bring everything up to date, once a step.
 
         When the step before lies further back than `deadline`, `elapsed` says
         more of the caller than of the tier.
 
+        Args:
+            in_flight: its moves. reading: chunks that are being read.
+            writing: whether a copy to it or its growth is under way that no reset has overtaken.
+
         Returns:
             What is to be told.
         """
-        if self.idle(work):
+        if reading or elapsed >= deadline:
+            self._unhindered = now
+        if not in_flight and self._calm:
             self._heard = False
-            if elapsed >= deadline:
-                self._unhindered = now
             return []
         if self._faulty:
             self._faulty = {n: until for n, until in self._faulty.items() if until > now}
@@ -159,13 +151,11 @@ class Health:
                 self.seconds_per_chunk = pace if not old else 0.8 * old + 0.2 * pace
             self._arrived = 0
             self._measured = now
-        if self._heard or not work.rows:
+        if self._heard or not in_flight.rows:
             self._silent = 0.0
         else:
             self._silent += min(elapsed, deadline / 2)
         self._heard = False
-        if work.reading or elapsed >= deadline:
-            self._unhindered = now
         told: list[str] = []
         if self._silent >= 2 * deadline and not self.stalled:
             self.stalled = True
@@ -173,15 +163,17 @@ class Health:
                 f"tier {self._name} has not answered for {self._silent:.1f} s; "
                 "its chunks are misses and nothing is stored there until it does"
             )
-        self._watch_writing(now, deadline, work, told)
-        self.congested = work.reading * self.seconds_per_chunk > max_wait
+        if writing or self.slow:
+            self._watch_writing(now, deadline, in_flight.writing_since if writing else None, told)
+        self.congested = reading * self.seconds_per_chunk > max_wait
+        self.readable = not self.stalled and not self.congested
         return told
 
-    def idle(self, work: Work) -> bool:
-        """Whether nothing is asked of the tier and nothing was amiss."""
+    @property
+    def _calm(self) -> bool:
+        """Whether nothing was amiss."""
         return not (
-            work.moves
-            or self._arrived
+            self._arrived
             or self._faulty
             or self._silent
             or self.slow
@@ -189,10 +181,11 @@ class Health:
             or self.congested
         )
 
-    def _watch_writing(self, now: float, deadline: float, work: Work, told: list[str]) -> None:
-        since = work.writing_since
+    def _watch_writing(
+        self, now: float, deadline: float, since: float | None, told: list[str]
+    ) -> None:
         lasts = 0.0 if since is None else now - max(since, self._unhindered)
-        if work.writing and self._silent < deadline and lasts >= 2 * deadline:
+        if self._silent < deadline and lasts >= 2 * deadline:
             self._slow_since = now
             if not self.slow:
                 self.slow = True

@@ -85,18 +85,22 @@ class Index:
 
     def begin_writes(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """These chunks are being written to these slots."""
-        known = any(map(self.entries.__contains__, keys))
+        known, writing = map(self.entries.__contains__, keys), self.writing
+        if not any(known) and writing.keys().isdisjoint(keys):
+            writing.update(zip(keys, slots, strict=True))
+            return
         places = dict(zip(keys, slots, strict=True))
-        plain = not known and not any(map(self.writing.__contains__, keys))
-        self.writing.update((key, places[key]) for key in self._may("write", keys, plain))
+        writing.update((key, places[key]) for key in self._may("write", keys, False))
 
     def written(self, places: Sequence[tuple[bytes, int]]) -> None:
         """The chunks, each with its slot and tail first, are here, whole and findable."""
         writing, insert = self.writing, self.policy.insert
-        keys = [key for key, _ in places]
+        keys: Sequence[bytes] = [key for key, _ in places]
         plain = all(map(writing.__contains__, keys))
-        for key in self._may("written", keys, plain):
-            self.entries[key] = writing.pop(key)
+        keys = self._may("written", keys, plain)
+        self.entries.update(places if plain else [(key, writing[key]) for key in keys])
+        for key in keys:
+            del writing[key]
             insert(key)
         if self._keeps_history:
             self._history += [(key, False) for key in keys]

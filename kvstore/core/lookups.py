@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import READY, Chunk
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
@@ -29,7 +29,7 @@ class Lookups:
         misses: keys that answered "miss".
 
     Args:
-        pace: how many keys a step looks up before further requests have to ask again.
+        budget: how many keys a step looks up before further requests have to ask again.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Lookups:
         requests: Requests,
         queue: WaitQueue,
         chains: Chains,
-        pace: Pace = UNBOUNDED,
+        budget: Budget,
     ) -> None:
         self._pool = pool
         self._chunk_of = pool.chunks.get
@@ -48,7 +48,7 @@ class Lookups:
         self._queue = queue
         self._chains = chains
         self._counts = bool(chains.filters)
-        self._pace = pace
+        self._budget = budget
         self.misses = 0
         self._now = 0.0
         # Tiers whose chunks were worth waiting for when the step began.
@@ -140,7 +140,7 @@ class Lookups:
         if request is None or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
-            if self._looked_up >= self._pace.asked:
+            if self._looked_up >= self._budget.asked:
                 return self._answer_later(request_id, request)
             request = self._requests.open(request_id)
             self._asking_keys = request.keys

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.core.chunk import Chunk
 from kvstore.core.compactor import Compactor
 from kvstore.core.flow import Flow
-from kvstore.core.health import Health, Work
+from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.slots import Slots
@@ -108,9 +108,10 @@ class OwnedTier:
         self.copies_queued += len(keys)
         self._queue.extend(keys)
 
-    def dequeue(self) -> bytes:
-        """The key that waits longest; it waits no longer."""
-        return self._queue.popleft()
+    def dequeue(self, count: int) -> list[bytes]:
+        """Up to `count` keys that wait longest; they wait no longer."""
+        queue = self._queue
+        return [queue.popleft() for _ in range(min(count, len(queue)))]
 
     def requeue(self, keys: Sequence[bytes]) -> None:
         """These, just taken from the queue, are the first in it again."""
@@ -221,6 +222,8 @@ class OwnedTier:
         A copy under way makes whoever comes meanwhile wait: there is one only while
         nothing else is.
         """
+        if self.compactor.idle:
+            return None
         idle = not (self.in_flight or self._queue or self.slots.growing)
         healthy = self.health.readable and now >= self.health.store_after
         return self.compactor.due(now, idle and healthy)
@@ -245,15 +248,12 @@ class OwnedTier:
 
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
         """Notice how it does, once a step; returns what is to be told."""
-        self.slots.watch_growth(now, deadline, max_wait)
-        work = Work(
-            len(self.in_flight),
-            self.in_flight.rows,
-            len(self.index.reading),
-            bool(self.index.writing) or self.slots.growing,
-            self.in_flight.writing_since,
-        )
-        return self.health.watch(now, elapsed, deadline, max_wait, work)
+        index, slots = self.index, self.slots
+        if slots.growing:
+            slots.watch_growth(now, deadline, max_wait)
+        writing = slots.growing or bool(index.writing)
+        reading = len(index.reading)
+        return self.health.watch(now, elapsed, deadline, max_wait, self.in_flight, reading, writing)
 
     def reset(self) -> None:
         """Forget everything. No slot is given until that is durable."""

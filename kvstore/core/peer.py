@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.flow import Flow
-from kvstore.core.health import Health, Work
+from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.slots import RETRY_PAUSE
@@ -106,8 +106,7 @@ class PeerTier:
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
         """Notice how it does, once a step; returns what is to be told."""
         reading = len(self.index.reading)
-        work = Work(len(self.in_flight), self.in_flight.rows, reading, False, None)
-        return self.health.watch(now, elapsed, deadline, max_wait, work)
+        return self.health.watch(now, elapsed, deadline, max_wait, self.in_flight, reading, False)
 
     def reset(self) -> None:
         """Forget everything, and believe nothing until the tier is cleared."""

@@ -130,8 +130,8 @@ class HostPool:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
         chunks = self.place(keys, origin, stored_by)
         insert = self.policy.insert
-        for chunk in reversed(chunks):
-            insert(chunk.key)
+        for key in reversed(keys):
+            insert(key)
         return chunks
 
     def place(
@@ -141,22 +141,16 @@ class HostPool:
         first = self._reserved
         self._reserved += len(keys)
         of_row, free = self._of_row, self._free
-        chunks: list[Chunk] = []
-        for order, key in enumerate(keys, first):
-            chunk = of_row[free.pop()]
-            chunk.begin(key, origin, order, stored_by)
-            chunks.append(chunk)
-        self.life.apply("reserve", chunks)
-        here = self.chunks
-        for chunk in reversed(chunks):
-            here[chunk.key] = chunk
+        chunks = [of_row[free.pop()] for _ in keys]
+        self.life.begin(chunks, keys, origin, first, stored_by)
+        self.chunks.update(zip(reversed(keys), reversed(chunks), strict=True))
         self.busy += len(chunks)
         return chunks
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """The bytes of these chunks are whole."""
         step = self.step
-        chunks = self.life.apply("fill", chunks)
+        chunks = self.life.fill(chunks)
         for chunk in chunks:
             if chunk.step == step and not chunk.unsaved:
                 self.marked += 1
@@ -322,14 +316,13 @@ class HostPool:
 
     def leave(self, keys: Sequence[bytes]) -> None:
         """These chunks, which the policy has forgotten, are gone: their rows are free."""
-        chunks = list(map(self.chunks.pop, keys))
-        gone = self.life.apply("leave", chunks)
-        for chunk in gone:
-            if chunk.unsaved:
-                chunk.dequeued(chunk.unsaved)
-                self.shed += 1
-                self.unsaved -= 1
-            self._free.append(chunk.row)
+        gone = self.life.apply("leave", list(map(self.chunks.pop, keys)))
+        unsaved = [chunk for chunk in gone if chunk.unsaved]
+        for chunk in unsaved:
+            chunk.dequeued(chunk.unsaved)
+        self.shed += len(unsaved)
+        self.unsaved -= len(unsaved)
+        self._free += [chunk.row for chunk in gone]
         self.evicted += len(gone)
         self.left += keys
         if self._keeps_history:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.victims import Victims
 
@@ -19,22 +19,17 @@ class Room:
     it goes; what no tier wants leaves at once.
 
     Args:
-        pace: how many chunks a step may give up ahead of need.
+        budget: how many chunks a step may give up ahead of need.
     """
 
     def __init__(
-        self, pool: HostPool, victims: Victims, cascades: Cascades, pace: Pace = UNBOUNDED
+        self, pool: HostPool, victims: Victims, cascades: Cascades, budget: Budget
     ) -> None:
         self._pool = pool
         self._victims = victims
         self._cascades = cascades
-        self._pace = pace
-        self._left = pace.copied
+        self._budget = budget
         self.demotes = bool(cascades.demoting)
-
-    def begin_step(self) -> None:
-        """As many as a step may are given up anew."""
-        self._left = self._pace.copied
 
     @property
     def sure(self) -> int:
@@ -75,9 +70,9 @@ class Room:
     def make_ahead(self, now: float) -> None:
         """Let the policy give up chunks until as many rows as wanted are free or soon free."""
         pool = self._pool
-        short = min(self._left, pool.ahead - pool.free - pool.leaving)
+        short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
         if short > 0:
-            self._left -= short
+            self._budget.give_up(short)
             for key in self._victims.choose(short, shed_unsaved=False):
                 self._demote(key, now)
                 pool.give_up(key)

@@ -153,15 +153,15 @@ class Slots:
         self._growing_since = now
 
     def watch_growth(self, now: float, deadline: float, max_wait: float) -> None:
-        """Notice growth that takes long; growth beyond `max_wait` is taken for endless."""
-        lasts = now - self._growing_since if self.growing else 0.0
+        """Notice a growth that takes long; beyond `max_wait` it is taken for endless."""
+        lasts = now - self._growing_since
         self.growing_slowly = lasts >= 2 * deadline
         if lasts >= max(max_wait, 2 * deadline):
             self.cannot_grow = True
 
     def growth_ended(self, segments: Sequence[int], now: float) -> None:
         """These segments are ready, all their slots free; there are none if it failed."""
-        self.growing = False
+        self.growing = self.growing_slowly = False
         for segment in segments:
             self.cannot_grow = False
             self._segments.add(segment)
@@ -172,7 +172,7 @@ class Slots:
 
     def growth_overtaken(self, segments: Iterable[int]) -> None:
         """Segments were made that belong to the time before a reset: clearing will free them."""
-        self.growing = False
+        self.growing = self.growing_slowly = False
         self._segments.update(segments)
 
     # -- clearing --------------------------------------------------------------------

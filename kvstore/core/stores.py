@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 
+from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, Chunk
@@ -70,6 +71,7 @@ class Stores:
         chains: Chains,
         uses: Uses,
         cascades: Cascades,
+        budget: Budget,
     ) -> None:
         self._pool = pool
         self._victims = victims
@@ -81,6 +83,7 @@ class Stores:
         self._chains = chains
         self._uses = uses
         self._cascades = cascades
+        self._budget = budget
         # Requests whose last store was deferred, and when that was, longest ago first.
         self._deferred: dict[str, tuple[Request, float]] = {}
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
@@ -109,7 +112,7 @@ class Stores:
         chunks, room = entered.chunks, entered.room
         if room < len(new):
             # A search that was broken off goes on in the next step: nothing is cut for it.
-            wait = chunks is None and ((may_fit and not again) or self._victims.cut_short)
+            wait = chunks is None and ((may_fit and not again) or self._budget.cut_short)
             if room == 0 or wait:
                 self._defer(request_id, now)
                 return None
@@ -129,13 +132,12 @@ class Stores:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped."""
         chunks = self._pool.chunks
         ended: list[Chunk] = []
-        for key in keys:
+        for key in keys if isinstance(keys, Set) else dict.fromkeys(keys):
             chunk = chunks.get(key)
             if chunk is None or chunk.state != FILLING or chunk.stored_by != request_id:
                 self.stray += 1
-                continue
-            chunk.store_ended()
-            ended.append(chunk)
+            else:
+                ended.append(chunk)
         # A server may report a store as a set; rows were given in prefix order.
         ended.sort(key=operator.attrgetter("order"))
         if ok:

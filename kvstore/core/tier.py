@@ -145,8 +145,8 @@ class CopyTarget(TierView, Protocol):
     def enqueue(self, keys: Sequence[bytes]) -> None:
         """These chunks of host memory wait for their copies to it, in this order."""
 
-    def dequeue(self) -> bytes:
-        """The key that waits longest; it waits no longer."""
+    def dequeue(self, count: int) -> list[bytes]:
+        """Up to `count` keys that wait longest; they wait no longer."""
 
     def requeue(self, keys: Sequence[bytes]) -> None:
         """These, just taken from the queue, are the first in it again."""

@@ -13,7 +13,7 @@ from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
-from kvstore.core.tier import TierView
+from kvstore.core.tier import CopyTarget, TierView
 from kvstore.types import NO_MOVE, Completion, Move, Op
 
 __all__ = ["Transfers"]
@@ -41,6 +41,8 @@ class Transfers:
     ) -> None:
         self._pool = pool
         self._tiers = tiers
+        self._with_targets = [(tier, tier.target) for tier in tiers]
+        self._has_peers = any(target is None for _, target in self._with_targets)
         self._queue = queue
         self.cascades = cascades
         self._log = log
@@ -52,16 +54,15 @@ class Transfers:
     def clearing(self) -> bool:
         """Whether a tier has not been cleared since a reset, nor has failed to be."""
         # Those of others are cleared after those of this process.
-        asked = self._clearing_targets() or self._tiers
+        asked: Sequence[TierView] = self._clearing_targets() or self._tiers
         return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
 
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> None:
         """Notice how each tier does, once a step."""
-        for tier in self._tiers:
+        for tier, target in self._with_targets:
             stalled = tier.health.stalled
             for message in tier.watch(now, elapsed, deadline, max_wait):
                 self._log(message)
-            target = tier.target
             if target is None or not target.queued:
                 continue
             if target.full_for_now or (tier.health.stalled and not stalled):
@@ -89,13 +90,16 @@ class Transfers:
     def due(self, now: float) -> list[Move]:
         """What else is due on each tier: clearing, growth, copies, compaction."""
         moves: list[Move] = []
-        for tier in self._tiers:
+        after_owned = self._has_peers and bool(self._clearing_targets())
+        for tier, target in self._with_targets:
             compaction = tier.compaction(now)
-            due = [tier.due(now, after_owned=bool(self._clearing_targets()))]
-            if tier.target is not None:
-                due += self.cascades.due(tier.target)
-            due.append(compaction)
-            moves += [self._hand_out(move, tier, now) for move in due if move is not None]
+            own = tier.due(now, after_owned=after_owned)
+            if own is not None:
+                moves.append(self._hand_out(own, tier, now))
+            if target is not None and target.queued:
+                moves += [self._hand_out(move, tier, now) for move in self.cascades.due(target)]
+            if compaction is not None:
+                moves.append(self._hand_out(compaction, tier, now))
         return moves
 
     def _hand_out(self, move: Move, tier: TierView, now: float) -> Move:
@@ -105,8 +109,8 @@ class Transfers:
         tier.in_flight.begin(move, now)
         return move
 
-    def _clearing_targets(self) -> list[TierView]:
-        return [tier for tier in self._tiers if tier.target is not None and tier.clearing]
+    def _clearing_targets(self) -> list[CopyTarget]:
+        return [target for target in self.cascades.targets if target.clearing]
 
     # -- ending --------------------------------------------------------------------------
 

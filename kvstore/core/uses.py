@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from kvstore.core.budget import Budget
 from kvstore.core.flow import Flow
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.tier import TierView
 from kvstore.core.victims import Victims
@@ -23,31 +23,22 @@ class Uses:
     """Tells the policies of uses, later than they happen but before the policies decide.
 
     Args:
-        pace: how many uses a step tells.
+        budget: how many uses a step tells.
     """
 
     def __init__(
-        self, pool: HostPool, tiers: Sequence[TierView], victims: Victims, pace: Pace = UNBOUNDED
+        self, pool: HostPool, tiers: Sequence[TierView], victims: Victims, budget: Budget
     ) -> None:
         self._pool = pool
         self._tiers = tiers
         self._victims = victims
-        self._pace = pace
-        self._left = pace.told
+        self._budget = budget
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
         self._untold: dict[str, Loaded] = {}
 
     def __bool__(self) -> bool:
         """Whether there are uses of which the policies have not heard."""
         return bool(self._untold)
-
-    def begin_step(self) -> None:
-        """As many as a step may are told anew."""
-        self._left = self._pace.told
-
-    def shorten(self, share: float) -> None:
-        """This step tells only a part of what its pace allows."""
-        self._left = int(self._left * share)
 
     def loaded(self, request_id: str, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
         """The request has used these. Its store may come, and then they are told as one prompt."""
@@ -79,7 +70,8 @@ class Uses:
         if not untold:
             return
         many = sum(len(tier_keys) for _, tier_keys in untold.values())
-        most = max(self._left, many // 8 if self._left > 0 else 0)
+        left = self._budget.told
+        most = max(left, many // 8 if left > 0 else 0)
         while untold and most > 0:
             request_id = next(iter(untold))
             host_keys, tier_keys = untold.pop(request_id)
@@ -92,7 +84,7 @@ class Uses:
                 host_keys, tier_keys = host_keys[len(later) :], tier_keys[head:]
             self.tell(host_keys, tier_keys)
             most -= len(tier_keys)
-            self._left -= len(tier_keys)
+            self._budget.tell(len(tier_keys))
 
     def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         """The policies hear that these, in prefix order, were used in host memory and on tiers."""

@@ -11,8 +11,8 @@ import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvstore.core.budget import Budget
 from kvstore.core.chunk import READY, Chunk
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.pool import HostPool
 from policies.base import HELD, LATER, EvictionPolicy, Protected
 
@@ -22,34 +22,24 @@ __all__ = ["Victims"]
 class Victims:
     """Searches for chunks that host memory can do without. It moves none of them.
 
-    Attributes:
-        cut_short: a search was broken off in this step: more may be found in the next.
-
     Args:
-        pace: how much a step may ask in vain.
+        budget: how much a step may ask in vain.
     """
 
-    def __init__(self, pool: HostPool, pace: Pace = UNBOUNDED) -> None:
+    def __init__(self, pool: HostPool, budget: Budget) -> None:
         self._pool = pool
         self._policy = pool.policy
-        self._pace = pace
-        self.cut_short = False
-        self._questions = pace.questions
+        self._budget = budget
         self._sets_aside = type(pool.policy).release is not EvictionPolicy.release
         # Chunks that the policy has set aside: those that may have become free to leave, those
-        # that will when the step ends, and those that only wait for a copy, coldest first.
+        # that will when the step ends in which they were met, and those that only wait for a
+        # copy, coldest first.
         self._loose: list[Chunk] = []
         self._until_next_step: list[Chunk] = []
+        self._met_step = -1
         self._parked: OrderedDict[bytes, Chunk] = OrderedDict()
         # A vain search is not repeated until something has changed.
         self._vain: tuple[int, bool] = (-1, False)
-
-    def begin_step(self) -> None:
-        """What was kept until the end of the step before may leave; a step may ask anew."""
-        self.cut_short = False
-        self._questions = self._pace.questions
-        self._loose += self._until_next_step
-        self._until_next_step.clear()
 
     def reset(self) -> None:
         """The policy has forgotten everything."""
@@ -76,7 +66,7 @@ class Victims:
         self.let_loose()
         if shed_unsaved:
             self._unpark(count)
-        protected = self.protection(shed_unsaved=shed_unsaved, bounded=self._pace is not UNBOUNDED)
+        protected = self.protection(shed_unsaved=shed_unsaved, bounded=self._budget.bounded)
         victims = self._policy.evict(count, protected, incoming)
         if victims is None:
             victims = []
@@ -95,7 +85,7 @@ class Victims:
         Nobody leaves here. Those who are in use and come first are met, so that
         who may not be broken off does not meet them.
         """
-        if self._pool.free or self._pace is UNBOUNDED or not self._sets_aside:
+        if self._pool.free or not self._budget.bounded or not self._sets_aside:
             return True
         self.let_loose()
         protected = self.protection(shed_unsaved=False, bounded=True)
@@ -108,7 +98,7 @@ class Victims:
             return answer or LATER
 
         self._policy.evict(1, first)
-        return found or not self.cut_short
+        return found or not self._budget.cut_short
 
     def protection(self, *, shed_unsaved: bool, bounded: bool) -> Protected:
         """What the policy may ask; when `bounded`, not more often than the step allows."""
@@ -121,16 +111,15 @@ class Victims:
                 chunk.state == READY and chunk.step != step and (shed_unsaved or not chunk.unsaved)
             ):
                 return False
-            if bounded:
-                if self._questions <= 0:
-                    self.cut_short = True
-                    return LATER
-                self._questions -= 1
+            if bounded and not self._budget.ask():
+                return LATER
             chunk.set_aside(True)
             if chunk.state == READY:
                 if chunk.unsaved and not shed_unsaved:
                     self._parked[key] = chunk
                 else:
+                    self._end_of_step()
+                    self._met_step = step
                     self._until_next_step.append(chunk)
             return HELD
 
@@ -141,6 +130,7 @@ class Victims:
 
         To be called before it hears of a use: who is used now is hotter than they are.
         """
+        self._end_of_step()
         loose = [*self._loose, *self._pool.take_released()]
         if not loose:
             return
@@ -169,6 +159,12 @@ class Victims:
             if chunk.aside:
                 chunk.set_aside(False)
                 self._parked.pop(key, None)
+
+    def _end_of_step(self) -> None:
+        """What was kept until the end of a step that is over may leave."""
+        if self._until_next_step and self._met_step != self._pool.step:
+            self._loose += self._until_next_step
+            self._until_next_step.clear()
 
     def _unpark(self, count: int) -> None:
         """Up to `count` chunks that wait for a copy may leave without it."""

@@ -438,7 +438,7 @@ class World:
             forgotten = self.now - client.put_off_at >= FORGET_AFTER * core.queue.lease
             once = not client.put_off or forgotten or not room or in_line or self.demotes
             # A search that was broken off goes on with the next offer.
-            assert once or core._victims.cut_short, "a store is put off once"
+            assert once or core.budget.cut_short, "a store is put off once"
             client.put_off, client.put_off_at = True, self.now
             return
         client.put_off = False

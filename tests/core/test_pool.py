@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core import HostPool
+from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
 from kvstore.core.room import Room
@@ -18,15 +19,16 @@ class Memory:
 
     def __init__(self, rows: int, policy: EvictionPolicy | None = None) -> None:
         self.pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
-        self.victims = Victims(self.pool)
-        self.room = Room(self.pool, self.victims, Cascades(self.pool, [], lambda message: None))
+        budget = Budget()
+        self.victims = Victims(self.pool, budget)
+        cascades = Cascades(self.pool, [], lambda message: None, budget)
+        self.room = Room(self.pool, self.victims, cascades, budget)
 
     def make(self, count: int, *, shed_unsaved: bool) -> int:
         return self.room.make(count, 0.0, shed_unsaved=shed_unsaved)
 
     def begin_step(self) -> None:
         self.pool.begin_step()
-        self.victims.begin_step()
 
 
 def memory_with(state: str) -> tuple[Memory, Chunk]:

@@ -379,7 +379,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a tier that does not answer is not waited for")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Health, "readable", property(lambda self: True))
+    always = property(lambda self: True, lambda self, value: None)
+    patch.setattr(Health, "readable", always, raising=False)
 
 
 @breaks("events are told in order")

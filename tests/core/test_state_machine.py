@@ -7,6 +7,8 @@ never a miss.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -19,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvstore.core import Core
 from kvstore.core.chunk import FILLING
 from kvstore.core.health import Health
-from kvstore.core.room import Room
 from kvstore.types import Op
 from tests.core.model import Client, World
 
@@ -332,19 +334,20 @@ def run_until_it_fails() -> None:
 def test_the_machine_notices_a_chunk_that_left_for_no_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begin_step = Room.begin_step
+    poll = Core.poll
 
-    def wasteful(self: Room) -> None:
-        begin_step(self)
-        self._pool.leave(self._victims.choose(1, shed_unsaved=True))
+    def wasteful(self: Core, *args: Any) -> None:
+        poll(self, *args)
+        self.pool.leave(self._victims.choose(1, shed_unsaved=True))
 
-    monkeypatch.setattr(Room, "begin_step", wasteful)
+    monkeypatch.setattr(Core, "poll", wasteful)
     with pytest.raises(AssertionError, match="a chunk in host memory was not found"):
         run_until_it_fails()
 
 
 def test_the_machine_notices_a_tier_that_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Health, "readable", property(lambda self: False))
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Health, "readable", never, raising=False)
     monkeypatch.setattr(
         StoreAgainstSets,
         "certainly_fetchable",

@@ -1,0 +1,110 @@
+"""What one step may still do of its own, so that no caller waits long for its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core.pace import STORED, UNBOUNDED, Pace
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """How much of its pace a step has left; rooms take from it what they do.
+
+    What callers want is done at once and counted: the more it is, the less else is
+    done in the same step.
+
+    Attributes:
+        asked: keys that a step looks up before further requests have to ask again.
+        settled: keys of ended requests of which policies hear in a step.
+        absorbed, told, granted, given_up, questions: what is left of this step, see `Pace`.
+        bounded: whether there are bounds at all.
+        cut_short: a search for victims was broken off: more may be found in the next step.
+        behind: more could have been granted or copied in this step.
+
+    Args:
+        effort: what a call of host memory's policy costs beside one of LRU's.
+        tier_efforts: the same of each tier's.
+    """
+
+    def __init__(
+        self, pace: Pace = UNBOUNDED, effort: float = 1.0, tier_efforts: Sequence[float] = ()
+    ) -> None:
+        self._pace = pace
+        self._effort = effort
+        self._tier_efforts = list(tier_efforts)
+        self.asked = pace.asked
+        self.settled = pace.told
+        self.bounded = pace is not UNBOUNDED
+        # What callers may want of a step before anything else is left for later.
+        light = {effort, *tier_efforts} == {1.0}
+        self._light = pace.whole - pace.own if light else -1
+        self._wanted = 0.0
+        self.begin_step()
+        self._shortened = True
+
+    def begin_step(self) -> None:
+        """A step may do as much as its pace allows."""
+        pace = self._pace
+        self.absorbed = pace.absorbed
+        self.told = pace.told
+        self.granted = pace.granted
+        self.given_up = pace.copied
+        self.questions = pace.questions
+        self._copied = [pace.copied] * len(self._tier_efforts)
+        self.cut_short = self.behind = self._shortened = False
+
+    def want(self, keys: int, *, stored: bool = False) -> None:
+        """Callers had so many chunks loaded, or stored."""
+        self._wanted += STORED * self._effort * keys if stored else keys
+
+    def shorten(self, looked_up: int) -> None:
+        """The step's own work begins. Its callers had so many keys looked up."""
+        if self._shortened:
+            return
+        self._shortened = True
+        wanted, self._wanted = self._wanted + looked_up, 0.0
+        if wanted <= self._light:
+            return
+        share = self._pace.share(wanted)
+        for tier, effort in enumerate(self._tier_efforts):
+            self._copied[tier] = max(1, int(self._copied[tier] * share / effort))
+        self.granted = max(1, int(self.granted * share / self._effort))
+        self.told = int(self.told * (share / self._effort))
+
+    def absorb(self, chunks: int) -> None:
+        """A completed move of so many chunks was taken in."""
+        self.absorbed -= 1 + chunks
+
+    def tell(self, keys: int) -> None:
+        """The policies have heard of so many uses."""
+        self.told -= keys
+
+    def grant(self, keys: int) -> None:
+        """So many keys were leased or fetched for requests that wait."""
+        self.granted -= keys
+        if self.granted <= 0:
+            self.behind = True
+
+    def give_up(self, chunks: int) -> None:
+        """So many chunks were given up ahead of need."""
+        self.given_up -= chunks
+
+    def ask(self) -> bool:
+        """A policy asks about a chunk that may not leave; False if the search has to end here."""
+        if self.questions <= 0:
+            self.cut_short = True
+            return False
+        self.questions -= 1
+        return True
+
+    def copies_to(self, tier: int) -> int:
+        """How many copies to a tier may still begin."""
+        return self._copied[tier]
+
+    def copy(self, tier: int, chunks: int) -> None:
+        """So many copies to a tier were begun; 0 if there is more to do than may be done."""
+        self._copied[tier] -= chunks
+        if not chunks:
+            self.behind = True
