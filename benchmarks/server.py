@@ -77,7 +77,7 @@ async def measure(
             found += count
             asked += len(keys)
             if name is not None:
-                store.finish(name)
+                store.release(name)
 
     start = time.monotonic()
     await asyncio.gather(*(user(seed) for seed in range(users)))

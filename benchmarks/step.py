@@ -128,7 +128,7 @@ class Server:
         self.finished = 0
         self.hits = 0
         self.asked = 0
-        self.put_off = 0
+        self.stores_deferred = 0
         self.spent: dict[str, float] = defaultdict(float)
         self.clock: Callable[[], float] = (
             time.thread_time if args.clock == "cpu" else time.perf_counter
@@ -255,7 +255,7 @@ class Server:
                 grant = self.core.prepare_store(keys, prompt.name)
                 self.spent["prepare_store"] += self.clock() - began
                 if grant is None:
-                    self.put_off += 1
+                    self.stores_deferred += 1
                 else:
                     prompt.stored = prompt.loaded
                     if grant.keys:
@@ -362,7 +362,7 @@ def measure(args: argparse.Namespace, policy: str, flow: str) -> dict[str, Any]:
         "finished": server.finished,
         "moved": server.disk.moved,
         "hit_percent": round(100 * server.hits / max(1, server.asked), 1),
-        "put_off": server.put_off,
+        "stores_deferred": server.stores_deferred,
     }
     if args.profile:
         worst = max(range(len(whole)), key=whole.__getitem__)

@@ -15,7 +15,7 @@ from kvstore.recording import Recorder
 from kvstore.sizes import format_size
 from policies.table import COMPILED
 from tiers import PinnedRegion, Tier
-from tiers.disk import DiskTier, FollowedLanes
+from tiers.disk import DiskTier, PeerLanes
 from tiers.disk.namespace import Namespace
 from tiers.pinned import round_to_page
 
@@ -123,7 +123,7 @@ def _assemble(
         found = len(recovered.entries)
         parts.append(f"{disk.description}, {', '.join(rules)}, {found} chunks found")
         if tier_config.share:
-            others = FollowedLanes(disk)
+            others = PeerLanes(disk)
             shared = others.open(region)
             tiers.append(others)
             views.append(PeerTier(len(views), shared, in_flight))
@@ -140,7 +140,7 @@ def _assemble(
         pool,
         views,
         deadline=config.deadline_s,
-        max_wait=config.ceiling_s,
+        max_wait=config.max_wait_s,
         lease=config.lease_s,
         events=events,
     )

@@ -28,7 +28,7 @@ _Check = Callable[[object], Any]
 MAX_IO_THREADS = 64
 
 MAX_THRESHOLD = 1000
-"""Most times that a chunk can be asked to have been asked for."""
+"""Highest number of uses that `reuse` may require before a chunk is stored."""
 
 MIN_RECORDING = 2**20
 """Fewest bytes that a recording may be held to."""
@@ -113,11 +113,11 @@ class Config:
         namespace: name of the folder below each tier's path; by default made
             from the model's name and the identity.
         deadline_s: seconds without movement after which a deferred lookup is answered.
-        ceiling_s: seconds after which it is answered in any case.
+        max_wait_s: seconds after which it is answered in any case.
         lease_s: seconds for which promoted chunks wait for a request that does not ask.
         write_queue_bytes: most bytes on their way to one tier at any time.
         keep_events: whether events are kept for `take_events`; vLLM decides it itself.
-        drain_s: seconds that a shutdown waits for copies to slower tiers.
+        shutdown_timeout_s: seconds that a shutdown waits for copies to slower tiers.
         demote_ahead: share of host memory, at most, that is kept free or copied ahead of
             need where a tier's flow copies what host memory gives up.
         record_trace: file in which what requests ask for is recorded, as hashes.
@@ -132,10 +132,10 @@ class Config:
     identity: Mapping[str, Any] = field(default_factory=dict)
     namespace: str | None = None
     deadline_s: float = 2.0
-    ceiling_s: float = 30.0
+    max_wait_s: float = 30.0
     lease_s: float = 10.0
     write_queue_bytes: int = 256 * 2**20
-    drain_s: float = 30.0
+    shutdown_timeout_s: float = 30.0
     keep_events: bool = False
     admission: tuple[Choice, ...] = ()
     demote_ahead: float = 0.25
@@ -403,10 +403,10 @@ _CONFIG: Mapping[str, _Check] = {
     "identity": _identity,
     "namespace": _optional(_name),
     "deadline_s": _seconds,
-    "ceiling_s": _seconds,
+    "max_wait_s": _seconds,
     "lease_s": _seconds,
     "write_queue_bytes": _size(1),
-    "drain_s": _seconds,
+    "shutdown_timeout_s": _seconds,
     "keep_events": _flag,
     "demote_ahead": _share_of_memory,
     "record_trace": _optional(_path("file")),

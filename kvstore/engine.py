@@ -78,7 +78,7 @@ class Engine:
         """Begin to follow the tiers that others write to."""
         loop = asyncio.get_running_loop()
         for index, tier in enumerate(self._tiers):
-            if tier.follows:
+            if tier.is_peer:
                 self._followers.append(loop.create_task(self._follow(index, tier)))
 
     @property
@@ -190,7 +190,7 @@ class Engine:
         if move.op is Op.LIST:
             return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:
-            return Completion(move.id, [], error=await tier.give_back(move.segment))
+            return Completion(move.id, [], error=await tier.remove_segment(move.segment))
         emptied = await tier.clear()
         if emptied is None:
             return Completion(move.id, [], error="could not be cleared")
@@ -289,6 +289,6 @@ class EngineThread:
             task.cancel()
         if left:
             self._loop.run_until_complete(asyncio.wait(left, timeout=LEAVE_SECONDS))
-        # Whoever waits for a call that does not return goes down with the loop, unmourned.
+        # A task that waits for a call that never returns is destroyed without a warning.
         self._loop.set_exception_handler(lambda loop, context: None)
         self._loop.close()

@@ -198,7 +198,7 @@ class Prompts:
             self._record(list(prompt.chains.values()), prompt.since)
             prompt.chains = {}
 
-    def finish(self, request: str) -> None:
+    def release(self, request: str) -> None:
         """The request of this name has ended."""
         prompt = self._open.get(request)
         if prompt is not None:

@@ -1,9 +1,9 @@
 """Copying chunks in: in turn, as far as host memory has room, and each chunk once.
 
 Puts are served in the order in which they came. One that is wider than host
-memory is served in portions, and stands in line anew for each. Who is first in
+memory is served in portions, and waits its turn anew for each. Who is first in
 line waits for room, ``deadline_s`` at most without any put getting some, and
-``ceiling_s`` in any case.
+``max_wait_s`` in any case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Puts:
 
     Args:
         deadline: seconds without movement after which a put gives up.
-        ceiling: seconds after which it gives up in any case.
+        max_wait: seconds after which it gives up in any case.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Puts:
         driver: Driver,
         *,
         deadline: float,
-        ceiling: float,
+        max_wait: float,
     ) -> None:
         self._core = core
         self._region = region
         self._driver = driver
         self._deadline = deadline
-        self._ceiling = ceiling
+        self._ceiling = max_wait
         self._turns = _Turns()
         self._moved = 0.0
         """When a put last got room."""

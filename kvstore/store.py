@@ -39,7 +39,7 @@ COMPACTION_SECONDS = 0.02
 async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
     """Open a store on the running loop, and close it in order at the end.
 
-    `config` must give ``chunk_bytes``. Closing waits, ``drain_s`` at most, until
+    `config` must give ``chunk_bytes``. Closing waits, ``shutdown_timeout_s`` at most, until
     what was put is on the slower tiers too. When it is cancelled it does not wait
     for that, but lets go of everything before the cancellation is delivered.
 
@@ -130,7 +130,7 @@ class Store:
     anywhere else they raise `KVStoreError`. Methods without ``await`` never block.
 
     A *request* is one prompt that the server works on. Calls that name it
-    belong together until `finish`; calls that do not are told together by their keys.
+    belong together until `release`; calls that do not are told together by their keys.
 
     Attributes:
         chunk_bytes: the size of every chunk.
@@ -156,7 +156,7 @@ class Store:
             self._region,
             self._driver,
             deadline=config.deadline_s,
-            ceiling=config.ceiling_s,
+            max_wait=config.max_wait_s,
         )
         self._driver.on_step = self._expire
         self._hurry = False
@@ -234,7 +234,7 @@ class Store:
         return stored
 
     def get(self, keys: Sequence[bytes], request: str | None = None) -> Lease:
-        """Lease the longest prefix of `keys` that can be had; zero copy. For ``async with``.
+        """Lease the longest prefix of `keys` that there is; zero copy. For ``async with``.
 
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten
         until the block is left, and cannot be used afterwards.
@@ -305,7 +305,7 @@ class Store:
         if rate:
             self._compacting = self._home.loop.create_task(self._compact())
 
-    def finish(self, request: str) -> None:
+    def release(self, request: str) -> None:
         """`request` asks no more: what was kept for it may leave.
 
         Raises:
@@ -314,7 +314,7 @@ class Store:
         self._home.check()
         if check_request(request) is None:
             raise KVStoreError("request must be a name (str), not None")
-        self._prompts.finish(request)
+        self._prompts.release(request)
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call, if ``keep_events`` is set.
@@ -460,7 +460,7 @@ class Store:
         # A loop that ends cancels every task once, this one too; it goes on all the same.
         self._stop_compacting()
         try:
-            await self._save(self._config.drain_s)
+            await self._save(self._config.shutdown_timeout_s)
         except asyncio.CancelledError:
             self._make_haste()
         self._prompts.end_all()
@@ -470,7 +470,7 @@ class Store:
             ending = self._home.loop.run_in_executor(None, self._assembly.recorder.close)
             await _ended(ending, LEAVE_SECONDS * 5)
         engine, recency = self._driver.engine, self._assembly.recency()
-        deadline = time.monotonic() + self._config.drain_s
+        deadline = time.monotonic() + self._config.shutdown_timeout_s
         closing = self._home.loop.create_task(engine.close(recency))
         while not await _ended(closing, deadline - time.monotonic()) or closing.cancelled():
             if not closing.done():

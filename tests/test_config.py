@@ -92,17 +92,17 @@ def test_everything_may_be_said() -> None:
         identity={"model": "m", "layers": 32},
         namespace="mine",
         deadline_s=1,
-        ceiling_s=2.5,
+        max_wait_s=2.5,
         lease_s=3,
         write_queue_bytes="64MiB",
-        drain_s=4,
+        shutdown_timeout_s=4,
         keep_events=True,
     )  # fmt: skip
     (tier,) = whole.tiers
     assert tier == DiskConfig(Path("/cache"), 2**40, "lru", 64 * 2**20, "direct", 2, 3, share=False)
     assert (whole.chunk_bytes, whole.namespace) == (2 * 2**20, "mine")
-    assert (whole.deadline_s, whole.ceiling_s, whole.lease_s) == (1.0, 2.5, 3.0)
-    assert (whole.write_queue_bytes, whole.drain_s) == (64 * 2**20, 4.0)
+    assert (whole.deadline_s, whole.max_wait_s, whole.lease_s) == (1.0, 2.5, 3.0)
+    assert (whole.write_queue_bytes, whole.shutdown_timeout_s) == (64 * 2**20, 4.0)
     assert whole.keep_events
     assert whole.identity == {"model": "m", "layers": 32}
 
@@ -219,10 +219,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"namespace": 5}, "namespace = 5", "name of a folder"),
     ({"deadline_s": 0}, "deadline_s = 0", "above 0"),
     ({"deadline_s": "2s"}, "deadline_s = '2s'", "number of seconds"),
-    ({"ceiling_s": float("nan")}, "ceiling_s = nan", "above 0"),
-    ({"ceiling_s": 10**400}, "ceiling_s = 1000", "number of seconds"),
+    ({"max_wait_s": float("nan")}, "max_wait_s = nan", "above 0"),
+    ({"max_wait_s": 10**400}, "max_wait_s = 1000", "number of seconds"),
     ({"lease_s": float("inf")}, "lease_s = inf", "above 0"),
-    ({"drain_s": False}, "drain_s = False", "number of seconds"),
+    ({"shutdown_timeout_s": False}, "shutdown_timeout_s = False", "number of seconds"),
     ({"write_queue_bytes": 0}, "write_queue_bytes = 0", "at least 1 byte"),
     ({"keep_events": 1}, "keep_events = 1", "true or false"),
     ({"tiers": DISK}, "tiers = {'type': 'disk'", "must be a list"),

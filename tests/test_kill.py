@@ -50,7 +50,7 @@ def config_of(path: Path, capacity_chunks: int) -> dict[str, Any]:
         "chunk_bytes": CHUNK,
         "keep_events": True,
         "identity": {"model": "killed"},
-        "drain_s": 5.0,
+        "shutdown_timeout_s": 5.0,
         "tiers": [
             {
                 "type": "disk",

@@ -157,7 +157,7 @@ async def test_a_lane_whose_files_are_removed_is_forgotten(tmp_path: Path, repli
 
 async def looked(store: Store) -> None:
     """Wait until the store has looked at the lanes of others, as it does by itself now and then."""
-    (tier,) = [tier for tier in store._assembly.tiers if tier.follows]
+    (tier,) = [tier for tier in store._assembly.tiers if tier.is_peer]
     news = await tier.refresh()
     store._core.absorb([Completion(NO_MOVE, [], changes=news, tier=1)])
 

@@ -60,10 +60,10 @@ class Tier(ABC):
     """See the module's text.
 
     Attributes:
-        follows: whether others write to it; the engine then calls `refresh` now and then.
+        is_peer: whether others write to it; the engine then calls `refresh` now and then.
     """
 
-    follows = False
+    is_peer = False
 
     @abstractmethod
     def open(self, region: PinnedRegion) -> RecoveredTier:
@@ -109,7 +109,7 @@ class Tier(ABC):
         """Copy chunks from `slots` to the empty slots `targets`; the old copies stay valid."""
         raise NotImplementedError
 
-    async def give_back(self, segment: int) -> str | None:
+    async def remove_segment(self, segment: int) -> str | None:
         """Remove a segment to which no running or later call refers; why not, or None."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ __all__ = ["available_bytes"]
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can be had, or None where the system does not say.
+    """Bytes that are available, or None where the system does not say.
 
     Args:
         root: the root of the file system that has ``proc`` and the mounts that it names.

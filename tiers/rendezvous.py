@@ -177,8 +177,8 @@ class Rendezvous:
         try:
             names = os.listdir(folder)
         except PermissionError as error:
-            # So says the system of a process that is dead but not buried, too.
-            if _is_buried(pid):
+            # A zombie, which has ended and was not waited for, looks alive, too.
+            if _is_gone(pid):
                 return None
             raise PathUnusableError(
                 f"the shared memory {self._name!r} of process {pid} cannot be opened: "
@@ -263,7 +263,7 @@ def _is_alive(asking: socket.socket) -> bool:
     return False
 
 
-def _is_buried(pid: int) -> bool:
+def _is_gone(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in ("Z", "X")

@@ -14,6 +14,9 @@ and it stays until it is copied to where it goes or its row is needed; a use bri
 On a tier: *writing*, its slot is being written. *resident*, it can be read. *reading*, it
 is being read, and not evicted. *forgotten*, it left while it was read; *rewriting*, it is
 on its way back before the reading that it left under has ended.
+
+This module is long because what a chunk can be, and every line of code that changes it,
+belong side by side: who reads the tables finds here who applies them.
 """
 
 from __future__ import annotations

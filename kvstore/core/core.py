@@ -9,7 +9,8 @@ A *step* is what lies between two calls of `poll`. A key that answered "hit"
 stays loadable until its step ends.
 
 This module says in which order things happen in a step. What happens is said in the
-rooms that it calls.
+rooms that it calls. This module is long because it is the core's face: most of it is
+what each call guarantees.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ExtentAllocator:
     def take(self, count: int) -> list[int]:
         """Take up to `count` places, in few runs, in order within each run.
 
-        A free run that is long enough is not looked for at any price: one is sure
+        The search for a free run that is long enough is not exhaustive: one is sure
         to be found when a free run is at least twice as long as `count`.
 
         Returns fewer places than asked when fewer are free.

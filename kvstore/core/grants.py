@@ -4,8 +4,8 @@ Promotions are granted in the order in which requests joined, as far as rows
 allow; what is granted is leased, so promotions cannot evict each other. Those under
 way hold only a part of host memory, so that a tier that does not answer leaves
 rows to stores and to other tiers: a longer prefix comes in portions. The
-request at the head gets rows first; when it could not get one more row even
-if everybody else went home, it is answered with the prefix that is there.
+request at the head gets rows first; when nothing that anybody else holds could become
+its row, it is answered with the prefix that is there.
 """
 
 from __future__ import annotations

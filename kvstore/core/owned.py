@@ -125,8 +125,8 @@ class OwnedTier:
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Slots for `count` new chunks, as far as possible, neighbours together.
 
-        Evicts only when no further segment can be had; while one is on its
-        way, fewer slots are given and the rest waits.
+        Evicts only when the tier cannot grow any further; while it grows, fewer slots
+        are given and the rest waits.
 
         Args:
             incoming: keys of those chunks, tail first.

@@ -28,10 +28,10 @@ class Pace:
 
     Attributes:
         asked: keys that are looked up; when there were as many, further requests are
-            answered "ask again" unseen, unless their first key is a miss. Who waits in line
+            answered "ask again" unseen, unless their first key is a miss. Who waits in the queue
             costs nothing and does not count.
         told: keys of loads of which the policies hear; more when many have not been told.
-        granted: chunks that are leased or fetched for requests in line.
+        granted: chunks that are leased or fetched for requests in the queue.
         absorbed: chunks of completed moves that are taken in, and at most one move more.
         copied: chunks whose copy to one slower tier is begun, or that are given up for it.
         questions: keys about which an eviction policy may ask in vain, before it

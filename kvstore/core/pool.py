@@ -1,4 +1,8 @@
-"""The rows of host memory and the chunks that live in them."""
+"""The rows of host memory and the chunks that live in them.
+
+This module is long because every change of a chunk changes the same counts, and they
+stay right only where all those changes stand side by side.
+"""
 
 from __future__ import annotations
 

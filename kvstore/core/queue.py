@@ -105,8 +105,8 @@ class WaitQueue:
         """
         for request in list(self.waiting.values()):
             assert request.since is not None
-            in_line = request.granted < len(request.keys)
-            moved = max(request.moved, self.moved) if in_line else request.moved
+            ungranted = request.granted < len(request.keys)
+            moved = max(request.moved, self.moved) if ungranted else request.moved
             if now - moved >= self.deadline or now - request.since >= self.max_wait:
                 self.timeouts += 1
                 self.answer(request)

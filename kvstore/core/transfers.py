@@ -103,7 +103,7 @@ class Transfers:
         return moves
 
     def _hand_out(self, move: Move, tier: TierView, now: float) -> Move:
-        move.id = self._next
+        move.number(self._next)
         self._next += 1
         self.moves[move.id] = move
         tier.in_flight.begin(move, now)

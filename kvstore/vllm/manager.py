@@ -91,7 +91,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             self.lock = threading.RLock()
         config = spec.store_config
         self._engine_id = spec.config.engine_id
-        self._drain = config.drain_s
+        self._drain = config.shutdown_timeout_s
         self._single_group = len(spec.config.groups) == 1
         self._events = spec.kv_events_config.enable_kv_cache_events
         self._region = manager_region(
@@ -272,7 +272,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return report
 
     def shutdown(self) -> None:
-        """Copy what is still on its way to the tiers, ``drain_s`` at most, and close them."""
+        """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
         if self._closed:
             return
         self._closed = True

@@ -18,7 +18,7 @@ COUNTERS: dict[str, str] = {
     "truncations": "Waits that ended with a shorter prefix for want of room.",
     "refused_chunks": "Chunks that found no room in host memory.",
     "declined_chunks": "Chunks that admission filter or policy did not let into host memory.",
-    "stores_deferred": "Stores that were put off to a later step.",
+    "stores_deferred": "Stores that were deferred to a later step.",
     "shed_chunks": "Chunks evicted from host memory before their copy to disk.",
     "disk_read_chunks": "Chunks read from disk and verified.",
     "disk_failed_reads": "Chunks on disk that could not be read or did not match their digest.",
@@ -28,7 +28,7 @@ COUNTERS: dict[str, str] = {
     "disk_declined_chunks": "Chunks that the disk's admission filter did not let in.",
     "disk_evicted_chunks": "Chunks evicted from disk.",
     "disk_relocated_chunks": "Chunks that compaction copied to another place on disk.",
-    "disk_segments_given_back": "Segment files that compaction emptied and removed.",
+    "disk_segments_removed": "Segment files that compaction emptied and removed.",
 }
 
 GAUGES: dict[str, str] = {
@@ -71,7 +71,7 @@ class Reporter:
             "disk_declined_chunks": _sum(disk, "declined"),
             "disk_evicted_chunks": _sum(disk, "evicted"),
             "disk_relocated_chunks": _sum(disk, "relocated"),
-            "disk_segments_given_back": _sum(disk, "removed_segments"),
+            "disk_segments_removed": _sum(disk, "removed_segments"),
         }
         increments = {
             _PREFIX + name: total - self._last.get(name, 0)

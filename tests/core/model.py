@@ -79,7 +79,7 @@ class Client:
         failed: keys that did not come while it waited.
         leased: how many leading keys it was told of and has leases for.
         asked: when it last asked.
-        put_off: whether its last store was put off.
+        store_deferred: whether its last store was deferred.
         again: it was answered and waits once more, for keys it had not asked for.
         gone: it has finished; only a transfer that was begun is still under way.
     """
@@ -95,8 +95,8 @@ class Client:
     moved: float = 0.0
     leased: int = 0
     asked: float = 0.0
-    put_off: bool = False
-    put_off_at: float = 0.0
+    store_deferred: bool = False
+    store_deferred_at: float = 0.0
     again: bool = False
     gone: bool = False
     loaded: list[bytes] = field(default_factory=list)
@@ -212,7 +212,7 @@ class World:
                     self.segment_slots,
                     (),
                     0,
-                    followed=True,
+                    peer=True,
                 )
                 directories.append(PeerTier(index, shared, self.in_flight))
                 continue
@@ -267,22 +267,21 @@ class World:
                 client.joined = self.now
             if client.again:
                 client.again, client.moved, client.seen = False, self.now, 0
-        line = self.core.queue
         truncations = self.core.grants.truncations
-        in_line = [
+        queued = [
             (client, request)
             for client in self.clients.values()
             for request in [self.core._requests.get(client.id)]
-            if request is not None and (request.deferring or client.id in line.waiting)
+            if request is not None and (request.deferring or client.id in self.core.queue.waiting)
         ]
         # Behind the first miss it did not ask, so nothing there can be granted to it.
-        asked = [min(len(set(request.keys)), len(client.keys)) for client, request in in_line]
-        for client, _ in in_line:
+        asked = [min(len(set(request.keys)), len(client.keys)) for client, request in queued]
+        for client, _ in queued:
             # What left its tier while it was waited for does not come.
             client.failed.update(key for key in client.keys if not self._exists(key))
         for move in self.core.flush(self.now):
             self._start(move)
-        for (client, request), most in zip(in_line, asked, strict=True):
+        for (client, request), most in zip(queued, asked, strict=True):
             waits = request.state is RequestState.WAITING
             granted = request.granted if waits else most
             if granted > client.seen:
@@ -434,14 +433,14 @@ class World:
             kept = not any(here[here.index(False) :])
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
-            in_line = any(r.granted < len(r.keys) for r in core.queue.waiting.values())
-            forgotten = self.now - client.put_off_at >= FORGET_AFTER * core.queue.lease
-            once = not client.put_off or forgotten or not room or in_line or self.demotes
+            queued = any(r.granted < len(r.keys) for r in core.queue.waiting.values())
+            forgotten = self.now - client.store_deferred_at >= FORGET_AFTER * core.queue.lease
+            once = not client.store_deferred or forgotten or not room or queued or self.demotes
             # A search that was broken off goes on with the next offer.
-            assert once or core.budget.cut_short, "a store is put off once"
-            client.put_off, client.put_off_at = True, self.now
+            assert once or core.budget.cut_short, "a store is deferred once"
+            client.store_deferred, client.store_deferred_at = True, self.now
             return
-        client.put_off = False
+        client.store_deferred = False
         assert grant.keys == [key for key in new if key in grant.keys], "not in prefix order"
         missing = next((n for n, key in enumerate(client.keys) if key not in pool.chunks), None)
         if missing is not None and hindered:
@@ -505,7 +504,7 @@ class World:
         self.hits_this_step.clear()
         for client in self.clients.values():
             client.forget()
-            client.state, client.put_off = "asking", False
+            client.state, client.store_deferred = "asking", False
 
     def land(self, copy: Copy, *, moment: bool = False) -> None:
         """A late copy moves its bytes, once more or (not `moment`) for the last time."""

@@ -173,7 +173,7 @@ def test_reads_that_overtake_do_not_extend_a_wait() -> None:
     assert rig.ask(prompts["r5"], "r5") is None, "reads before it came"
 
 
-def test_standing_in_line_for_rows_does_not_count_while_the_line_moves() -> None:
+def test_waiting_for_rows_does_not_count_while_the_queue_moves() -> None:
     prompts, held = many(4, 8)
     rig = Rig(rows=8, on=[held], deadline=1.0)
     for request, keys in prompts.items():
@@ -192,7 +192,7 @@ def test_standing_in_line_for_rows_does_not_count_while_the_line_moves() -> None
     assert rig.stats.timeouts == 0
 
 
-def test_a_load_that_ends_is_movement_for_those_in_line() -> None:
+def test_a_load_that_ends_is_movement_for_those_in_the_queue() -> None:
     busy, keys = chain("busy", 8), chain("a", 8)
     rig = Rig(rows=8, on=[keys], deadline=1.0)
     rig.put(busy)
@@ -222,7 +222,7 @@ def test_the_end_of_a_load_that_nobody_began_is_no_movement() -> None:
     assert rig.ask(keys) == 0
 
 
-def test_the_ceiling_ends_a_wait_in_a_line_that_moves() -> None:
+def test_the_longest_wait_ends_in_a_queue_that_moves() -> None:
     mine, others = chain("mine", 8), [chain(f"o{index}", 8) for index in range(12)]
     rig = Rig(
         rows=8,
@@ -276,7 +276,7 @@ def test_a_caller_that_slept_does_not_take_its_own_sleep_for_a_stalled_tier() ->
     assert rig.ask(prompts["r0"], "r0") == 4, "and what it waited for is there"
 
 
-def test_a_wait_longer_than_the_ceiling_is_refused_at_once() -> None:
+def test_a_wait_longer_than_the_longest_is_refused_at_once() -> None:
     prompts, held = many(3, 10)
     rig = Rig(rows=40, on=[held], max_wait=10.0)
     assert rig.ask(prompts["r0"], "r0") is None

@@ -175,7 +175,7 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
     assert CountingDict.reads <= 3, "one look for each time that it asks"
 
 
-def test_the_first_in_line_costs_no_key_while_there_is_no_row_for_it() -> None:
+def test_the_first_in_the_queue_costs_no_key_while_there_is_no_row_for_it() -> None:
     keys, busy = chain("a", 5000), chain("busy", 5000)
     rig = Rig(rows=5000, on=[keys], segment_slots=10_000)
     core = rig.core

@@ -21,7 +21,7 @@ def promoted(moves: Collection[object]) -> int:
     return sum(len(move.keys) for move in moves if getattr(move, "op", None) is Op.PROMOTE)
 
 
-def test_a_step_grants_a_bounded_number_of_chunks_in_line_order_and_the_rest_follows() -> None:
+def test_a_step_grants_a_bounded_number_of_chunks_in_queue_order_and_the_rest_follows() -> None:
     first, second = chain("a", 10), chain("b", 10)
     rig = Rig(rows=40, on=[[*first, *second]], pace=FEW)
     assert rig.ask(first, "a") is None

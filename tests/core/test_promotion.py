@@ -248,7 +248,7 @@ def test_rows_that_a_reset_left_with_their_moves_are_waited_for() -> None:
     assert rig.ask(keys) == 8
 
 
-def test_a_chunk_that_its_tier_lost_while_a_request_stood_in_line_ends_its_prefix() -> None:
+def test_a_chunk_that_its_tier_lost_while_a_request_waited_ends_its_prefix() -> None:
     first, second = chain("a", 8), chain("b", 8)
     rig = Rig(rows=8, on=[first + second], segment_slots=16)
     assert rig.ask(first, "r0") is None
@@ -289,7 +289,7 @@ def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
     assert dict(rig.core.tiers[0].entries) == {keys[0]: 0, new[0]: 1}
 
 
-def test_stores_do_not_take_the_rows_that_a_request_in_line_waits_for() -> None:
+def test_stores_do_not_take_the_rows_that_a_waiting_request_needs() -> None:
     cold = chain("cold", 4)
     rig = Rig(rows=8, on=[cold], deadline=1.0)
     rig.core.tiers[0].health.store_after = rig.now + 1e9  # so that stored chunks may leave at once

@@ -85,7 +85,7 @@ def test_who_waits_for_the_tier_gets_its_rows_before_who_came_later() -> None:
     assert rig.ask(second, "r1") == 3
 
 
-def test_a_store_is_not_put_off_for_a_request_that_waits_for_its_tier() -> None:
+def test_a_store_is_not_deferred_for_a_request_that_waits_for_its_tier() -> None:
     keys = chain("a", 16)
     rig = Rig(rows=16, on=[keys])
     assert rig.ask(keys) is None

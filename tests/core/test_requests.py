@@ -139,7 +139,7 @@ def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
 
 
 @pytest.mark.parametrize(
-    "act", ["miss", "defer", "hit", "load", "load nothing", "store", "store nothing", "put off"]
+    "act", ["miss", "defer", "hit", "load", "load nothing", "store", "store nothing", "defer store"]
 )
 def test_requests_that_never_end_leave_a_bounded_trace(
     act: str, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +149,7 @@ def test_requests_that_never_end_leave_a_bounded_trace(
     rig.put(here)
     rig.settle()
     rig.core.on_request_finished("writer")
-    if act == "put off":
+    if act == "defer store":
         rig.load(here)
     for number in range(1000):
         name = f"never-ends-{number}"

@@ -303,9 +303,9 @@ def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ende
 
 
 def grant_as_far_as_possible(rig: Rig, keys: list[bytes]) -> list[int]:
-    """Rows of a store that is offered twice: the first time it may be put off."""
+    """Rows of a store that is offered twice: the first time it may be deferred."""
     for _ in range(2):
         grant = rig.core.prepare_store(keys, "late")
         if grant is not None:
             return grant.rows
-    raise AssertionError("a store is put off once")
+    raise AssertionError("a store is deferred once")

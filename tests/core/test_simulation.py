@@ -175,7 +175,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitQueue, "expire", lambda self, now: [])
 
 
-@breaks("standing in line has a ceiling")
+@breaks("waiting for rows has an end")
 def _(patch: pytest.MonkeyPatch) -> None:
     expire = WaitQueue.expire
 
@@ -324,7 +324,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "reset", forgetful)
 
 
-@breaks("a store is put off once")
+@breaks("a store is deferred once")
 def _(patch: pytest.MonkeyPatch) -> None:
     prepare_store = Core.prepare_store
 

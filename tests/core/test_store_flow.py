@@ -95,7 +95,7 @@ def test_a_store_larger_than_the_pool_is_granted_for_its_prefix() -> None:
     assert rig.stats.chunks_refused == 5
 
 
-def test_a_store_is_put_off_once_while_room_is_on_its_way_then_gets_what_fits() -> None:
+def test_a_store_is_deferred_once_while_room_is_on_its_way_then_gets_what_fits() -> None:
     rig = Rig(rows=4, on=())
     busy, keys = chain("busy", 2), chain("a", 4)
     rig.put(busy)
@@ -108,7 +108,7 @@ def test_a_store_is_put_off_once_while_room_is_on_its_way_then_gets_what_fits() 
     assert rig.stats.stores_deferred == 1
 
 
-def test_a_store_that_was_put_off_gets_everything_once_the_room_is_there() -> None:
+def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> None:
     rig = Rig(rows=4, on=())
     busy, keys = chain("busy", 2), chain("a", 4)
     rig.put(busy)
@@ -122,7 +122,7 @@ def test_a_store_that_was_put_off_gets_everything_once_the_room_is_there() -> No
     assert not rig.core._requests
 
 
-def test_a_request_that_loads_is_put_off_like_any_other() -> None:
+def test_a_request_that_loads_is_deferred_like_any_other() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)
     rig.put(busy)
@@ -133,7 +133,7 @@ def test_a_request_that_loads_is_put_off_like_any_other() -> None:
     assert grant.keys == chain("a", 2)
 
 
-def test_each_request_is_put_off_on_its_own_account() -> None:
+def test_each_request_is_deferred_on_its_own_account() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)
     rig.put(busy)
@@ -142,7 +142,7 @@ def test_each_request_is_put_off_on_its_own_account() -> None:
     assert rig.core.prepare_store(chain("b", 4), "w1") is None
 
 
-def test_a_request_that_was_put_off_and_finishes_is_forgotten() -> None:
+def test_a_request_that_was_deferred_and_finishes_is_forgotten() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)
     rig.put(busy)
@@ -298,7 +298,7 @@ def test_what_is_offered_again_was_used() -> None:
     assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
 
 
-def test_a_store_that_can_never_fit_whole_is_not_put_off() -> None:
+def test_a_store_that_can_never_fit_whole_is_not_deferred() -> None:
     rig = Rig(rows=4, on=())
     busy, keys = chain("busy", 2), chain("a", 9)
     rig.put(busy)
@@ -308,7 +308,7 @@ def test_a_store_that_can_never_fit_whole_is_not_put_off() -> None:
     assert grant.keys == keys[:2]
 
 
-def test_a_store_is_put_off_once_while_chunks_wait_for_their_copies() -> None:
+def test_a_store_is_deferred_once_while_chunks_wait_for_their_copies() -> None:
     rig = Rig(rows=4, in_flight=1)
     rig.put(chain("a", 3))
     grants = [rig.core.prepare_store(chain("b", 2), "w") for _ in range(2)]

@@ -61,8 +61,8 @@ def config_of(path: Path, **changes: Any) -> dict[str, Any]:
         "chunk_bytes": CHUNK,
         "identity": IDENTITY,
         "deadline_s": DEADLINE,
-        "ceiling_s": CEILING,
-        "drain_s": DRAIN,
+        "max_wait_s": CEILING,
+        "shutdown_timeout_s": DRAIN,
         "keep_events": True,
     }
     for key, value in changes.items():

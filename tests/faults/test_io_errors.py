@@ -192,7 +192,7 @@ async def test_writes_that_are_cut_short_go_on_until_all_is_there(
 async def test_a_disk_that_writes_no_byte_and_names_no_error_does_not_hang_its_caller(
     faulty: FaultyDisk,
 ) -> None:
-    async with calling(faulty.path, seen_at=faulty.behind, drain_s=0.5) as caller:
+    async with calling(faulty.path, seen_at=faulty.behind, shutdown_timeout_s=0.5) as caller:
         faulty.obey({"op": "write", **BLOCKS, "short": 0})
         async with running_loop():
             await caller.put(ALL)
@@ -242,7 +242,7 @@ async def test_a_disk_that_takes_seconds_makes_misses_at_the_deadline_and_hits_l
 
 async def test_slow_writes_hold_nobody_up_and_are_complete_in_the_end(faulty: FaultyDisk) -> None:
     taken: set[int] = set()
-    async with calling(faulty.path, seen_at=faulty.behind, drain_s=8.0) as caller:
+    async with calling(faulty.path, seen_at=faulty.behind, shutdown_timeout_s=8.0) as caller:
         faulty.obey({"op": "write", **BLOCKS, "delay": 0.1})
         async with running_loop():
             for start in range(0, 2 * SLOTS, 4):
@@ -259,7 +259,7 @@ async def test_slow_writes_hold_nobody_up_and_are_complete_in_the_end(faulty: Fa
 async def test_a_disk_that_grows_slowly_keeps_what_it_has_and_says_so(
     faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with calling(faulty.path, seen_at=faulty.behind, drain_s=8.0) as caller:
+    async with calling(faulty.path, seen_at=faulty.behind, shutdown_timeout_s=8.0) as caller:
         assert await caller.save(range(SLOTS // 2)) == set(range(SLOTS // 2))
         faulty.obey(
             {"op": "write", **BLOCKS, "delay": 0.05},

@@ -37,7 +37,7 @@ def open_store(tmp_path: Path) -> Open:
             "cpu_bytes_to_use": rows * size,
             "tiers": tiers,
             "deadline_s": 1.0,
-            "drain_s": 10.0,
+            "shutdown_timeout_s": 10.0,
             **more,
         }
         async with kvstore.open(config) as store:

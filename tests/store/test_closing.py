@@ -239,7 +239,7 @@ PROGRAM = """
     config = {
         "cpu_bytes_to_use": 64 * size,
         "chunk_bytes": size,
-        "drain_s": 30.0,
+        "shutdown_timeout_s": 30.0,
         "record_trace": path + ".trace",
         "tiers": [
             {"type": "disk", "path": path, "segment_bytes": "8MiB", "capacity_bytes": "64MiB"}

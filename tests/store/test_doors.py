@@ -96,14 +96,14 @@ async def test_what_is_no_name_of_a_request_is_refused(open_store: Open, wrong: 
         with pytest.raises(KVStoreError, match="request must be"):
             await store.put(KEYS, payloads(KEYS), wrong)
         with pytest.raises(KVStoreError, match="request must be"):
-            store.finish(wrong)
+            store.release(wrong)
         await unchanged(store)
 
 
 async def test_finish_needs_a_name(open_store: Open) -> None:
     async with open_store() as store:
         with pytest.raises(KVStoreError, match="request must be"):
-            store.finish(None)  # type: ignore[arg-type]
+            store.release(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [5, None, CHUNK])

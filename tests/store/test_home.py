@@ -30,7 +30,7 @@ SYNCHRONOUS: dict[str, Callable[[Store], Any]] = {
     "get": lambda store: store.get(KEYS),
     "get of nothing": lambda store: store.get([]),
     "compact": lambda store: store.compact(0),
-    "finish": lambda store: store.finish("mine"),
+    "release": lambda store: store.release("mine"),
     "stats": lambda store: store.stats(),
     "take_events": lambda store: store.take_events(),
 }

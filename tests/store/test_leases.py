@@ -115,7 +115,7 @@ async def test_a_name_keeps_chunks_while_others_wait(open_store: Open) -> None:
         assert await store.resolve(named, "mine") == 8
         assert await contents(store, wanted) == []
         assert busy(store) == 8
-        store.finish("mine")
+        store.release("mine")
         assert busy(store) == 0
 
 

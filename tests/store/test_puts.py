@@ -237,7 +237,7 @@ async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) ->
             assert time.monotonic() - start < 2.0
 
 
-async def test_who_is_cancelled_in_line_holds_nobody_up(open_store: Open) -> None:
+async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open) -> None:
     async with open_store(rows=4, deadline_s=10.0) as store:
         leased = keys_of("leased", 4)
         await store.put(leased, payloads(leased))

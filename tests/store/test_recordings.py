@@ -157,7 +157,7 @@ async def serve(
         try:
             found = await server(store, prompt, name)
             if name is not None:
-                store.finish(name)
+                store.release(name)
             if at_once == 1:
                 # In the simulation the disk is never behind.
                 await store.flush()
@@ -250,7 +250,7 @@ async def test_the_groups_of_a_request_are_told_apart(tmp_path: Path) -> None:
     sliding = [b"%d\0\0\0\1" % n for n in range(2)]
     async with recorded(tmp_path) as store:
         await store.put([*keys, *sliding], [DATA] * 6, "mine")
-        store.finish("mine")
+        store.release("mine")
     (request,) = read_recording(tmp_path / "trace.kvt").requests
     assert [len(chain) for chain in request.chains] == [4, 2]
 

@@ -516,7 +516,7 @@ async def test_what_was_fetched_stays_for_a_request_that_asks_again(open_store: 
         others = keys_of("others", 6)
         await store.put(others, payloads(others))
         assert store.lookup_prefix(keys, request="mine") == 4
-        store.finish("mine")
+        store.release("mine")
         assert busy(store) == 0
 
 
@@ -697,7 +697,7 @@ async def test_a_disk_that_never_answers_does_not_keep_the_store_from_closing(
 ) -> None:
     hold(monkeypatch, "write")
     start = time.monotonic()
-    async with open_store(disk=32, drain_s=0.1) as store:
+    async with open_store(disk=32, shutdown_timeout_s=0.1) as store:
         await store.put(keys_of("a", 1), [bytes(CHUNK)])
     assert time.monotonic() - start < 3.0
 
@@ -738,7 +738,7 @@ async def test_who_waits_when_the_store_closes_is_told(
     async with open_store(disk=32) as store:
         await store.put(keys, payloads(keys))
     hold(monkeypatch, "read")
-    async with open_store(disk=32, drain_s=0.1, deadline_s=30.0) as store:
+    async with open_store(disk=32, shutdown_timeout_s=0.1, deadline_s=30.0) as store:
         resolving = asyncio.create_task(store.resolve(keys))
         await until(lambda: store.stats().waiting == 1)
     with pytest.raises(KVStoreError, match="closed"):
@@ -798,7 +798,9 @@ async def test_closing_does_not_go_on_copying_after_its_time(
         return Transfer([True] * len(keys))
 
     monkeypatch.setattr(DiskTier, "write", slow)
-    async with open_store(rows=64, disk=64, drain_s=0.12, write_queue_bytes=CHUNK) as store:
+    async with open_store(
+        rows=64, disk=64, shutdown_timeout_s=0.12, write_queue_bytes=CHUNK
+    ) as store:
         keys = keys_of("a", 40)
         await store.put(keys, payloads(keys))
     assert writes < 10
@@ -948,5 +950,5 @@ async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(
         assert await store.resolve(keys) == 40
         async with store.get(keys) as chunks:
             assert [bytes(chunk) for chunk in chunks] == payloads(keys)
-        store.finish("nobody")
+        store.release("nobody")
         assert store.stats().timeouts == 0

@@ -34,7 +34,7 @@ from tests.tiers.support import (
     disk_tier,
     lane_of,
 )
-from tiers.disk import FollowedLanes
+from tiers.disk import PeerLanes
 from tiers.pinned import PinnedRegion
 
 HEADROOM = 192 * 2**20
@@ -84,7 +84,7 @@ async def follow(path: Path) -> None:
     region = PinnedRegion.private(ROWS, SLOT)
     tier.open(region)
     try:
-        others = FollowedLanes(tier)
+        others = PeerLanes(tier)
         entries = list(others.open(region).entries)
         for start in range(0, len(entries), ROWS):
             part = entries[start : start + ROWS]

@@ -15,7 +15,7 @@ from kvstore.errors import PathUnusableError
 from kvstore.testing.tier import TierBench, key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
-from tiers.disk.follow import FollowedLanes
+from tiers.disk.peers import PeerLanes
 from tiers.disk.tier import DiskTier
 from tiers.disk.trust import Trust
 
@@ -240,7 +240,7 @@ async def test_lanes_and_segments_of_other_users_are_not_followed(
 
 def followed(bench: TierBench) -> list[tuple[bytes, int]]:
     assert isinstance(bench.tier, DiskTier)
-    others = FollowedLanes(bench.tier)
+    others = PeerLanes(bench.tier)
     entries = list(others.open(bench.region).entries)
     others.abandon()
     return entries

@@ -282,7 +282,7 @@ class DiskTier(Tier):
             return Transfer([False] * len(keys), str(error))
         return Transfer(ok, error_of(told, ok))
 
-    async def give_back(self, segment: int) -> str | None:
+    async def remove_segment(self, segment: int) -> str | None:
         number, index = divmod(segment, len(self.volumes))
         volume = self.volumes[index]
         (told,) = await volume.threads.run([partial(volume.remove, number)], load=False)

@@ -18,7 +18,7 @@ from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
-from tiers.disk import DiskTier, FollowedLanes, watch
+from tiers.disk import DiskTier, PeerLanes, watch
 from tiers.disk.places import Places
 from tiers.disk.watch import IN_TURN
 
@@ -32,7 +32,7 @@ class Follower:
     def __init__(self, bench: TierBench) -> None:
         self.bench = bench
         assert isinstance(bench.tier, DiskTier)
-        self.tier = FollowedLanes(bench.tier)
+        self.tier = PeerLanes(bench.tier)
         self.entries = dict(self.tier.open(bench.region).entries)
 
     async def look(self) -> Changes:
@@ -242,7 +242,7 @@ async def test_every_change_of_a_lane_is_seen_by_the_next_look(
         await owner.tier.relocate(KEYS[:1], [0], [SLOTS])
         expected = {*KEYS[:4]}
     elif change == "give back":
-        assert await owner.tier.give_back(0) is None
+        assert await owner.tier.remove_segment(0) is None
         expected = set()
     elif change == "clear":
         assert await owner.tier.clear() == [0, 1]

@@ -25,7 +25,7 @@ from tiers.disk.volume import Volume
 from tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
 from tiers.pinned import PinnedRegion
 
-__all__ = ["FollowedLanes"]
+__all__ = ["PeerLanes"]
 
 
 class _Known:
@@ -48,7 +48,7 @@ class _Known:
         ]
 
 
-class FollowedLanes(Tier):
+class PeerLanes(Tier):
     """The lanes beside the one that `own` writes to; read only.
 
     Args:
@@ -56,7 +56,7 @@ class FollowedLanes(Tier):
             of each path for what lies there.
     """
 
-    follows = True
+    is_peer = True
 
     def __init__(self, own: DiskTier) -> None:
         self._own = own
@@ -77,7 +77,7 @@ class FollowedLanes(Tier):
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
-            followed=True,
+            peer=True,
         )
 
     @property
