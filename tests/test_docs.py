@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,35 @@ async def test_the_independent_reader_of_the_format_reads_a_lane(tmp_path: Path)
     assert told == {
         key.hex(): ["5000", (bytes([index]) * 8).hex()] for index, key in enumerate(keys)
     }
+
+
+def test_the_tables_of_a_chunks_life_are_those_of_the_code() -> None:
+    program = runpy.run_path(str(DOCS / "life.py"))
+    text = (DOCS / "design.md").read_text()
+    assert program["page"](text) == text, "run python docs/life.py"
+
+
+def test_the_way_of_one_key_names_functions_that_there_are() -> None:
+    text = (DOCS / "design.md").read_text()
+    walk = text.split("### The way of one key")[1].split("\n### ")[0]
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", walk)
+    assert len(named) > 30
+    folder = Path(kvstore.__file__).parent
+    sources = [*folder.glob("core/*.py"), folder / "engine.py", folder.parent / "tiers/base.py"]
+    tree = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    methods = {
+        (cls.name, function.name)
+        for cls in tree
+        if isinstance(cls, ast.ClassDef)
+        for function in cls.body
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert [f"{cls}.{name}" for cls, name in named if (cls, name) not in methods] == []
+
+
+def test_every_room_of_the_core_is_in_the_table() -> None:
+    text = (DOCS / "design.md").read_text()
+    rooms = text.split("### Its rooms")[1].split("### The life")[0]
+    told = set(re.findall(r"`(\w+)`", rooms))
+    modules = {path.stem for path in (Path(kvstore.__file__).parent / "core").glob("*.py")}
+    assert modules - {"__init__", "flow", "stats"} - told == set()
