@@ -149,7 +149,7 @@ def _assemble(
     recorder = None
     if config.record_trace is not None:
         recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
-        core.chains.on_end = recorder.add
+        core.chains.listen(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
         parts.append("installed without a C compiler: steps over large tiers have pauses")

@@ -64,8 +64,7 @@ class Chains:
         self._tiers = [tier for tier in tiers if _overrides(tier.index.policy, "settle")]
         self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
         self.filters: list[AdmissionFilter] = [each for each in filters if each is not None]
-        self.on_end: Callable[[Sequence[Sequence[bytes]]], None] | None = None
-        """Told the keys of each request that has ended, one sequence for each group."""
+        self._listener: Callable[[Sequence[Sequence[bytes]]], None] | None = None
         self._chains: dict[str, _Chain] = {}
         self._keys = 0
         self._asked: dict[str, set[bytes]] = {}
@@ -77,6 +76,10 @@ class Chains:
         self._settling: deque[tuple[list[int], _Chain]] = deque()
         """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
         self._settling_keys = 0
+
+    def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
+        """Tell it the keys of each request that ends, one sequence for each group."""
+        self._listener = listener
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those they do not know from it yet."""
@@ -156,8 +159,8 @@ class Chains:
         if place is not None:
             for keys in groups:
                 keys.sort(key=place)
-        if self.on_end is not None:
-            self.on_end(groups)
+        if self._listener is not None:
+            self._listener(groups)
         for keys in groups:
             self._host.settle(keys)
         if self._tiers:

@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["EVERY", "Complaints"]
+__all__ = ["EVERY", "Complaints", "Log"]
 
 EVERY = 60.0
 """Fewest seconds between two lines of one fault, its end excepted."""
+
+
+class Log:
+    """Where lines go: nowhere, until it is told."""
+
+    def __init__(self) -> None:
+        self._write: Callable[[str], None] | None = None
+
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Lines go there from now on."""
+        self._write = write
+
+    def __call__(self, message: str) -> None:
+        if self._write is not None:
+            self._write(message)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, Life
+from kvstore.core.complaints import Log
 from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
@@ -83,7 +84,7 @@ class Core:
         self.tiers = list(tiers)
         self.now = 0.0
         self.era = 0
-        self._write: Callable[[str], None] = lambda message: None
+        self._log = Log()
         efforts = [tier.index.policy.effort for tier in self.tiers]
         self.budget = Budget(pace, pool.policy.effort, efforts)
         self._requests = Requests()
@@ -126,7 +127,7 @@ class Core:
 
     def log_to(self, write: Callable[[str], None]) -> None:
         """Where one line per change of a tier's health goes; nowhere by default."""
-        self._write = write
+        self._log.write_to(write)
 
     # -- the edges of a step ---------------------------------------------------------
 
@@ -443,6 +444,3 @@ class Core:
         new, self._illegal = self.illegal - self._illegal, self.illegal
         if new:
             self._log(f"{new} transitions of chunks that may not be were asked for, and not made")
-
-    def _log(self, message: str) -> None:
-        self._write(message)

@@ -199,7 +199,7 @@ def test_a_reset_forgets_the_chains() -> None:
 def test_whoever_records_is_told_every_group() -> None:
     rig, keys = Rig(on=()), chain("a", 3)
     ended: list[Any] = []
-    rig.core.chains.on_end = ended.append
+    rig.core.chains.listen(ended.append)
     rig.put(keys)
     rig.core.on_request_finished("writer")
     rig.core.on_request_finished("nobody")

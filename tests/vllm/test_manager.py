@@ -302,7 +302,7 @@ def test_a_window_that_is_looked_for_from_its_end_is_told_in_the_order_of_its_pr
     first.close()
     server = Server(tmp_path, rows=64, groups=groups)
     ended: list[Any] = []
-    server.manager._core.chains.on_end = ended.append
+    server.manager._core.chains.listen(ended.append)
     fetched: list[bytes] = []
     submit = server.manager._engine.submit
 
