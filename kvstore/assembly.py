@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.choice import build_filters, build_policy
-from kvstore.config import Config
+from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.tier import TierView
 from kvstore.errors import ConfigError
 from kvstore.recording import Recorder
 from kvstore.sizes import format_size
+from kvstore.tiering import TierPlace, create_tier
+from kvstore.types import RecoveredTier
 from policies.table import COMPILED
 from tiers import PinnedRegion, Tier
 from tiers.disk import DiskTier, PeerLanes
@@ -98,37 +100,22 @@ def _assemble(
     views: list[TierView] = []
     parts: list[str] = []
     for tier_config in config.tiers:
-        disk = DiskTier(
-            tier_config.paths,
-            namespace,
-            chunk_bytes,
-            tier_config.capacity_bytes,
-            segment_bytes=tier_config.segment_bytes,
-            io=tier_config.io,
-            io_threads=tier_config.io_threads,
-            lane=tier_config.lane,
-            strict_modes=tier_config.strict_modes,
-            share_after_reset=tier_config.share_after_reset,
-        )
-        recovered = disk.open(region)
-        tiers.append(disk)
-        slots = max(1, recovered.max_segments * recovered.segment_slots)
-        policy = build_policy(tier_config.eviction_policy, slots)
-        filters = build_filters(tier_config.admission, slots, chunk_bytes)
-        flow = tier_config.flow
-        view = OwnedTier(len(views), recovered, policy, in_flight, filters, flow)
-        view.compact_at(tier_config.compaction_rate / region.row_bytes)
-        views.append(view)
-        rules = [str(tier_config.eviction_policy), flow.value, *map(str, tier_config.admission)]
-        found = len(recovered.entries)
-        parts.append(f"{disk.description}, {', '.join(rules)}, {found} chunks found")
-        if tier_config.share:
-            others = PeerLanes(disk)
-            shared = others.open(region)
-            tiers.append(others)
-            views.append(PeerTier(len(views), shared, in_flight))
-            if shared.entries:
-                parts.append(f"{others.description} with {len(shared.entries)} chunks")
+        opened = _tiers_of(tier_config, namespace, chunk_bytes)
+        for tier in opened:
+            recovered = tier.open(region)
+            tiers.append(tier)
+            if recovered.peer:
+                views.append(PeerTier(len(views), recovered, in_flight))
+                if recovered.entries:
+                    parts.append(f"{tier.description} with {len(recovered.entries)} chunks")
+                continue
+            view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes)
+            if isinstance(tier_config, DiskConfig):
+                view.compact_at(tier_config.compaction_rate / region.row_bytes)
+            views.append(view)
+            policy, filters = tier_config.eviction_policy, map(str, tier_config.admission)
+            said = ", ".join([str(policy), tier_config.flow.value, *filters])
+            parts.append(f"{tier.description}, {said}, {len(recovered.entries)} chunks found")
     demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
     pool = HostPool(
         region.rows,
@@ -154,3 +141,46 @@ def _assemble(
     if not COMPILED:
         parts.append("installed without a C compiler: steps over large tiers have pauses")
     return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder)
+
+
+def _tiers_of(
+    config: DiskConfig | TierConfig, namespace: Namespace, chunk_bytes: int
+) -> list[Tier]:
+    """What one entry of `tiers` stands for, not opened: a tier, and perhaps its peers.
+
+    Raises:
+        ConfigError: if its kind refuses a parameter.
+    """
+    if isinstance(config, TierConfig):
+        place = TierPlace(namespace.name, namespace.identity, chunk_bytes)
+        try:
+            return [create_tier(config.type, place, config.parameters)]
+        except ValueError as error:
+            raise ConfigError(f"tier {config.type!r}: {error}") from error
+    disk = DiskTier(
+        config.paths,
+        namespace,
+        chunk_bytes,
+        config.capacity_bytes,
+        segment_bytes=config.segment_bytes,
+        io=config.io,
+        io_threads=config.io_threads,
+        lane=config.lane,
+        strict_modes=config.strict_modes,
+        share_after_reset=config.share_after_reset,
+    )
+    return [disk, PeerLanes(disk)] if config.share else [disk]
+
+
+def _view(
+    number: int,
+    recovered: RecoveredTier,
+    config: DiskConfig | TierConfig,
+    in_flight: int,
+    chunk_bytes: int,
+) -> OwnedTier:
+    """What the core knows of an opened tier."""
+    slots = max(1, recovered.max_segments * recovered.segment_slots)
+    policy = build_policy(config.eviction_policy, slots)
+    filters = build_filters(config.admission, slots, chunk_bytes)
+    return OwnedTier(number, recovered, policy, in_flight, filters, config.flow)

@@ -20,7 +20,7 @@ from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
 from kvstore.sizes import parse_size
 
-__all__ = ["Config", "DiskConfig", "check_size"]
+__all__ = ["Config", "DiskConfig", "TierConfig", "check_size"]
 
 _T = TypeVar("_T")
 _Check = Callable[[object], Any]
@@ -94,6 +94,38 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A tier of a kind that a package has added: see `kvstore.tiering`.
+
+    Attributes:
+        type: the name of the kind.
+        parameters: what else is said of it; what is allowed is the kind's to say.
+        eviction_policy, admission, flow: as for a disk tier.
+    """
+
+    type: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    eviction_policy: str | Choice = "lru"
+    admission: tuple[Choice, ...] = ()
+    flow: Flow = Flow.WRITE_THROUGH
+
+    def __post_init__(self) -> None:
+        _check(self, _TIER)
+        # Imported where it is needed: most configurations have no such tier.
+        from kvstore.tiering import check_tier
+
+        try:
+            check_tier(self.type, self.parameters)
+        except ValueError as error:
+            raise ConfigError(f"type = {_shown(self.type)}: {error}") from error
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """No folder of this machine, as far as is known."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration.
 
@@ -127,7 +159,7 @@ class Config:
     cpu_bytes_to_use: int
     eviction_policy: str | Choice | None = None
     store_threshold: int = 0
-    tiers: tuple[DiskConfig, ...] = ()
+    tiers: tuple[DiskConfig | TierConfig, ...] = ()
     chunk_bytes: int | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     namespace: str | None = None
@@ -355,20 +387,24 @@ def _optional(check: _Check) -> _Check:
     return lambda value: None if value is None else check(value)
 
 
-def _tiers(value: object) -> tuple[DiskConfig, ...]:
+def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise ValueError("must be a list of tiers")
-    tiers: list[DiskConfig] = []
+    tiers: list[DiskConfig | TierConfig] = []
     for index, tier in enumerate(value):
         where = f"tiers[{index}]"
-        if isinstance(tier, DiskConfig):
+        if isinstance(tier, (DiskConfig, TierConfig)):
             tiers.append(tier)
             continue
-        if not isinstance(tier, Mapping) or tier.get("type") != "disk":
-            told = tier.get("type") if isinstance(tier, Mapping) else tier
-            raise ConfigError(f"{where}.type = {_shown(told)}: must be one of: disk")
+        if not isinstance(tier, Mapping):
+            raise ConfigError(f"{where} = {_shown(tier)}: must be a table of keys")
         rest = {key: item for key, item in tier.items() if key != "type"}
-        tiers.append(_build(DiskConfig, _DISK, rest, where))
+        if tier.get("type") == "disk":
+            tiers.append(_build(DiskConfig, _DISK, rest, where))
+            continue
+        common = {key: rest.pop(key) for key in list(rest) if key in _TIER}
+        table = {"type": tier.get("type"), "parameters": rest, **common}
+        tiers.append(_build(TierConfig, {**_TIER, "type": _anything}, table, where))
     for index, tier in enumerate(tiers):
         taken = {path for other in tiers[:index] for path in other.paths}
         for path in taken.intersection(tier.paths):
@@ -376,6 +412,23 @@ def _tiers(value: object) -> tuple[DiskConfig, ...]:
             raise ConfigError(f"{told}: each tier needs a folder of its own")
     return tuple(tiers)
 
+
+def _anything(value: object) -> object:
+    return value
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a table of keys")
+    return dict(value)
+
+
+_TIER: Mapping[str, _Check] = {
+    "parameters": _table,
+    "eviction_policy": _policy,
+    "admission": check_filters,
+    "flow": _flow,
+}
 
 _DISK: Mapping[str, _Check] = {
     "path": _paths,
@@ -416,4 +469,5 @@ _CONFIG: Mapping[str, _Check] = {
 _REQUIRED: Mapping[type, tuple[str, ...]] = {
     Config: ("cpu_bytes_to_use",),
     DiskConfig: ("path", "capacity_bytes"),
+    TierConfig: ("type",),
 }

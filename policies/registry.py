@@ -27,6 +27,7 @@ from policies.sieve import SIEVE
 from policies.wtinylfu import WTinyLFU
 
 __all__ = [
+    "Registry",
     "create_filter",
     "create_policy",
     "filter_names",
@@ -42,8 +43,13 @@ _P = TypeVar("_P", bound=type[EvictionPolicy])
 _F = TypeVar("_F", bound=type[AdmissionFilter])
 
 
-class _Registry(Generic[_T]):
-    """Classes of one kind, by name."""
+class Registry(Generic[_T]):
+    """Classes of one kind, by name.
+
+    Args:
+        kind: what messages call them. base: what they are subclasses of.
+        group: the entry points that offer more of them.
+    """
 
     def __init__(self, kind: str, base: type[_T], group: str) -> None:
         self.kind = kind
@@ -52,6 +58,11 @@ class _Registry(Generic[_T]):
         self.classes: dict[str, type[_T]] = {}
 
     def register(self, cls: type[_T]) -> None:
+        """Make a class known under its `name`.
+
+        Raises:
+            ValueError: if the class has no name, or another class has taken it.
+        """
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} {cls.__qualname__} needs a class attribute `name`")
@@ -61,10 +72,17 @@ class _Registry(Generic[_T]):
         self.classes[name] = cls
 
     def names(self) -> list[str]:
+        """Every name that is registered or offered by an installed package, sorted."""
         found = {point.name for point in entry_points(group=self.group)}
         return sorted(found | self.classes.keys())
 
     def find(self, name: str) -> type[_T]:
+        """The class called `name`.
+
+        Raises:
+            ValueError: if there is none; the message lists those that exist. Or if the
+                package that offers it cannot be loaded.
+        """
         cls: object = self.classes.get(name)
         if cls is None:
             for point in entry_points(group=self.group):
@@ -85,13 +103,18 @@ class _Registry(Generic[_T]):
         return cls
 
     def checked(self, name: str, parameters: dict[str, Any]) -> type[_T]:
+        """The class called `name`, if it takes these parameters.
+
+        Raises:
+            ValueError: as `find`; for a parameter that it does not take, or of another type.
+        """
         cls = self.find(name)
         check_parameters(f"{self.kind} {name!r}", cls, parameters)
         return cls
 
 
-_policies: _Registry[EvictionPolicy] = _Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
-_filters: _Registry[AdmissionFilter] = _Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
+_policies: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
+_filters: Registry[AdmissionFilter] = Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
 _registry = _policies.classes
 
 
