@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.core.chunk import Life
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
@@ -16,6 +18,10 @@ ENGINES = [f"tests/vllm/test_{name}.py" for name in ("engine", "policies", "rese
 
 FIRST = [*ENGINES, "tests/vllm/test_identity.py", "tests/tiers/test_fuzz.py"]
 """What takes longest begins first, so that no worker is left alone with it at the end."""
+
+
+# What the tables of a chunk's life lack is an error here; in service it is counted.
+Life.raises = True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -144,11 +144,11 @@ class Chains:
             self._take_ended(request_id)
             self._settle_later(chain)
 
-    def end(self, request_id: str, place: Callable[[bytes], int] | None = None) -> None:
+    def end(self, request_id: str, position: Callable[[bytes], int] | None = None) -> None:
         """The request uses nothing any more.
 
         Args:
-            place: where in its prompt a key belongs, unless it was used in that order.
+            position: where in its prompt a key belongs, unless it was used in that order.
         """
         self._asked_keys -= len(self._asked.pop(request_id, ()))
         chain = self._chains.pop(request_id, None)
@@ -156,9 +156,9 @@ class Chains:
             return
         self._keys -= len(chain.known)
         groups = list(chain.groups.values())
-        if place is not None:
+        if position is not None:
             for keys in groups:
-                keys.sort(key=place)
+                keys.sort(key=position)
         if self._listener is not None:
             self._listener(groups)
         for keys in groups:

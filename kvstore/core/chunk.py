@@ -254,7 +254,7 @@ class Chunk:
         pins: how many read it or hold a lease on it.
         unsaved: bit t is set while the chunk stands in the queue for tier t.
         step: the last step until whose end it is kept, as it has answered "hit".
-        waiters: requests to be told when it is filled; None when there are none. A tuple is
+        waiters: requests that wait until it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were given, prefix order within a store.
         origin: number of the tier it was promoted from, or -1 for the device.
@@ -317,7 +317,7 @@ class Chunk:
         self.unsaved &= ~bit
 
     def wait(self, request: Request) -> None:
-        """The request is to be told when it is filled."""
+        """The request waits until it is filled."""
         if isinstance(self.waiters, list):
             self.waiters.append(request)
         else:
@@ -340,7 +340,7 @@ class Chunk:
 
 
 def wait_together(chunks: Sequence[Chunk], request: Request) -> None:
-    """The request, and nobody else, is to be told when each of `chunks` is filled."""
+    """The request, and nobody else, waits until each of `chunks` is filled."""
     alone = (request,)
     for chunk in chunks:
         chunk.waiters = alone

@@ -1,4 +1,4 @@
-"""Faults told in few lines: when one begins, how often it came at intervals, when it ends."""
+"""Faults in few lines of the log: when one begins, how often it came at intervals, when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY = 60.0
 
 
 class Log:
-    """Where lines go: nowhere, until it is told."""
+    """Where lines go: nowhere, until `write_to` is called."""
 
     def __init__(self) -> None:
         self._write: Callable[[str], None] | None = None
@@ -31,13 +31,13 @@ class _Fault:
     """One fault.
 
     Attributes:
-        since: when it began. told: when a line said so. last: when it came last.
+        since: when it began. logged: when a line said so. last: when it came last.
         count: how often it came since that line. total: since it began.
-        over: its end was told.
+        over: its end was logged.
     """
 
     since: float
-    told: float
+    logged: float
     last: float
     count: int
     total: int
@@ -58,9 +58,9 @@ class Complaints:
         self._faults: dict[str, _Fault] = {}
 
     def failed(self, what: str, error: str | None, now: float, count: int = 1) -> bool:
-        """`what` went wrong `count` times; whether the beginning of it was told."""
+        """`what` went wrong `count` times; whether its beginning was logged."""
         fault = self._faults.get(what)
-        if fault is None or (fault.over and now - fault.told >= EVERY):
+        if fault is None or (fault.over and now - fault.logged >= EVERY):
             earlier = 0 if fault is None else fault.count
             self._faults[what] = _Fault(now, now, now, 0, count + earlier)
             self.write(f"{what}: {error}")
@@ -68,18 +68,18 @@ class Complaints:
         fault.last = now
         fault.count += count
         fault.total += count
-        if now - fault.told >= EVERY:
+        if now - fault.logged >= EVERY:
             self.write(
-                f"{what}: {fault.count} more in {now - fault.told:.0f} s, the last one: {error}"
+                f"{what}: {fault.count} more in {now - fault.logged:.0f} s, the last one: {error}"
             )
-            fault.told, fault.count = now, 0
+            fault.logged, fault.count = now, 0
         return False
 
     def went_well(self, what: str, instead: str, now: float) -> None:
         """`what` did not go wrong this time; `instead` says so when the fault is over."""
         fault = self._faults.get(what)
         if fault is not None and not fault.over and now - fault.last >= self._quiet:
-            fault.over, fault.told, fault.count = True, now, 0
+            fault.over, fault.logged, fault.count = True, now, 0
             self.write(
                 f"{instead}; it had failed {fault.total} times in {fault.last - fault.since:.0f} s"
             )

@@ -191,7 +191,7 @@ class Core:
         return moves
 
     def _queue_deferred(self, now: float) -> None:
-        """Requests that were told to ask again begin to wait; what others asked is forgotten."""
+        """Requests that got "ask again" begin to wait; what others asked is forgotten."""
         for request in self._lookups.take_asked():
             if self.chains.filters and request.keys:
                 self.chains.count(request.id, request.keys)
@@ -280,7 +280,7 @@ class Core:
         """Reserve rows for those of `keys` that host memory does not have.
 
         A store that does not fit whole is granted for the prefix that fits; it
-        never costs those of `keys` their place that are there already, unless host
+        never costs those of `keys` their rows that are there already, unless host
         memory is too small for all of `keys`. Chunks that
         the admission filter does not want cost nothing; nor do those that the
         policy would give up again for the head of the same store. None
@@ -316,12 +316,12 @@ class Core:
         self.on_request_finished(request_id)
 
     def on_request_finished(
-        self, request_id: str, place: Callable[[bytes], int] | None = None
+        self, request_id: str, position: Callable[[bytes], int] | None = None
     ) -> None:
         """The request asks no more: its wait and its leases end. Loads under way go on.
 
         Args:
-            place: where in its prompt a key belongs, for servers that use keys in another order.
+            position: where in its prompt a key belongs, for servers that use keys in another order.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -333,7 +333,7 @@ class Core:
             self._requests.drop_if_idle(request)
             self._lookups.pause()
         self._uses.end(request_id)
-        self.chains.end(request_id, place)
+        self.chains.end(request_id, position)
 
     def lapse(self, request_id: str) -> None:
         """What was fetched for the request is kept for it no longer; its answer stands."""

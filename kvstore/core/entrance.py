@@ -25,7 +25,7 @@ class Entrance:
             room: rows that are free or surely will be.
         """
         chunks, step = self._pool.chunks, self._pool.step
-        for place, key in enumerate(keys):
+        for position, key in enumerate(keys):
             if key in unwanted:
                 continue
             chunk = chunks.get(key)
@@ -33,7 +33,7 @@ class Entrance:
             if chunk is None or _may_leave(chunk, step):
                 room -= 1
                 if room < 0:
-                    return place
+                    return position
         return len(keys)
 
     def enter(
@@ -135,7 +135,7 @@ class Entrance:
         for chunk in given_up.values():
             pool.put_back(chunk)
         pool.leave([*gone, *given_up])
-        return pool.place([*reversed(entering)], -1, request_id), all_asked
+        return pool.assign_rows([*reversed(entering)], -1, request_id), all_asked
 
     def _from_the_head(
         self,
@@ -147,22 +147,22 @@ class Entrance:
         """Who is to enter, tail first, when those in front take the places of those behind."""
         pool, chunks, policy = self._pool, self._pool.chunks, self._pool.policy
         missing = [
-            (place, key)
-            for place, key in enumerate(keys)
+            (position, key)
+            for position, key in enumerate(keys)
             if key not in entering and key not in chunks and key not in unwanted
         ]
         if not missing or not entering:
             return entering
-        place_of = {key: place for place, key in enumerate(keys)}
+        position_of = {key: position for position, key in enumerate(keys)}
         behind = list(entering)
         if given_up:
             # The policy has cut the prompt: then what is here of it is cut from its end.
-            here = (key for key in reversed(place_of) if key in chunks)
+            here = (key for key in reversed(position_of) if key in chunks)
             behind += [key for key in here if _may_leave(chunks[key], pool.step)]
-            behind.sort(key=place_of.__getitem__, reverse=True)
+            behind.sort(key=position_of.__getitem__, reverse=True)
         moving_up: list[bytes] = []
-        for (place, key), last in zip(missing, behind, strict=False):
-            if place_of[last] < place:
+        for (position, key), last in zip(missing, behind, strict=False):
+            if position_of[last] < position:
                 break
             policy.remove(last)
             if last in entering:
@@ -177,7 +177,7 @@ class Entrance:
                 pool.put_back(back)
             else:
                 entering[key] = None
-        return dict.fromkeys(sorted(entering, key=place_of.__getitem__, reverse=True))
+        return dict.fromkeys(sorted(entering, key=position_of.__getitem__, reverse=True))
 
 
 def _may_leave(chunk: Chunk, step: int) -> bool:

@@ -1,6 +1,6 @@
-"""Free places kept as extents, so that neighbours are handed out together.
+"""Free slots kept as extents, so that neighbours are handed out together.
 
-Extents never cross a segment: a run of places from `take` is one contiguous
+Extents never cross a segment: a run of slots from `take` is one contiguous
 range of one file, and can be moved by one vectored call.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["ExtentAllocator"]
 class ExtentAllocator:
     """Hands out integers in runs as long as the free space allows.
 
-    Places are grouped in segments of `segment_slots`; place p lies in segment
+    Slots are grouped in segments of `segment_slots`; slot p lies in segment
     ``p // segment_slots``. `take` and `give` cost O(extents touched).
     """
 
@@ -30,59 +30,59 @@ class ExtentAllocator:
         self._free_in: Counter[int] = Counter()
 
     def take(self, count: int) -> list[int]:
-        """Take up to `count` places, in few runs, in order within each run.
+        """Take up to `count` slots, in few runs, in order within each run.
 
         The search for a free run that is long enough is not exhaustive: one is sure
         to be found when a free run is at least twice as long as `count`.
 
-        Returns fewer places than asked when fewer are free.
+        Returns fewer slots than asked when fewer are free.
         """
-        places: list[int] = []
-        while len(places) < count and self.free:
-            want = count - len(places)
+        slots: list[int] = []
+        while len(slots) < count and self.free:
+            want = count - len(slots)
             start = self._choose(want)
             end = self._end_of[start]
             self._remove(start, end)
             stop = min(end, start + want)
-            places.extend(range(start, stop))
+            slots.extend(range(start, stop))
             if stop < end:
                 self._insert(stop, end)
-        return places
+        return slots
 
-    def give(self, places: Iterable[int]) -> None:
-        """Return places; neighbours are merged. The caller gives each place once."""
+    def give(self, slots: Iterable[int]) -> None:
+        """Return slots; neighbours are merged. The caller gives each slot once."""
         run_start = run_end = -1
-        for place in sorted(places):
-            if place == run_end and place % self._segment_slots:
+        for slot in sorted(slots):
+            if slot == run_end and slot % self._segment_slots:
                 run_end += 1
                 continue
             if run_end > run_start:
                 self._merge(run_start, run_end)
-            run_start, run_end = place, place + 1
+            run_start, run_end = slot, slot + 1
         if run_end > run_start:
             self._merge(run_start, run_end)
 
     def give_run(self, start: int, stop: int) -> None:
-        """Return the places from `start` to before `stop`, all of one segment."""
+        """Return the slots from `start` to before `stop`, all of one segment."""
         self._merge(start, stop)
 
     def free_in(self, segment: int) -> int:
-        """Free places in a segment."""
+        """Free slots in a segment."""
         return self._free_in[segment]
 
     def withdraw(self, segment: int) -> list[int]:
-        """Take every free place of a segment."""
+        """Take every free slot of a segment."""
         if not self._free_in[segment]:
             return []
         first = segment * self._segment_slots
         last = first + self._segment_slots
         starts = [start for start in self._end_of if first <= start < last]
-        places: list[int] = []
+        slots: list[int] = []
         for start in starts:
             end = self._end_of[start]
             self._remove(start, end)
-            places.extend(range(start, end))
-        return places
+            slots.extend(range(start, end))
+        return slots
 
     def _choose(self, want: int) -> int:
         size_class = want.bit_length()

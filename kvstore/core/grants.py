@@ -37,7 +37,7 @@ class _Plan:
 
     Attributes:
         reach: how many of its keys are looked at and need not be looked at again.
-        missing: places of keys that are to be fetched, each with its tier.
+        missing: positions of keys that are to be fetched, each with its tier.
         waits_for: the tier from which the rest waits until less is under way; -1 for none.
     """
 
@@ -127,7 +127,7 @@ class Grants:
         keys, missing, reach = request.keys, plan.missing, plan.reach
         room = 0
         if missing:
-            incoming = [keys[place] for place, _ in reversed(missing)]
+            incoming = [keys[position] for position, _ in reversed(missing)]
             spare = pool.obtainable - len(missing)
             if spare > 0 and pool.free < len(missing):
                 # What is here of the rest shall not go for it, as far as all can be here together.
@@ -135,7 +135,7 @@ class Grants:
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
         grants: list[Grant] = []
         for tier in self._tiers:
-            its = [keys[place] for place, holder in missing[:room] if holder is tier]
+            its = [keys[position] for position, holder in missing[:room] if holder is tier]
             if its:
                 chunks = pool.reserve(its, tier.number)
                 self._queue.expect(request, chunks)
@@ -163,17 +163,17 @@ class Grants:
             count = min(len(asked), free, may_read, obtainable + 1)
             if count > 0 and _all_there(asked[:count], first.entries, chunks):
                 # What the loop below would do, in one go.
-                plan.missing = [(place, first) for place in range(start, start + count)]
+                plan.missing = [(position, first) for position in range(start, start + count)]
                 if count < len(asked) and count <= obtainable:
                     plan.reach = start + count
                     if count < free:
                         plan.waits_for = first.number
                 return plan
         missing = plan.missing
-        for place, key in enumerate(asked, start):
+        for position, key in enumerate(asked, start):
             if len(leases) + len(missing) >= rows and key not in leases:
                 # A prefix longer than the pool: only its head can ever fit.
-                plan.reach = place
+                plan.reach = position
                 break
             chunk = chunks.get(key)
             if chunk is not None:
@@ -184,18 +184,18 @@ class Grants:
                 tier = self._overloaded_holder(key)
                 if tier is not None:
                     # It waits in any case, and what it waits for may be the whole load.
-                    plan.reach, plan.waits_for = place, tier.number
+                    plan.reach, plan.waits_for = position, tier.number
                     break
             if tier is None:
                 continue
             left = left or self._left()
             if not left[tier.number] or not left[-1]:
                 # The rest follows as promotions end: rows are left for others.
-                plan.reach, plan.waits_for = place, tier.number
+                plan.reach, plan.waits_for = position, tier.number
                 break
             left[tier.number] -= 1
             left[-1] -= 1
-            missing.append((place, tier))
+            missing.append((position, tier))
             if len(missing) > obtainable:
                 # What lies behind cannot be had now; do not even look.
                 break

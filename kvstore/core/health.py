@@ -1,6 +1,6 @@
 """Whether a tier is worth asking and worth writing to.
 
-It is told what its moves have done and, once a step, what they have left to do and
+It hears what its moves have done and, once a step, what they have left to do and
 what time it is. It decides nothing but the answers: who asks acts on them.
 """
 
@@ -82,7 +82,7 @@ class Health:
         self._heard = True
 
     def answered(self) -> str | None:
-        """The end of a move was taken in. Returns what is to be told, if anything."""
+        """The end of a move was taken in. Returns a line for the log, if there is one."""
         self._heard = True
         if not self.stalled:
             return None
@@ -135,7 +135,7 @@ class Health:
             writing: whether a copy to it or its growth is under way that no reset has overtaken.
 
         Returns:
-            What is to be told.
+            Lines for the log.
         """
         if reading or elapsed >= deadline:
             self._unhindered = now
@@ -156,18 +156,20 @@ class Health:
         else:
             self._silent += min(elapsed, deadline / 2)
         self._heard = False
-        told: list[str] = []
+        messages: list[str] = []
         if self._silent >= 2 * deadline and not self.stalled:
             self.stalled = True
-            told.append(
+            messages.append(
                 f"tier {self._name} has not answered for {self._silent:.1f} s; "
                 "its chunks are misses and nothing is stored there until it does"
             )
         if writing or self.slow:
-            self._watch_writing(now, deadline, in_flight.writing_since if writing else None, told)
+            self._watch_writing(
+                now, deadline, in_flight.writing_since if writing else None, messages
+            )
         self.congested = reading * self.seconds_per_chunk > max_wait
         self.readable = not self.stalled and not self.congested
-        return told
+        return messages
 
     @property
     def _calm(self) -> bool:
@@ -182,17 +184,17 @@ class Health:
         )
 
     def _watch_writing(
-        self, now: float, deadline: float, since: float | None, told: list[str]
+        self, now: float, deadline: float, since: float | None, messages: list[str]
     ) -> None:
         lasts = 0.0 if since is None else now - max(since, self._unhindered)
         if self._silent < deadline and lasts >= 2 * deadline:
             self._slow_since = now
             if not self.slow:
                 self.slow = True
-                told.append(
+                messages.append(
                     f"tier {self._name} is slow: it has been writing for {lasts:.1f} s; "
                     "what finds no room is not stored there"
                 )
         elif self.slow and now - self._slow_since >= SLOW_PAUSE:
             self.slow = False
-            told.append(f"tier {self._name} is not slow any more")
+            messages.append(f"tier {self._name} is not slow any more")

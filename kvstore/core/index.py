@@ -92,13 +92,13 @@ class Index:
         places = dict(zip(keys, slots, strict=True))
         writing.update((key, places[key]) for key in self._may("write", keys, False))
 
-    def written(self, places: Sequence[tuple[bytes, int]]) -> None:
+    def written(self, arrived: Sequence[tuple[bytes, int]]) -> None:
         """The chunks, each with its slot and tail first, are here, whole and findable."""
         writing, insert = self.writing, self.policy.insert
-        keys: Sequence[bytes] = [key for key, _ in places]
+        keys: Sequence[bytes] = [key for key, _ in arrived]
         plain = all(map(writing.__contains__, keys))
         keys = self._may("written", keys, plain)
-        self.entries.update(places if plain else [(key, writing[key]) for key in keys])
+        self.entries.update(arrived if plain else [(key, writing[key]) for key in keys])
         for key in keys:
             del writing[key]
             insert(key)
@@ -203,10 +203,10 @@ class Index:
 
     # -- what others do with it ----------------------------------------------------------
 
-    def appear(self, places: Iterable[tuple[bytes, int]]) -> None:
+    def appear(self, appeared: Iterable[tuple[bytes, int]]) -> None:
         """Somebody else put these chunks into these slots."""
         entries = self.entries
-        for key, slot in places:
+        for key, slot in appeared:
             if not self._may("appear", (key,), key not in self.writing):
                 continue
             if self._keeps_history and key not in entries:

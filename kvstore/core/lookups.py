@@ -61,7 +61,7 @@ class Lookups:
         self._asking_keys: list[bytes] = []
         self._looked_up = 0
         # Keys that this step has answered, by request and round, and how many of each the
-        # pool has been told to keep.
+        # pool keeps.
         self._listed: list[tuple[list[bytes], int]] = []
 
     @property
@@ -193,7 +193,7 @@ class Lookups:
     # -- what was asked --------------------------------------------------------------------
 
     def put_in_order(
-        self, request_id: str, place: Callable[[bytes], int], *, straight: bool = False
+        self, request_id: str, position: Callable[[bytes], int], *, straight: bool = False
     ) -> None:
         """What a deferred request asked for in this step is put in the order of its prompt.
 
@@ -201,30 +201,30 @@ class Lookups:
         and several KV cache groups one after the other. To be called before `take_asked`.
 
         Args:
-            place: where in the prompt a key belongs.
+            position: where in the prompt a key belongs.
             straight: the keys were asked either in the order of the prompt or from its end.
         """
         request = self._requests.get(request_id)
         if request is None or not request.deferring:
             return
         keys = request.keys
-        if straight and place(keys[0]) <= place(keys[-1]):
+        if straight and position(keys[0]) <= position(keys[-1]):
             return
         self.keep_hits()
         if straight:
             keys.reverse()
         else:
-            keys.sort(key=place)
+            keys.sort(key=position)
 
     def keep_hits(self) -> None:
         """What has answered "hit" in this step stays until it ends.
 
         To be called before anybody may be evicted.
         """
-        for place, (keys, told) in enumerate(self._listed):
-            if told < len(keys):
-                self._pool.keep(keys[told:])
-                self._listed[place] = (keys, len(keys))
+        for position, (keys, kept) in enumerate(self._listed):
+            if kept < len(keys):
+                self._pool.keep(keys[kept:])
+                self._listed[position] = (keys, len(keys))
 
     def take_asked(self) -> list[Request]:
         """The requests that were looked up since the last call."""

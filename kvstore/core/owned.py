@@ -142,19 +142,19 @@ class OwnedTier:
                 slots.give(index.evict(short, incoming))
         return slots.take(count, passed_over)
 
-    def copied(self, places: Sequence[tuple[bytes, int]]) -> None:
+    def copied(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Copies of these chunks to these slots, tail first, went well."""
-        self.index.written(places)
-        self.health.stored(self.slots.device_of(slot) for _, slot in places)
-        self.count("written", len(places))
+        self.index.written(entries)
+        self.health.stored(self.slots.device_of(slot) for _, slot in entries)
+        self.count("written", len(entries))
 
-    def not_copied(self, places: Sequence[tuple[bytes, int]], now: float) -> None:
+    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
         """Copies of these chunks to these slots failed."""
-        for key, slot in places:
+        for key, slot in entries:
             self.index.not_written(key)
             self.slots.give((slot,))
-        self.health.refused((self.slots.device_of(slot) for _, slot in places), now)
-        self.count("failed_writes", len(places))
+        self.health.refused((self.slots.device_of(slot) for _, slot in entries), now)
+        self.count("failed_writes", len(entries))
 
     # -- promotions from it --------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class OwnedTier:
     # -- moves and health ----------------------------------------------------------------
 
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns what is to be told."""
+        """Notice how it does, once a step; returns lines for the log."""
         index, slots = self.index, self.slots
         if slots.growing:
             slots.watch_growth(now, deadline, max_wait)

@@ -104,7 +104,7 @@ class PeerTier:
         raise AssertionError(f"tier {self.name} is not this process's to compact")
 
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns what is to be told."""
+        """Notice how it does, once a step; returns lines for the log."""
         reading = len(self.index.reading)
         return self.health.watch(now, elapsed, deadline, max_wait, self.in_flight, reading, False)
 

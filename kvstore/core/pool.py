@@ -132,13 +132,13 @@ class HostPool:
         self, keys: Sequence[bytes], origin: int, stored_by: str | None = None
     ) -> list[Chunk]:
         """Give each of `keys` a row and a filling chunk. There must be room for all."""
-        chunks = self.place(keys, origin, stored_by)
+        chunks = self.assign_rows(keys, origin, stored_by)
         insert = self.policy.insert
         for key in reversed(keys):
             insert(key)
         return chunks
 
-    def place(
+    def assign_rows(
         self, keys: Sequence[bytes], origin: int, stored_by: str | None = None
     ) -> list[Chunk]:
         """`reserve` for keys that the policy knows already."""

@@ -41,7 +41,7 @@ class Request:
         moved: when something last moved for this request.
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked. asked_step: the step of its last lookup.
-        deferring: it was told to ask again in this step, and begins to wait when it ends.
+        deferring: it got "ask again" in this step, and begins to wait when it ends.
         store_deferred: whether its last store is to be offered again.
         needs_rows: whether some of what is not granted has no row yet.
         waits_for: the tier from which no more may be under way for now, or -1.

@@ -106,7 +106,7 @@ class TierView(Protocol):
         """These chunks, which it holds, are gone."""
 
     def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns what is to be told."""
+        """Notice how it does, once a step; returns lines for the log."""
 
     def learn(self, changes: Changes) -> None:
         """Take in what others have done to it."""
@@ -161,8 +161,8 @@ class CopyTarget(TierView, Protocol):
             incoming: keys of those chunks, tail first.
         """
 
-    def copied(self, places: Sequence[tuple[bytes, int]]) -> None:
+    def copied(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Copies of these chunks to these slots, tail first, went well."""
 
-    def not_copied(self, places: Sequence[tuple[bytes, int]], now: float) -> None:
+    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
         """Copies of these chunks to these slots failed."""
