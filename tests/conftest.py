@@ -24,7 +24,14 @@ FIRST = [*ENGINES, "tests/vllm/test_identity.py", "tests/tiers/test_fuzz.py"]
 Life.raises = True
 
 
+ENGINE_SECONDS = 900
+"""A real engine computes a prompt in half a second on one processor, and in seven on another."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
     rank = {config.rootpath / path: number for number, path in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(Path(item.path), len(rank)))
 
