@@ -56,7 +56,7 @@ class Place:
         tier = {
             "type": "disk",
             "path": str(self.folder / "cache"),
-            "capacity_bytes": "256MiB",
+            "capacity_bytes": "512MiB",
             "segment_bytes": "4MiB",
         }
         return run_engine(
@@ -65,12 +65,14 @@ class Place:
                 "config": CONFIG,
                 "engine": {
                     "load_format": "auto",
+                    # In 16 bits, three tokens may be exactly as likely on one processor.
+                    "dtype": "float32",
                     "max_model_len": 1024,
                     "enable_lora": True,
                     "max_lora_rank": 8,
                     **engine,
                 },
-                "kvstore": {"cpu_bytes_to_use": "16MiB", "tiers": [tier]} if offload else None,
+                "kvstore": {"cpu_bytes_to_use": "32MiB", "tiers": [tier]} if offload else None,
                 "max_tokens": 6,
                 "rounds": rounds,
             },
