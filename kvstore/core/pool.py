@@ -320,7 +320,15 @@ class HostPool:
 
     def leave(self, keys: Sequence[bytes]) -> None:
         """These chunks, which the policy has forgotten, are gone: their rows are free."""
-        gone = self.life.apply("leave", list(map(self.chunks.pop, keys)))
+        chunks = list(map(self.chunks.pop, keys))
+        gone = self.life.apply("leave", chunks)
+        if len(gone) < len(chunks):
+            # Who may not leave stays, and the policy keeps it.
+            keys = [chunk.key for chunk in gone]
+            for chunk in chunks:
+                if chunk.key not in keys:
+                    self.chunks[chunk.key] = chunk
+                    self.policy.insert(chunk.key)
         unsaved = [chunk for chunk in gone if chunk.unsaved]
         for chunk in unsaved:
             chunk.dequeued(chunk.unsaved)

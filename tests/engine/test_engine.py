@@ -265,7 +265,7 @@ def test_a_tier_that_answers_for_other_blocks_than_it_was_asked_is_not_believed(
 
 
 class Neighbour(GatedTier):
-    follows = True
+    is_peer = True
 
     def __init__(self) -> None:
         super().__init__(opened=True)
