@@ -304,6 +304,8 @@ class Core:
         Args:
             era: that in which the store was prepared; the present one if not given.
         """
+        # Who has waited for these may be answered, and what it asks now is listed anew.
+        self._lookups.pause()
         if era is not None and era != self.era:
             self._ended_late(keys, request_id, era)
         else:

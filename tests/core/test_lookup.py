@@ -256,3 +256,18 @@ def test_a_pool_full_of_chunks_that_wait_for_their_copy_is_not_searched_at_each_
         rig.now += 0.01
         rig.core.poll(rig.now)
     assert policy.asked == 0
+
+
+def test_a_hit_right_after_the_chunk_was_stored_stays_for_the_step() -> None:
+    keys, others = chain("a", 2), chain("b", 2)
+    rig = Rig(rows=2, on=())
+    grant = rig.core.prepare_store(keys, "writer")
+    assert grant is not None
+    assert rig.ask(keys, "reader") is None
+    rig.step()
+    assert rig.ask(keys, "reader") is None, "it waits for the device"
+    rig.core.complete_store(keys, "writer")
+    rig.core.lapse("reader")
+    assert rig.ask(keys, "reader") == 2
+    assert rig.core.prepare_store(others, "greedy") is None, "both have answered hit in this step"
+    assert rig.load(keys, "reader")
