@@ -104,7 +104,7 @@ def _assemble(
         for tier in opened:
             recovered = tier.open(region)
             tiers.append(tier)
-            if recovered.peer:
+            if tier.is_peer:
                 views.append(PeerTier(len(views), recovered, in_flight))
                 if recovered.entries:
                     parts.append(f"{tier.description} with {len(recovered.entries)} chunks")

@@ -157,7 +157,6 @@ class RecoveredTier:
         entries: (key, slot) of every chunk found, coldest first.
         segment_slots: slots in a segment; slot s lies in segment s // segment_slots.
         segments: segments that are ready for use.
-        peer: whether others write to it: it is only read, and changes come unasked.
         max_segments: segments that fit the tier's capacity.
         relocation_chunks: most chunks that one RELOCATE may name; 0 where it is not offered.
         stripes: devices among which segments are dealt out: segment s lies on device s % stripes.
@@ -169,6 +168,5 @@ class RecoveredTier:
     segment_slots: int
     segments: Sequence[int]
     max_segments: int
-    peer: bool = False
     stripes: int = 1
     relocation_chunks: int = 0

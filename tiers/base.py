@@ -60,7 +60,8 @@ class Tier(ABC):
     """See the module's text.
 
     Attributes:
-        is_peer: whether others write to it; the engine then calls `refresh` now and then.
+        is_peer: whether others write to it: it is only read, and the engine calls `refresh` now
+            and then.
     """
 
     is_peer = False

@@ -176,8 +176,7 @@ class OwnedTier:
         self.slots.give(self.index.forget(keys))
 
     def learn(self, changes: Changes) -> None:
-        """Nobody else writes to it."""
-        raise AssertionError(f"tier {self.name} has no peers that could change it")
+        """Nothing: nobody else writes to it."""
 
     # -- what it needs for itself --------------------------------------------------------
 

@@ -212,7 +212,6 @@ class World:
                     self.segment_slots,
                     (),
                     0,
-                    peer=True,
                 )
                 directories.append(PeerTier(index, shared, self.in_flight))
                 continue

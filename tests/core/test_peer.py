@@ -15,7 +15,7 @@ def rig_beside(neighbour: Sequence[bytes], rows: int = 8) -> Rig:
     rig = Rig(rows=rows)
     own = OwnedTier(0, RecoveredTier("own", "disk", [], 64, [0], 1), create_policy("lru", 64), 64)
     entries = [(key, slot) for slot, key in enumerate(neighbour)]
-    shared = PeerTier(1, RecoveredTier("theirs", "shared", entries, 64, (), 0, peer=True), 64)
+    shared = PeerTier(1, RecoveredTier("theirs", "shared", entries, 64, (), 0), 64)
     pool = HostPool(rows, create_policy("lru", rows))
     rig.core = Core(pool, [own, shared], deadline=1.0, max_wait=10.0, lease=3.0)
     rig.core.log_to(rig.log.append)

@@ -77,7 +77,6 @@ class PeerLanes(Tier):
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
-            peer=True,
         )
 
     @property
