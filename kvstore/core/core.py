@@ -120,9 +120,9 @@ class Core:
         self._ended: deque[Completion] = deque()
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = 0
-        pool.keep_history(events)
+        pool.history.want(events)
         for tier in self.tiers:
-            tier.index.keep_history(events)
+            tier.index.history.want(events)
         pool.begin_step()
 
     def log_to(self, write: Callable[[str], None]) -> None:
@@ -387,8 +387,8 @@ class Core:
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call."""
-        histories = [("host", self.pool.take_history())]
-        histories += [(tier.medium, tier.index.take_history()) for tier in self.tiers]
+        histories = [("host", self.pool.history.take())]
+        histories += [(tier.medium, tier.index.history.take()) for tier in self.tiers]
         return [
             Event([key for key, _ in run], medium, removed=left)
             for medium, history in histories

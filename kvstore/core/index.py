@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.chunk import TIER, Life
+from kvstore.core.history import History
 from policies.base import HELD, LATER, EvictionPolicy
 from policies.table import OrderedTable
 
@@ -31,7 +32,7 @@ class Index:
         entries: the slot of each chunk that can be read.
         writing: the slot of each chunk that is being written.
         reading: how many moves read each chunk, of those that are being read.
-        evicted: chunks that left for others.
+        evicted: chunks that left for others. history: keys that appeared and left.
     """
 
     def __init__(self, entries: Iterable[tuple[bytes, int]], policy: EvictionPolicy) -> None:
@@ -45,24 +46,13 @@ class Index:
         self._unread: dict[bytes, int] = {}
         # Those of `reading` that the policy has met, and waits to hear of again.
         self._aside: set[bytes] = set()
-        # Keys that appeared or (True) left since the history was taken, in order.
-        self._keeps_history = True
-        self._history: list[tuple[bytes, bool]] = []
+        self.history = History()
         self.life = Life(TIER)
         self.evicted = 0
 
     def lacks(self, key: bytes) -> bool:
         """Whether the chunk is neither here nor on its way here."""
         return key not in self.entries and key not in self.writing
-
-    def keep_history(self, wanted: bool) -> None:
-        """Whether `take_history` will be called."""
-        self._keeps_history = wanted
-
-    def take_history(self) -> list[tuple[bytes, bool]]:
-        """Keys that appeared or (True) left since the last call, in order."""
-        history, self._history = self._history, []
-        return history
 
     def state_of(self, key: bytes) -> str:
         """Where in its life on this tier the chunk is: see `kvstore.core.chunk.TIER`."""
@@ -102,8 +92,7 @@ class Index:
         for key in keys:
             del writing[key]
             insert(key)
-        if self._keeps_history:
-            self._history += [(key, False) for key in keys]
+        self.history.came(keys)
 
     def not_written(self, key: bytes) -> None:
         """The copy failed."""
@@ -159,8 +148,7 @@ class Index:
         for key in keys:
             remove(key)
         self.read_well(keys)
-        if self._keeps_history:
-            self._history += [(key, True) for key in keys]
+        self.history.left(keys)
         return slots
 
     def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
@@ -186,16 +174,14 @@ class Index:
         if victims is None:
             return []
         self.read_well(victims)
-        if self._keeps_history:
-            self._history += [(key, True) for key in victims]
+        self.history.left(victims)
         self.evicted += len(victims)
         pop = self.entries.pop
         return [pop(key) for key in victims]
 
     def reset(self) -> None:
         """Forget everything."""
-        if self._keeps_history:
-            self._history += [(key, True) for key in self.entries]
+        self.history.left(self.entries)
         self.entries.clear()
         self.policy.clear()
         for each in (self._unread, self.reading, self._aside, self.writing):
@@ -209,15 +195,15 @@ class Index:
         for key, slot in appeared:
             if not self._may("appear", (key,), key not in self.writing):
                 continue
-            if self._keeps_history and key not in entries:
-                self._history.append((key, False))
+            if key not in entries:
+                self.history.came((key,))
             entries[key] = slot
 
     def disappear(self, keys: Iterable[bytes]) -> None:
         """Somebody else removed these chunks, or they are not what was said."""
         for key in keys:
-            if self.entries.pop(key, None) is not None and self._keeps_history:
-                self._history.append((key, True))
+            if self.entries.pop(key, None) is not None:
+                self.history.left((key,))
 
     # -- inside --------------------------------------------------------------------------
 

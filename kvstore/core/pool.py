@@ -21,6 +21,7 @@ from kvstore.core.chunk import (
     queue_all,
     start_copies,
 )
+from kvstore.core.history import History
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
 from policies.table import OrderedTable
@@ -45,7 +46,7 @@ class HostPool:
         unsaved: chunks that nobody reads and that wait for a copy to a slower tier.
         marked: chunks that could leave, were they not kept until the step ends.
         leaving: chunks that the policy has given up.
-        left: keys that have left in this step.
+        left: keys that have left in this step. history: keys that became ready and left.
         evicted: chunks that left for others.
         shed: those of them that had not reached a tier that was to keep them.
         changes: counts every change that could make a chunk evictable.
@@ -81,9 +82,7 @@ class HostPool:
         # Leaving chunks that nobody reads: those that wait for a copy, and those that do not.
         self._waiting: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
-        # Keys that became ready or (True) left since the history was taken, in order.
-        self._keeps_history = True
-        self._history: list[tuple[bytes, bool]] = []
+        self.history = History()
 
     @property
     def free(self) -> int:
@@ -104,15 +103,6 @@ class HostPool:
     def leavable(self) -> int:
         """Chunks that could leave now, one by one."""
         return len(self.chunks) - self.busy - self.unsaved - self.marked
-
-    def keep_history(self, wanted: bool) -> None:
-        """Whether `take_history` will be called."""
-        self._keeps_history = wanted
-
-    def take_history(self) -> list[tuple[bytes, bool]]:
-        """Keys that became ready or (True) left since the last call, in order."""
-        history, self._history = self._history, []
-        return history
 
     def begin_step(self) -> None:
         """Chunks that were kept until the end of the step before may leave from now on."""
@@ -162,11 +152,12 @@ class HostPool:
                 self._released.append(chunk)
         self.busy -= len(chunks)
         self.changes += 1
-        self._appeared(chunks)
+        self.history.came(chunk.key for chunk in chunks)
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> None:
         """The bytes of these chunks are whole, and the one who waited for them reads them."""
-        self._appeared(self.life.fill_pinned(chunks))
+        filled = self.life.fill_pinned(chunks)
+        self.history.came(chunk.key for chunk in filled)
 
     def discard(self, chunk: Chunk) -> None:
         """The bytes of a filling chunk never came. The row is free again."""
@@ -194,8 +185,7 @@ class HostPool:
         A row that several of them touch is given once for each.
         """
         chunks = list(self.chunks.values())
-        if self._keeps_history:
-            self._history += [(chunk.key, True) for chunk in chunks if chunk.state != FILLING]
+        self.history.left(chunk.key for chunk in chunks if chunk.state != FILLING)
         self.life.apply("reset", chunks)
         for chunk in chunks:
             chunk.end()
@@ -337,8 +327,7 @@ class HostPool:
         self._free += [chunk.row for chunk in gone]
         self.evicted += len(gone)
         self.left += keys
-        if self._keeps_history:
-            self._history += [(key, True) for key in keys]
+        self.history.left(keys)
 
     def reclaim(self, count: int, *, uncopied: bool) -> None:
         """Let chunks go that are leaving, until `count` rows are free.
@@ -364,7 +353,3 @@ class HostPool:
         """Chunks that were set aside and may have become free to leave."""
         released, self._released = self._released, []
         return released
-
-    def _appeared(self, chunks: Sequence[Chunk]) -> None:
-        if self._keeps_history:
-            self._history += [(chunk.key, False) for chunk in chunks]
