@@ -186,7 +186,7 @@ class Engine:
             return Completion(move.id, [], [] if segment is None else [segment], error)
         if move.op is Op.RELOCATE:
             done = await tier.relocate(move.keys, move.slots, move.targets)
-            return Completion(move.id, done.ok, error=done.error)
+            return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.LIST:
             return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.compaction import Compaction, compact_lane
 from kvstore.errors import (
     ConfigError,
     ForeignFileError,
@@ -22,11 +23,11 @@ from kvstore.errors import (
 )
 from kvstore.survey import NamespaceSurvey, check_folder, survey
 from kvstore.types import check_key
-from tiers.disk.compaction import Compaction, LaneLayout, compact_lane, lane_layout
 from tiers.disk.fault import Fault
 from tiers.disk.format import RECORD_BYTES
 from tiers.disk.index import read_index
 from tiers.disk.lane import Lane
+from tiers.disk.layout import LaneLayout, lane_layout
 from tiers.disk.namespace import read_namespace
 from tiers.disk.segment import segment_files
 from tiers.disk.trust import Trust, open_folder

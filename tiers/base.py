@@ -37,10 +37,10 @@ __all__ = ["Tier", "Transfer", "error_of"]
 
 @dataclass(slots=True)
 class Transfer:
-    """The outcome of a `read` or `write`: one flag per key, and what went wrong in words.
+    """The outcome of a call that moves blocks: one flag per key, and what went wrong in words.
 
-    `unread` are the places of blocks that could not be read this time, and may be whole:
-    nothing is known of their bytes. A block that is neither read nor named there is lost.
+    `unread` are the places of blocks that `read` or `relocate` could not do this time, and that
+    may be whole: nothing is known of their bytes. One that failed and is not named there is lost.
     """
 
     ok: list[bool]

@@ -1,17 +1,23 @@
-"""Giving disk space back while serving: sparse segments are emptied and removed.
+"""Compaction: segments are emptied, then removed, or filled with chunks in order.
 
-A tier whose chunks need far fewer segments than it has gives some back: the
-emptiest segment takes no new chunks, its live chunks are copied to slots of
-others, and when nothing refers to it any more its file is removed. Copies are
-made on the tier itself, a few at a time, within a budget of chunks per second,
-and only while nothing is being promoted or stored. It can be stopped at any
-moment: what was copied has two valid copies, of which either serves.
+While serving, a tier whose chunks need far fewer segments than it has gives some
+back: the emptiest segment takes no new chunks, its live chunks are copied to
+slots of others, in the order in which they were stored, and when nothing refers
+to it any more its file is removed. Copies are made on the tier itself, a few at
+a time, within a budget of chunks per second, and only while nothing is being
+promoted or stored. It can be stopped at any moment: what was copied has two
+valid copies, of which either serves.
+
+A tier that nobody uses can be laid out anew by the same steps (`lay_out`): an
+emptied segment is filled with the chunks that come next in a given order, and
+what is empty in the end is removed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from kvstore.core.index import Index
 from kvstore.core.slots import Slots
@@ -47,6 +53,13 @@ class Compactor:
         self.removed_segments = 0
         self._victim = -1
         self._pending: deque[tuple[bytes, int]] | None = None
+        self._groups: deque[Sequence[bytes]] | None = None
+        """Chunks that are to lie side by side, a segment's worth each; None while serving."""
+        self._filling: deque[bytes] | None = None
+        """Those that the victim is filled with once it is empty; None when it is removed then."""
+        self._emptied = False
+        self._settled: set[int] = set()
+        """Segments whose chunks lie in order."""
         self._under_way = False
         self._allowance = 0.0
         self._counted: float | None = None
@@ -66,6 +79,23 @@ class Compactor:
         """Copy no more than so many chunks in a second from now on; 0 ends compaction."""
         self._rate = chunks_per_second
 
+    def lay_out(self, order: Sequence[bytes]) -> None:
+        """Put the chunks into this order, and give every segment back that holds none then.
+
+        For a tier that nobody else uses. It takes as many free slots as a segment has:
+        with fewer there is nothing to give back either, and chunks stay where they are.
+        """
+        size = self._slots.segment_slots
+        roomy = self._slots.free >= size
+        starts = range(0, len(order), size) if roomy else ()
+        self._groups = deque(order[start : start + size] for start in starts)
+        self._settled = set()
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether nothing that `lay_out` has begun is left to be done."""
+        return self._groups is None
+
     def due(self, now: float, idle: bool) -> Move | None:
         """The next move, without its number, or None.
 
@@ -81,11 +111,16 @@ class Compactor:
             self._stop()
             return None
         self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
-        if self._victim >= 0 and self._slots.short:
+        if self._victim >= 0 and self._groups is None and self._slots.short:
             self._stop()  # What was free is needed again.
         if not idle or now < self._not_before:
             return None
-        move = self._begin() if self._victim < 0 else self._go_on(now)
+        if self._victim >= 0:
+            move = self._go_on(now)
+        elif self._groups is None:
+            move = self._begin(self._slots.sparse_segment(SPARSE))
+        else:
+            move = self._begin_next(self._groups)
         self._under_way = move is not None
         return move
 
@@ -95,47 +130,109 @@ class Compactor:
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
         elif move.op is Op.RELOCATE:
-            copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
-            for key, source, target, ok in copies:
-                self.relocated += self._relocated(key, source, target, ok)
+            if not self._relocated(move, completion):
+                self._give_up(now)
+            return
         elif completion.error is None:
             self._slots.segment_removed(move.segment)
             self.removed_segments += 1
-            self._victim, self._pending = -1, None
+            self._end()
         if completion.error is not None:
             self._give_up(now)
 
     def reset(self) -> None:
         """The tier has forgotten everything, and every segment is being cleared."""
-        self._victim, self._pending, self._under_way = -1, None, False
+        self._end()
+        self._under_way = False
+        self._groups, self._settled = None, set()
 
-    def _relocated(self, key: bytes, source: int, target: int, ok: bool) -> bool:
-        """A chunk was copied within the tier; whether the copy counts."""
-        self._index.end_reads((key,))
-        if not ok or self._index.entries.get(key) != source:
-            # It failed, or the chunk has left meanwhile, and may even be back elsewhere.
-            self._slots.give((target,))
-            return False
-        self._index.relocate(key, target)
-        self._slots.give((source,))
-        return True
+    def _relocated(self, move: Move, completion: Completion) -> bool:
+        """Chunks were copied within the tier. Returns whether every one that is whole was."""
+        index, slots = self._index, self._slots
+        index.end_reads(move.keys)
+        unread = set(completion.unread)
+        copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
+        for place, (key, source, target, ok) in enumerate(copies):
+            # The chunk may have left meanwhile, and may even be back elsewhere.
+            here = index.entries.get(key) == source
+            if ok and here:
+                index.relocate(key, target)
+                slots.give((source,))
+                self.relocated += 1
+                continue
+            slots.give((target,))
+            if here and place not in unread:
+                slots.give(index.forget((key,)))
+        return not unread
 
-    def _begin(self) -> Move | None:
-        victim = self._slots.sparse_segment(SPARSE)
+    def _begin(self, victim: int | None) -> Move | None:
         if victim is None:
             return None
         self._victim = victim
         self._slots.retire(victim)
         return self._move(Op.LIST, segment=victim)
 
+    def _begin_next(self, groups: deque[Sequence[bytes]]) -> Move | None:
+        """Begin to make room for the next chunks that do not lie in order."""
+        entries = self._index.entries
+        while groups:
+            group = [key for key in groups.popleft() if key in entries]
+            if group and not self._in_order([entries[key] for key in group]):
+                victim = self._slots.emptiest_segment(self._settled)
+                if victim is not None:
+                    self._filling = deque(group)
+                    self._settled.add(victim)
+                    return self._begin(victim)
+        empty = self._slots.emptiest_segment(())
+        if empty is not None and self._slots.is_empty(empty):
+            return self._begin(empty)
+        self._groups = None
+        return None
+
+    def _in_order(self, slots: Sequence[int]) -> bool:
+        """Whether these slots follow each other in one segment, which is settled then."""
+        size = self._slots.segment_slots
+        segment = slots[0] // size
+        if slots[-1] // size != segment or any(b != a + 1 for a, b in pairwise(slots)):
+            return False
+        self._settled.add(segment)
+        return True
+
     def _go_on(self, now: float) -> Move | None:
         assert self._pending is not None
-        if not self._pending:
-            if self._slots.retired_free == self._slots.segment_slots:
-                return self._move(Op.SHRINK, segment=self._victim)
-            # Chunks that the tier did not name, because their records are damaged.
-            self._give_up(now)
+        if self._pending:
+            return self._copy_out(now)
+        if not self._emptied:
+            if self._slots.retired_free < self._slots.segment_slots:
+                # Chunks that the tier did not name, because their records are damaged.
+                self._give_up(now)
+                return None
+            self._emptied = True
+        if self._filling is None:
+            return self._move(Op.SHRINK, segment=self._victim)
+        return self._fill(self._filling)
+
+    def _fill(self, filling: deque[bytes]) -> Move | None:
+        """Copy the next chunks into the segment that was emptied; it is used when all are there."""
+        entries = self._index.entries
+        count = min(self._batch, int(self._allowance))
+        keys: list[bytes] = []
+        while filling and len(keys) < count:
+            key = filling.popleft()
+            if key in entries:
+                keys.append(key)
+        if not keys:
+            if not filling:
+                self._stop()
             return None
+        self._allowance -= len(keys)
+        self._index.begin_reads(keys)
+        sources = [entries[key] for key in keys]
+        return self._move(Op.RELOCATE, keys, sources, self._slots.take_retired(len(keys)))
+
+    def _copy_out(self, now: float) -> Move | None:
+        """Copy the next chunks of the segment that is being emptied."""
+        assert self._pending is not None
         count = min(self._batch, int(self._allowance))
         keys: list[bytes] = []
         sources: list[int] = []
@@ -162,14 +259,18 @@ class Compactor:
     def _stop(self) -> None:
         if self._victim >= 0:
             self._slots.unretire(self._victim)
-            self._victim, self._pending = -1, None
+            self._end()
+
+    def _end(self) -> None:
+        """There is no victim any more."""
+        self._victim, self._pending, self._filling, self._emptied = -1, None, None, False
 
     def _move(
         self,
         op: Op,
-        keys: Sequence[bytes] = (),
-        sources: Sequence[int] = (),
-        targets: Sequence[int] = (),
+        keys: Iterable[bytes] = (),
+        sources: Iterable[int] = (),
+        targets: Iterable[int] = (),
         segment: int = -1,
     ) -> Move:
         return Move(-1, op, self._tier, list(keys), [], list(sources), list(targets), segment)

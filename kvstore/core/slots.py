@@ -206,18 +206,33 @@ class Slots:
         if len(self._segments) <= len(self._stripes):
             return None
         size = self.segment_slots
-        victim = max(self._segments, key=lambda s: self._stripe_of(s * size).free_in(s))
-        its_free = self._stripe_of(victim * size).free_in(victim)
+        victim = max(self._segments, key=self._free_in)
+        its_free = self._free_in(victim)
         live = size - its_free
         # Half a segment more than makes the tier grow again.
         enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
         return victim if live <= most * size and enough else None
+
+    def emptiest_segment(self, passed_over: Collection[int]) -> int | None:
+        """The segment that holds least, of those that are not passed over."""
+        rest = [segment for segment in self._segments if segment not in passed_over]
+        return max(rest, key=self._free_in, default=None)
+
+    def is_empty(self, segment: int) -> bool:
+        """Whether every slot of the segment is free."""
+        return self._free_in(segment) == self.segment_slots
 
     def retire(self, segment: int) -> None:
         """No slot of the segment is given to anybody from now on. There is one at a time."""
         self._retired = segment
         first = segment * self.segment_slots
         self._retired_free = set(self._stripe_of(first).withdraw(segment))
+
+    def take_retired(self, count: int) -> list[int]:
+        """The first `count` free slots of the segment that was retired."""
+        slots = sorted(self._retired_free)[:count]
+        self._retired_free.difference_update(slots)
+        return slots
 
     def unretire(self, segment: int) -> None:
         """The segment is used as before."""
@@ -235,6 +250,9 @@ class Slots:
         if not passed_over:
             return self._stripes
         return [s for device, s in enumerate(self._stripes) if device not in passed_over]
+
+    def _free_in(self, segment: int) -> int:
+        return self._stripe_of(segment * self.segment_slots).free_in(segment)
 
     def _stripe_of(self, slot: int) -> ExtentAllocator:
         return self._stripes[self.device_of(slot)]

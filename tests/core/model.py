@@ -655,15 +655,23 @@ class World:
     def _complete_compaction(self, move: Move, ok: list[bool], failed: bool) -> None:
         slots = self.slots[move.tier]
         found: list[tuple[bytes, int]] = []
+        unread: list[int] = []
         first = move.segment * self.segment_slots
         its_slots = range(first, first + self.segment_slots)
         if move.op is Op.RELOCATE:
             for position, (key, source, target) in enumerate(
                 zip(move.keys, move.slots, move.targets, strict=True)
             ):
-                ok[position] = ok[position] and slots[source][0] == key
-                if ok[position]:
+                whole = slots[source][0] == key
+                if ok[position] and whole:
                     slots[target] = slots[source]
+                elif whole and position % 2:
+                    # Every other chunk that fails has rotted, and its record is erased.
+                    slots[source] = GARBAGE
+                    self.rotten.add((move.tier, source))
+                elif whole:
+                    unread.append(position)
+                ok[position] = ok[position] and whole
             failed = not all(ok)
         elif not failed and move.op is Op.LIST:
             found = [(slots[slot][0], slot) for slot in its_slots if slots[slot] is not GARBAGE]
@@ -679,7 +687,7 @@ class World:
             for slot in its_slots:
                 slots[slot] = GARBAGE
         error = "injected" if failed else None
-        self.done.append(Completion(move.id, ok, error=error, found=found))
+        self.done.append(Completion(move.id, ok, error=error, found=found, unread=unread))
 
     def neighbour_writes(self, slot: int, key: bytes) -> None:
         """Somebody else stores `key`, over whatever was in the slot."""

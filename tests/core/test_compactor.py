@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvstore.core.compactor import Compactor
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 
@@ -13,22 +19,25 @@ SLOTS = 8
 
 
 def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: Any) -> Rig:
-    """A tier of `segments`, of which each but the first holds `live` chunks."""
+    """A tier of `segments`, of which each holds `live` chunks."""
     rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, relocation_chunks=4, **options)
     tier = rig.core.tiers[0]
     tier.compact_at(rate)
     for segment in range(segments):
         first = segment * SLOTS
+        tier.slots._stripe_of(first).withdraw(segment)
         for n, key in enumerate(chain(f"s{segment}", live)):
-            tier.slots._stripe_of(first).withdraw(segment)
             tier.entries[key] = first + n
             tier.index.policy.insert(key)
         tier.slots._stripe_of(first).give(range(first + live, first + SLOTS))
     return rig
 
 
-def compact(rig: Rig, steps: int = 200, failed: Any = ()) -> list[Move]:
-    """Let time pass; every move of compaction ends at once. Returns those moves."""
+def compact(rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = ()) -> list[Move]:
+    """Let time pass; every move of compaction ends at once. Returns those moves.
+
+    Chunks that are `failed` cannot be copied, those that are `rotten` are not what they were.
+    """
     moves: list[Move] = []
     tier = rig.core.tiers[0]
     for _ in range(steps):
@@ -37,10 +46,11 @@ def compact(rig: Rig, steps: int = 200, failed: Any = ()) -> list[Move]:
             rig.moves.remove(move)
             found = [(key, slot) for key, slot in tier.entries.items()]
             its = [(k, s) for k, s in found if s // SLOTS == move.segment]
-            ok = [key not in failed for key in move.keys]
+            ok = [key not in failed and key not in rotten for key in move.keys]
             error = None if all(ok) else "injected"
             listed = its if move.op is Op.LIST else []
-            rig.ended.append(Completion(move.id, ok, error=error, found=listed))
+            unread = [place for place, key in enumerate(move.keys) if key in failed]
+            rig.ended.append(Completion(move.id, ok, error=error, found=listed, unread=unread))
     return moves
 
 
@@ -138,6 +148,80 @@ def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     assert dict(tier.entries) == before
     assert tier.slots.free + len(before) == tier.slots.segments * SLOTS
     assert compact(rig, steps=700)[0].op is Op.LIST, "it is tried again later"
+
+
+def test_a_chunk_that_has_rotted_is_forgotten_and_does_not_hold_it_up() -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    before = dict(tier.entries)
+    rotten = {key for n in range(4) for key in chain(f"s{n}", 1)}
+    moves = compact(rig, rotten=rotten)
+    assert [move.op for move in moves].count(Op.SHRINK) == 2
+    copied = {key for move in moves for key in move.keys}
+    assert len(copied & rotten) == 2
+    assert set(tier.entries) == set(before) - (copied & rotten)
+    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
+
+
+def laid_out(rig: Rig, order: Sequence[bytes], failed: Any = (), rotten: Any = ()) -> Compactor:
+    """Lay the first tier of the rig out anew, beside the core; moves end at once."""
+    tier = rig.core.tiers[0]
+    compactor = Compactor(0, tier.index, tier.slots, 3)
+    compactor.set_rate(3)
+    compactor.lay_out(order)
+    now = 0.0
+    while not compactor.laid_out:
+        now += 1.0
+        assert now < 10_000, "it never ends"
+        move = compactor.due(now, idle=True)
+        if move is None:
+            continue
+        found = [(k, s) for k, s in tier.entries.items() if s // SLOTS == move.segment]
+        ok = [key not in failed and key not in rotten for key in move.keys]
+        unread = [place for place, key in enumerate(move.keys) if key in failed]
+        listed = found if move.op is Op.LIST else []
+        compactor.ended(move, Completion(move.id, ok, found=listed, unread=unread), now)
+        assert len(set(tier.entries.values())) == len(tier.entries), "two chunks in one slot"
+    return compactor
+
+
+@settings(deadline=None)
+@given(
+    chance=st.randoms(use_true_random=False),
+    segments=st.integers(1, 5),
+    live=st.integers(0, SLOTS),
+    bad=st.integers(0, 3),
+)
+def test_chunks_are_laid_out_in_order_and_what_is_empty_is_given_back(
+    chance: random.Random, segments: int, live: int, bad: int
+) -> None:
+    rig = sparse(segments=segments, live=live)
+    tier = rig.core.tiers[0]
+    order = list(tier.entries)
+    chance.shuffle(order)
+    rotten = set(order[:bad])
+    roomy = tier.slots.free >= SLOTS
+    compactor = laid_out(rig, order, rotten=rotten)
+    assert set(order) - rotten <= set(tier.entries) <= set(order)
+    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
+    assert tier.slots.segments + compactor.removed_segments == segments
+    assert tier.slots.retired_free == 0
+    if not roomy:
+        return
+    assert tier.slots.segments == len({slot // SLOTS for slot in tier.entries.values()})
+    assert tier.slots.segments <= -(-len(order) // SLOTS)
+    for start in range(0, len(order), SLOTS):
+        slots = [tier.entries[key] for key in order[start : start + SLOTS] if key in tier.entries]
+        assert [b - a for a, b in pairwise(slots)] == [1] * (len(slots) - 1) or bad
+
+
+def test_a_layout_that_cannot_copy_loses_nothing_and_ends() -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    before = set(tier.entries)
+    laid_out(rig, sorted(before), failed=before)
+    assert set(tier.entries) == before
+    assert tier.slots.free + len(before) == tier.slots.segments * SLOTS
 
 
 def test_it_stops_when_what_was_free_is_needed_again() -> None:

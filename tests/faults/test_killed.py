@@ -34,12 +34,12 @@ from tests.faults.support import (
 
 Start = Callable[..., Neighbour]
 
-SEGMENT = "tiers.disk.segment:Segment"
+INDEX = "tiers.disk.index:IndexFile"
 PAYLOAD = (
     "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
     "tiers.disk.io.buffered:BufferedIO.write"
 )
-COMPACTION = "tiers.disk.compaction:_Lane"
+COMPACTION = "kvstore.compaction:_Lane"
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def ids(points: list[Point]) -> list[str]:
 
 
 WRITE = [
-    Point("before the old records are erased", f"{SEGMENT}.erase_records", "before"),
-    Point("amid erasing the old records", f"{SEGMENT}.write_records", "half"),
-    Point("after the old records are erased", f"{SEGMENT}.erase_records", "after"),
+    Point("before the old records are erased", f"{INDEX}.erase", "before"),
+    Point("amid erasing the old records", f"{INDEX}.write", "half"),
+    Point("after the old records are erased", f"{INDEX}.erase", "after"),
     Point("amid the payload", PAYLOAD, "half", 1),
     Point("after the payload", PAYLOAD, "after", 1),
-    Point("amid the records", f"{SEGMENT}.write_records", "half", 2),
-    Point("after the records, not reported yet", f"{SEGMENT}.write_records", "after", 2),
+    Point("amid the records", f"{INDEX}.write", "half", 2),
+    Point("after the records, not reported yet", f"{INDEX}.write", "after", 2),
     Point("after the digests", "tiers.disk.extents:encode_records", "before"),
 ]
 
@@ -81,21 +81,20 @@ GROWTH = [
 
 CLOSING = [
     Point("before recency is saved", "tiers.disk.volume:Volume.save_recency", "before"),
-    Point("amid the records of the first segment", f"{SEGMENT}.write_records", "half", 1),
-    Point("between two segments", f"{SEGMENT}.write_records", "after", 1),
-    Point("amid the records of the second segment", f"{SEGMENT}.write_records", "half", 2),
+    Point("amid the records of the first segment", f"{INDEX}.write", "half", 1),
+    Point("between two segments", f"{INDEX}.write", "after", 1),
+    Point("amid the records of the second segment", f"{INDEX}.write", "half", 2),
     Point("after recency is saved", "tiers.disk.volume:Volume.save_recency", "after"),
 ]
 
 COMPACTING = [
-    Point("before a payload is moved", PAYLOAD, "before", 5),
-    Point("amid a payload", PAYLOAD, "half", 5),
-    Point("after a payload, before its record", f"{SEGMENT}.write_records", "before", 5),
-    Point("amid a record", f"{SEGMENT}.write_records", "half", 5),
-    Point(
-        "after the new record, before the old is erased", f"{SEGMENT}.erase_records", "before", 9
-    ),
-    Point("amid erasing a record", f"{SEGMENT}.erase_records", "after", 9),
+    Point("before payloads are moved", PAYLOAD, "before", 3),
+    Point("amid payloads", PAYLOAD, "half", 3),
+    Point("after payloads, before their records", f"{INDEX}.place", "before", 5),
+    Point("between two new records", f"{INDEX}.place", "after", 5),
+    Point("amid a record", f"{INDEX}.write", "half", 5),
+    Point("after new records, before the old are erased", "kvstore.compaction:relocate", "after"),
+    Point("after the old records of one segment are erased", f"{INDEX}.erase_slots", "after", 2),
     Point("before an empty segment is removed", f"{COMPACTION}.remove", "before"),
     Point("between two segments that are removed", f"{COMPACTION}.remove", "after"),
 ]

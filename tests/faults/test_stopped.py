@@ -35,7 +35,7 @@ WRITE = (
     "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
     "tiers.disk.io.buffered:BufferedIO.write"
 )
-RECORDS = "tiers.disk.segment:Segment.write_records"
+RECORDS = "tiers.disk.index:IndexFile.write"
 ALL = range(SLOTS)
 
 

@@ -36,8 +36,8 @@ from tests.tiers.support import (
     segment_of,
 )
 from tiers.disk.format import ALIGN, RECORD_BYTES, Geometry, Header, encode_header, parse_header
+from tiers.disk.index import IndexFile
 from tiers.disk.namespace import Namespace
-from tiers.disk.segment import Segment
 
 KEYS = [key_of(n) for n in range(2 * SLOTS)]
 """The chunks of `stored`: key n lies in slot n, of segments 0 and 1."""
@@ -266,7 +266,7 @@ async def test_random_damage_anywhere_never_serves_wrong_bytes(
     assert len(await served(again)) == len(again.opening.entries)
 
 
-@pytest.mark.parametrize("fails", ["read_records", "erase_records"])
+@pytest.mark.parametrize("fails", ["read", "erase"])
 async def test_a_segment_whose_index_cannot_be_reached_is_left_alone_and_counted(
     stored: Path,
     open_bench: OpenBench,
@@ -275,14 +275,14 @@ async def test_a_segment_whose_index_cannot_be_reached_is_left_alone_and_counted
     fails: str,
 ) -> None:
     flip(segment_of(stored), record_offset(4) + 20)
-    works = getattr(Segment, fails)
+    works = getattr(IndexFile, fails)
 
-    def fail_in_segment_0(segment: Segment, first: int, count: int) -> Any:
-        if segment.number == 0:
+    def fail_in_segment_0(index: IndexFile, first: int, count: int) -> Any:
+        if os.readlink(f"/proc/self/fd/{index._fd}") == str(segment_of(stored)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return works(segment, first, count)
+        return works(index, first, count)
 
-    monkeypatch.setattr(Segment, fails, fail_in_segment_0)
+    monkeypatch.setattr(IndexFile, fails, fail_in_segment_0)
     descriptors = len(os.listdir("/proc/self/fd"))
     bench = open_bench()
     assert str(segment_of(stored)) in caplog.text

@@ -135,14 +135,14 @@ async def test_a_compaction_killed_at_any_moment_loses_nothing(tmp_path: Path) -
 SLOW_COMPACTION = """
 import sys, time
 from pathlib import Path
-from tiers.disk.segment import Segment
+from tiers.disk.index import IndexFile
 from kvstore.upkeep import compact
-write = Segment.write_records
+write = IndexFile.write
 def slow(self, first, records):
     time.sleep(0.001)
     write(self, first, records)
     time.sleep(0.001)
-Segment.write_records = slow
+IndexFile.write = slow
 print("begin", flush=True)
 compact(Path(sys.argv[1]))
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
-from tiers.disk.format import encode_records, live_chunks
+from tiers.disk.format import encode_records
 from tiers.disk.io import IOV_MAX, IOBackend, Run
 from tiers.disk.segment import Segment
 
@@ -115,7 +115,7 @@ def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]
     records: list[bytes | OSError] = []
     for extent in extents:
         try:
-            records.append(extent.segment.read_records(extent.first, len(extent.keys)))
+            records.append(extent.segment.index.read(extent.first, len(extent.keys)))
         except OSError as error:
             records.append(error)
     moved = backend.read_all([extent.run for extent in extents])
@@ -137,7 +137,7 @@ def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) 
     erased: list[OSError | None] = []
     for extent in extents:
         try:
-            extent.segment.erase_records(extent.first, len(extent.keys))
+            extent.segment.index.erase(extent.first, len(extent.keys))
             erased.append(None)
         except OSError as refused:
             erased.append(refused)
@@ -162,7 +162,7 @@ def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) 
 def _write_records(extent: Extent, sequence: int) -> None:
     segment, size = extent.segment, extent.segment.geometry.chunk_bytes
     digests = [xxh3_128_digest(buffer[:size]) for buffer in extent.buffers]
-    segment.write_records(
+    segment.index.write(
         extent.first,
         encode_records(
             extent.keys, extent.first, sequence, size, digests, segment.seed, segment.epoch
@@ -192,7 +192,7 @@ def _verified(
     assert isinstance(got, int)
     segment, first = extent.segment, extent.first
     size, slot_bytes = segment.geometry.chunk_bytes, segment.geometry.slot_bytes
-    known = live_chunks(raw, first, size, segment.seed, segment.epoch)
+    known = segment.index.chunks(first, raw, segment.epoch)
     ok: list[bool] = []
     for index, (key, buffer) in enumerate(zip(extent.keys, extent.buffers, strict=True)):
         whole = got >= index * slot_bytes + size

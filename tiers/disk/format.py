@@ -48,6 +48,7 @@ __all__ = [
     "Geometry",
     "Header",
     "LiveRecords",
+    "Records",
     "decode_at",
     "decode_records",
     "encode_header",

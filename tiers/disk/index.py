@@ -1,11 +1,25 @@
-"""Reading the index of a segment that somebody else may be writing to."""
+"""The index of a segment file: the one place where records are read and written.
+
+Records go through the page cache by plain calls, never through a mapping. A
+thread that touches a mapping waits in a page fault while the file system is
+frozen or its medium is slow, and a fault holds the lock of the whole address
+space: every allocation of the process would wait behind it.
+
+A write takes the file's write lock, which direct transfers of the same file
+hold shared. With native AIO and io_uring they hold it only until they are handed
+over, so a record waits a few microseconds; with blocking calls (``direct``)
+it waits for the transfers that run.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tiers.disk.format import (
     ALIGN,
@@ -13,19 +27,151 @@ from tiers.disk.format import (
     RECORD_BYTES,
     Header,
     LiveRecords,
+    Records,
+    decode_at,
     decode_records,
+    live_chunks,
     parse_header,
+    reseal_records,
     segment_seed,
 )
 
-__all__ = ["read_index"]
+__all__ = ["IndexFile", "read_index"]
 
 PIECE_SLOTS = 65_536
 """Records read at once."""
 
+Crcs = npt.NDArray[np.uint32]
+
+
+class IndexFile:
+    """The records of a segment, by slot. Takes over the descriptor `fd` and closes it.
+
+    All calls may block. Somebody else may be writing to the file: a record is
+    valid or it is not, and one that is was written whole. Reading and writing raise
+    OSError as the system says.
+    """
+
+    def __init__(self, fd: int, header: Header) -> None:
+        self._fd = fd
+        self._geometry = header.geometry
+        self._seed = segment_seed(header.segment_id)
+
+    # -- reading -----------------------------------------------------------------------
+
+    def read(self, first: int, count: int) -> bytes:
+        """The raw records of `count` slots from `first` on; fewer where the file ends."""
+        offset, size = self._offset(first), count * RECORD_BYTES
+        whole = os.pread(self._fd, size, offset)
+        while 0 < len(whole) < size:
+            more = os.pread(self._fd, size - len(whole), offset + len(whole))
+            if not more:
+                break
+            whole += more
+        return whole
+
+    def live(self, first: int = 0, count: int | None = None) -> LiveRecords:
+        """The valid and the damaged records of `count` slots from `first` on: of all, if None."""
+        count = self._geometry.slots - first if count is None else count
+        return _joined(
+            decode_records(raw, at, self._geometry.chunk_bytes, self._seed)
+            for at, raw in self._pieces(first, count)
+        )
+
+    def chunks(self, first: int, raw: bytes, epoch: int) -> dict[int, tuple[bytes, bytes]]:
+        """Key and digest by slot of the valid records of `epoch` in `raw`, read from `first` on.
+
+        Says the same as `live`, faster for the few records of an extent.
+        """
+        return live_chunks(raw, first, self._geometry.chunk_bytes, self._seed, epoch)
+
+    def changes(self, known: Crcs) -> tuple[Crcs, list[int], LiveRecords]:
+        """What has changed since the records had the CRCs `known`, one of each slot.
+
+        Returns:
+            The CRCs that they have now, the slots whose records differ, and those of them
+            that are valid.
+        """
+        size = self._geometry.chunk_bytes
+        crcs = np.zeros_like(known)
+        changed: list[int] = []
+        parts: list[LiveRecords] = []
+        for first, raw in self._pieces(0, self._geometry.slots):
+            records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
+            piece = slice(first, first + len(records))
+            crcs[piece] = records["crc"]
+            (differ,) = np.nonzero(crcs[piece] != known[piece])
+            changed += (differ + first).tolist()
+            parts.append(decode_at(records[differ].tobytes(), differ + first, size, self._seed))
+        # Where the file ends early there is no record any more.
+        read = first + len(records)
+        changed += (np.flatnonzero(known[read:]) + read).tolist()
+        return crcs, changed, _joined(iter(parts))
+
+    # -- writing -----------------------------------------------------------------------
+
+    def write(self, first: int, records: bytes) -> None:
+        """Write raw records from slot `first` on; when this returns they outlive the process."""
+        offset = self._offset(first)
+        done = os.pwrite(self._fd, records, offset)
+        while done < len(records):
+            count = os.pwrite(self._fd, records[done:], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "not a byte was written, and no reason given")
+            done += count
+
+    def erase(self, first: int, count: int) -> None:
+        """Mark slots as holding nothing."""
+        self.write(first, bytes(count * RECORD_BYTES))
+
+    def erase_slots(self, slots: list[int]) -> None:
+        """The same for any slots, ascending. They lie in runs, mostly."""
+        for run in np.split(np.array(slots, np.int64), np.flatnonzero(np.diff(slots) != 1) + 1):
+            if len(run):
+                self.erase(int(run[0]), len(run))
+
+    def place(self, records: Records, slot: int) -> None:
+        """Write one valid record of any segment into a slot of this one."""
+        moved = records.copy()
+        moved["slot"] = slot
+        self.write(slot, reseal_records(moved, self._seed))
+
+    def rewrite(self, change: Callable[[list[int], Records], None]) -> None:
+        """Change what the valid records say.
+
+        Args:
+            change: gets their slots and the records, which it may write into.
+        """
+        raw = self.read(0, self._geometry.slots)
+        live = decode_records(raw, 0, self._geometry.chunk_bytes, self._seed)
+        records = live.records.copy()
+        change(live.slots, records)
+        whole = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES).copy()
+        whole[live.slots] = np.frombuffer(reseal_records(records, self._seed), RECORD)
+        self.write(0, whole.tobytes())
+
+    def close(self) -> None:
+        """Close the file. What was written is kept by the system."""
+        os.close(self._fd)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _offset(self, slot: int) -> int:
+        return self._geometry.index_offset + slot * RECORD_BYTES
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[int, bytes]]:
+        """Slots and their raw records, not too many at once; none of them cut off."""
+        for at in range(first, first + count, PIECE_SLOTS):
+            wanted = min(PIECE_SLOTS, first + count - at)
+            raw = self.read(at, wanted)
+            yield at, raw[: len(raw) // RECORD_BYTES * RECORD_BYTES]
+            # A header can claim any number of slots: the file ends where it ends.
+            if len(raw) < wanted * RECORD_BYTES:
+                return
+
 
 def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
-    """The header and the valid records of a segment, and the size of the file.
+    """The header and the valid records of any segment file, and the size of the file.
 
     Raises:
         ForeignFileError: if it is not a segment.
@@ -35,23 +181,17 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         header = parse_header(os.pread(fd, ALIGN, 0), str(path))
-        geometry = header.geometry
-        size = os.fstat(fd).st_size
-        # A header can claim any number of slots: read no more than the file has.
-        slots = min(geometry.slots, max(0, size - geometry.index_offset) // RECORD_BYTES)
-        seed = segment_seed(header.segment_id)
-        parts: list[LiveRecords] = []
-        for first in range(0, slots, PIECE_SLOTS):
-            count = min(PIECE_SLOTS, slots - first)
-            at = geometry.index_offset + first * RECORD_BYTES
-            raw = os.pread(fd, count * RECORD_BYTES, at)
-            raw = raw[: len(raw) // RECORD_BYTES * RECORD_BYTES]
-            parts.append(decode_records(raw, first, geometry.chunk_bytes, seed))
+        return header, IndexFile(fd, header).live(), os.fstat(fd).st_size
     finally:
         os.close(fd)
-    live = LiveRecords(
-        [slot for part in parts for slot in part.slots],
-        np.concatenate([np.zeros(0, RECORD), *(part.records for part in parts)]),
-        [slot for part in parts for slot in part.damaged],
+
+
+def _joined(parts: Iterator[LiveRecords]) -> LiveRecords:
+    pieces = list(parts)
+    if len(pieces) == 1:
+        return pieces[0]
+    return LiveRecords(
+        [slot for piece in pieces for slot in piece.slots],
+        np.concatenate([np.zeros(0, RECORD), *(piece.records for piece in pieces)]),
+        [slot for piece in pieces for slot in piece.damaged],
     )
-    return header, live, size

@@ -149,17 +149,13 @@ def _open(
     """
     segment = Segment.open(path, namespace, geometry, backend, trust)
     try:
-        records = segment.live_records(0, geometry.slots)
-        for slot in records.damaged:
-            segment.erase_records(slot, 1)
+        records = segment.index.live()
+        segment.index.erase_slots(records.damaged)
         others: list[int] = []
         if epoch is not None:
             segment.epoch = epoch
             records, others = records.of_epoch(epoch)
-        # They lie in runs: whole segments, mostly.
-        for run in np.split(np.array(others, np.int64), np.flatnonzero(np.diff(others) != 1) + 1):
-            if len(run):
-                segment.erase_records(int(run[0]), len(run))
+        segment.index.erase_slots(others)
     except OSError:
         segment.close()
         raise

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from tiers.disk.extents import Extent, Outcome, gravest, read_extents
-from tiers.disk.format import decode_records, reseal_records
+from tiers.disk.format import LiveRecords
 from tiers.disk.io import IOBackend
 from tiers.disk.segment import Segment
 
-__all__ = ["Place", "relocate"]
+__all__ = ["Place", "Relocated", "relocate"]
 
 Place = tuple[Segment, int]
 """A slot within its segment."""
 
 
+@dataclass(slots=True)
+class Relocated:
+    """What became of chunks that were to be copied.
+
+    Attributes:
+        ok: for each chunk, whether its copy is whole and will be found.
+        lost: places, in that list, of chunks that are not what their records said.
+        error: what went wrong first, in words, or None.
+    """
+
+    ok: list[bool]
+    lost: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
 def relocate(
     keys: Sequence[bytes], sources: Sequence[Place], targets: Sequence[Place]
-) -> tuple[list[bool], str | None]:
+) -> Relocated:
     """Copy chunks to empty slots, with the sequence and the counters that they have.
 
-    What is copied is verified first. The sources stay as they are: a crash at
-    any moment leaves each chunk in one valid copy at least, or in two of which
-    either may be used.
+    What is copied is verified first; the record of a chunk that is lost is
+    erased. The other sources stay as they are: a crash at any moment leaves each
+    chunk in one valid copy at least, or in two of which either may be used.
     """
+    if not keys:
+        return Relocated([])
     size = sources[0][0].geometry.slot_bytes
     with mmap.mmap(-1, len(keys) * size) as memory, memoryview(memory) as view:
         buffers = [view[at : at + size] for at in range(0, len(view), size)]
@@ -40,53 +59,58 @@ def _relocate(
     sources: Sequence[Place],
     targets: Sequence[Place],
     buffers: Sequence[memoryview],
-) -> tuple[list[bool], str | None]:
-    raws: list[bytes] = []
-    for segment, slot in sources:
-        try:
-            raws.append(segment.read_records(slot, 1))
-        except OSError:
-            raws.append(b"")
-    extents = [
-        Extent(segment, slot, [key], [buffer])
-        for key, (segment, slot), buffer in zip(keys, sources, buffers, strict=True)
-    ]
-    outcomes = _by_backend(read_extents, extents)
-    told = gravest(outcomes)
-    ok = [outcome.ok[0] for outcome in outcomes]
-    homes = [
-        Extent(segment, slot, [key], [buffer])
-        for key, (segment, slot), buffer in zip(keys, targets, buffers, strict=True)
-    ]
-    good = [index for index, one in enumerate(ok) if one]
+) -> Relocated:
+    records = [_record_of(source) for source in sources]
+    origins = _extents(keys, sources, buffers)
+    outcomes = _by_backend(read_extents, origins)
+    done = Relocated([outcome.ok[0] for outcome in outcomes], error=gravest(outcomes))
+    for index, outcome in enumerate(outcomes):
+        if outcome.wrong:
+            done.lost.append(index)
+            with contextlib.suppress(OSError):
+                segment, slot = sources[index]
+                segment.index.erase(slot, 1)
+    good = [index for index, one in enumerate(done.ok) if one]
+    homes = _extents(keys, targets, buffers)
     written = _by_backend(_write_payloads, [homes[index] for index in good])
     for index, outcome in zip(good, written, strict=True):
-        if outcome.error is None:
+        segment, slot = targets[index]
+        record = records[index]
+        if outcome.error is None and record is None:
+            outcome.error = f"record of {sources[index][0].path} slot {sources[index][1]} is gone"
+        if outcome.error is None and record is not None:
             try:
-                _copy_record(raws[index], sources[index], targets[index])
+                segment.index.place(record.records, slot)
                 continue
             except OSError as error:
-                outcome.error = f"record of {targets[index][0].path}: {error.strerror or error}"
-        ok[index] = False
-        told = told or outcome.error
-    return ok, told
+                outcome.error = f"record of {segment.path}: {error.strerror or error}"
+        done.ok[index] = False
+        done.error = done.error or outcome.error
+    return done
 
 
-def _copy_record(raw: bytes, source: Place, target: Place) -> None:
-    (origin, from_slot), (home, to_slot) = source, target
-    live = decode_records(raw, from_slot, origin.geometry.chunk_bytes, origin.seed)
-    if not live.slots:
-        raise OSError("the record has changed")
-    record = live.records.copy()
-    record["slot"] = to_slot
-    home.write_records(to_slot, reseal_records(record, home.seed))
+def _record_of(place: Place) -> LiveRecords | None:
+    segment, slot = place
+    with contextlib.suppress(OSError):
+        found = segment.index.live(slot, 1)
+        return found if found.slots else None
+    return None
+
+
+def _extents(
+    keys: Sequence[bytes], places: Sequence[Place], buffers: Sequence[memoryview]
+) -> list[Extent]:
+    return [
+        Extent(segment, slot, [key], [buffer])
+        for key, (segment, slot), buffer in zip(keys, places, buffers, strict=True)
+    ]
 
 
 def _write_payloads(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]:
     outcomes = [Outcome([True], [], None) for _ in extents]
     for outcome, extent in zip(outcomes, extents, strict=True):
         try:
-            extent.segment.erase_records(extent.first, 1)
+            extent.segment.index.erase(extent.first, 1)
         except OSError as error:
             outcome.error = f"record of {extent.segment.path}: {error.strerror or error}"
     sound = [index for index, outcome in enumerate(outcomes) if outcome.error is None]

@@ -11,20 +11,12 @@ import stat
 import weakref
 from pathlib import Path
 
+import numpy as np
+
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import (
-    ALIGN,
-    RECORD_BYTES,
-    Geometry,
-    Header,
-    LiveRecords,
-    decode_records,
-    encode_header,
-    parse_header,
-    segment_seed,
-)
+from tiers.disk.format import ALIGN, Geometry, Header, encode_header, parse_header, segment_seed
+from tiers.disk.index import IndexFile
 from tiers.disk.io import IOBackend
-from tiers.disk.records import RecordFile
 from tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Segment", "is_probe", "read_header", "segment_files"]
@@ -35,13 +27,13 @@ _TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp|\.probe-\d+-[0-9a-f]
 
 
 class Segment:
-    """An open segment of a lane that this process owns.
+    """An open segment of a lane.
 
-    Slots are moved through the descriptor `data`, by the backend's way; records
-    through a `RecordFile`.
+    Slots are moved through the descriptor `data`, by the backend's way.
 
     Attributes:
         number: its number within the lane, part of the file's name.
+        index: its records.
         seed: seeds the CRC of its records.
         epoch: of the records that are written, and of those that are read.
     """
@@ -53,7 +45,7 @@ class Segment:
         header: Header,
         backend: IOBackend,
         data: int,
-        records: RecordFile,
+        index: IndexFile,
     ) -> None:
         self.number = number
         self.path = path
@@ -63,7 +55,7 @@ class Segment:
         self.epoch = 0
         self.backend = backend
         self.data = data
-        self._records = records
+        self.index = index
 
     @classmethod
     def create(
@@ -96,7 +88,7 @@ class Segment:
             with contextlib.suppress(OSError):
                 name.unlink()
             raise
-        return cls(number, path, header, backend, data, RecordFile(fd))
+        return cls(number, path, header, backend, data, IndexFile(fd, header))
 
     @classmethod
     def open(
@@ -133,7 +125,7 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        return cls(int(match[1]), path, header, backend, data, RecordFile(meta))
+        return cls(int(match[1]), path, header, backend, data, IndexFile(meta, header))
 
     @classmethod
     def follow(
@@ -157,37 +149,20 @@ class Segment:
         except BaseException:
             os.close(meta)
             raise
-        records = RecordFile(meta)
-        segment = cls(int(match[1]), path, header, backend, data, records)
-        weakref.finalize(segment, _close_both, backend, data, records)
+        index = IndexFile(meta, header)
+        segment = cls(int(match[1]), path, header, backend, data, index)
+        weakref.finalize(segment, _close_both, backend, data, index)
         return segment
 
-    def read_records(self, first: int, count: int) -> bytes:
-        """The raw records of `count` slots from `first` on; may be short at a damaged end."""
-        return self._records.read(
-            self.geometry.index_offset + first * RECORD_BYTES, count * RECORD_BYTES
-        )
-
-    def live_records(self, first: int, count: int) -> LiveRecords:
-        """The valid and the damaged records among `count` slots from `first` on.
+    def list_chunks(self) -> list[tuple[bytes, int]]:
+        """(key, slot) of the valid records, in the order of storing. May block.
 
         Raises:
             OSError: as the system says.
         """
-        raw = self.read_records(first, count)
-        return decode_records(raw, first, self.geometry.chunk_bytes, self.seed)
-
-    def write_records(self, first: int, records: bytes) -> None:
-        """Write raw records from slot `first` on.
-
-        Raises:
-            OSError: as the system says.
-        """
-        self._records.write(self.geometry.index_offset + first * RECORD_BYTES, records)
-
-    def erase_records(self, first: int, count: int) -> None:
-        """Mark slots as holding nothing."""
-        self.write_records(first, bytes(count * RECORD_BYTES))
+        live = self.index.live()
+        found = list(zip(live.keys(), live.slots, strict=True))
+        return [found[at] for at in np.argsort(live.records["sequence"], kind="stable").tolist()]
 
     def sync(self) -> None:
         """Wait until what was written is on the medium.
@@ -203,7 +178,7 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors."""
-        _close_both(self.backend, self.data, self._records)
+        _close_both(self.backend, self.data, self.index)
 
 
 def _check(path: Path, fd: int, trust: Trust, *, written: bool) -> None:
@@ -212,9 +187,9 @@ def _check(path: Path, fd: int, trust: Trust, *, written: bool) -> None:
         raise ForeignFileError(f"{path}: {fault}")
 
 
-def _close_both(backend: IOBackend, data: int, records: RecordFile) -> None:
+def _close_both(backend: IOBackend, data: int, index: IndexFile) -> None:
     backend.close(data)
-    records.close()
+    index.close()
 
 
 def read_header(path: Path) -> Header:

@@ -17,7 +17,7 @@ from tiers.disk.epoch import read_epoch
 from tiers.disk.format import Geometry
 from tiers.disk.io import IOBackend
 from tiers.disk.namespace import Namespace
-from tiers.disk.relocation import Place, relocate
+from tiers.disk.relocation import Place, Relocated, relocate
 from tiers.disk.trust import Trust
 from tiers.disk.volume import Job, Volume
 from tiers.pinned import PinnedRegion
@@ -270,17 +270,18 @@ class DiskTier(Tier):
         volume = self.volumes[slots[0] // self.geometry.slots % len(self.volumes)]
         changed = {self._locate(slot)[0] for slot in targets}
 
-        def copy() -> tuple[list[bool], str | None]:
+        def copy() -> Relocated:
             done = relocate(keys, sources, homes)
             for index in changed:
                 self.volumes[index].lane.touch()
             return done
 
         try:
-            ((ok, told),) = await volume.threads.run([copy], load=False)
+            (done,) = await volume.threads.run([copy], load=False)
         except TimeoutError as error:
-            return Transfer([False] * len(keys), str(error))
-        return Transfer(ok, error_of(told, ok))
+            return Transfer([False] * len(keys), str(error), range(len(keys)))
+        unread = [place for place, ok in enumerate(done.ok) if not ok and place not in done.lost]
+        return Transfer(done.ok, error_of(done.error, done.ok), unread)
 
     async def remove_segment(self, segment: int) -> str | None:
         number, index = divmod(segment, len(self.volumes))

@@ -27,7 +27,7 @@ from tiers.disk.extents import (
     read_extents,
     write_extents,
 )
-from tiers.disk.format import Geometry, decode_records, reseal_records
+from tiers.disk.format import Geometry, Records
 from tiers.disk.io import choose_backend
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import Namespace
@@ -232,7 +232,7 @@ class Volume:
             kept: list[int] = []
             for slot in outcome.wrong:
                 try:
-                    extent.segment.erase_records(slot, 1)
+                    extent.segment.index.erase(slot, 1)
                 except OSError:
                     kept.append(slot)
             if kept:
@@ -261,13 +261,12 @@ class Volume:
             return number
 
     def list_segment(self, number: int) -> list[tuple[bytes, int]]:
-        """(key, slot within the segment) of its valid records. May block.
+        """(key, slot within the segment) of its valid records, in the order of storing. May block.
 
         Raises:
             OSError: as the system says.
         """
-        live = self.segments[number].live_records(0, self.geometry.slots)
-        return list(zip(live.keys(), live.slots, strict=True))
+        return self.segments[number].list_chunks()
 
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""
@@ -307,7 +306,7 @@ class Volume:
         """Take out every record, for good; whether that worked. May block."""
         try:
             for segment in self.segments.values():
-                segment.erase_records(0, self.geometry.slots)
+                segment.index.erase(0, self.geometry.slots)
             for segment in self.segments.values():
                 # Weights may have changed: what is erased must not come back after a power cut.
                 segment.sync()
@@ -330,23 +329,20 @@ class Volume:
             if slot // slots in ranks:
                 ranks[slot // slots][slot % slots] = sequence
         for number, segment in self.segments.items():
-            if not ranks[number]:
-                continue
-            raw = segment.read_records(0, slots)
-            live = decode_records(raw, 0, self.geometry.chunk_bytes, segment.seed)
-            records = live.records.copy()
-            where = np.array(live.slots, np.intp)
-            records["sequence"] = [
-                ranks[number].get(slot, old)
-                for slot, old in zip(live.slots, records["sequence"].tolist(), strict=True)
-            ]
-            records["reads"] += self._reads[number][where]
-            read_ms = self._read_ms[number][where]
-            records["read_ms"] = np.where(read_ms > 0, read_ms, records["read_ms"])
-            whole = np.frombuffer(raw, records.dtype).copy()
-            whole[where] = np.frombuffer(reseal_records(records, segment.seed), records.dtype)
-            segment.write_records(0, whole.tobytes())
+            if ranks[number]:
+                segment.index.rewrite(partial(self._put_recency, number, ranks[number]))
         self.lane.touch()
+
+    def _put_recency(
+        self, number: int, ranks: dict[int, int], slots: list[int], records: Records
+    ) -> None:
+        records["sequence"] = [
+            ranks.get(slot, old)
+            for slot, old in zip(slots, records["sequence"].tolist(), strict=True)
+        ]
+        records["reads"] += self._reads[number][slots]
+        read_ms = self._read_ms[number][slots]
+        records["read_ms"] = np.where(read_ms > 0, read_ms, records["read_ms"])
 
     def close_files(self) -> None:
         """Let go of the files and the lane; nothing runs any more."""

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from kvstore.errors import ForeignFileError
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
-from tiers.disk.format import RECORD, RECORD_BYTES, decode_at
 from tiers.disk.lane import LOCK_NAME, lane_folders
 from tiers.disk.places import Places
 from tiers.disk.segment import Segment, read_header, segment_files
@@ -224,17 +223,8 @@ class Watch:
     def _read(self, watched: Watched) -> None:
         """Take in the records that have changed."""
         segment, keys, first = watched.segment, watched.keys, watched.first
-        raw = segment.read_records(0, segment.geometry.slots)
-        records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
-        crcs = np.zeros_like(watched.crcs)
-        crcs[: len(records)] = records["crc"]
-        (changed,) = np.nonzero(crcs != watched.crcs)
-        watched.crcs = crcs
-        gone = [(keys.pop(slot), first + slot) for slot in changed.tolist() if slot in keys]
-        there = changed[changed < len(records)]
-        live = decode_at(
-            records[there].tobytes(), there, segment.geometry.chunk_bytes, segment.seed
-        )
+        watched.crcs, changed, live = segment.index.changes(watched.crcs)
+        gone = [(keys.pop(slot), first + slot) for slot in changed if slot in keys]
         of_ours = (live.records["epoch"] == self._epoch).tolist()
         appeared: list[tuple[bytes, int]] = []
         for slot, key, counts in zip(live.slots, live.keys(), of_ours, strict=True):

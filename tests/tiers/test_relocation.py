@@ -1,0 +1,134 @@
+"""Copying chunks within the disk tier: what travels with them, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.tier import key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import GEOMETRY, SLOT, SLOTS, flip, segment_of
+from tiers.disk.index import IndexFile, read_index
+from tiers.disk.io.base import IOBackend, Run
+
+KEYS = [key_of(number) for number in range(SLOTS)]
+ELSEWHERE = [SLOTS + number for number in range(SLOTS)]
+
+
+def records(path: Path) -> dict[bytes, tuple[int, int, int]]:
+    """Sequence, time of storing and reads of each chunk of a segment."""
+    _, live, _ = read_index(path)
+    told = zip(
+        live.records["sequence"].tolist(),
+        live.records["stored_ms"].tolist(),
+        live.records["reads"].tolist(),
+        strict=True,
+    )
+    return dict(zip(live.keys(), told, strict=True))
+
+
+async def test_a_segment_is_listed_in_the_order_of_storing(open_bench: OpenBench) -> None:
+    bench = open_bench()
+    slots = random.Random(5).sample(range(SLOTS), SLOTS)
+    for key, slot in zip(KEYS, slots, strict=True):
+        await bench.store([key], [slot])
+    assert await bench.tier.list_segment(0) == list(zip(KEYS, slots, strict=True))
+
+
+async def test_what_a_record_says_travels_with_its_chunk(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, range(SLOTS))
+    await bench.fetch(KEYS[:3], range(3))
+    await bench.tier.close(list(zip(KEYS, range(SLOTS), strict=True)))
+    bench = open_bench()
+    before = records(segment_of(folder))
+    assert sum(reads for _, _, reads in before.values()) == 3
+    assert (await bench.tier.grow())[0] == 1
+    done = await bench.tier.relocate(KEYS, range(SLOTS), ELSEWHERE)
+    assert done.ok == [True] * SLOTS
+    assert records(segment_of(folder, 1)) == before
+    assert await bench.fetch(KEYS, ELSEWHERE) == [True] * SLOTS
+    assert await bench.fetch(KEYS, range(SLOTS)) == [True] * SLOTS, "the old copies stay"
+
+
+async def test_a_chunk_that_has_rotted_is_lost_alone_and_its_record_is_erased(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, range(SLOTS))
+    await bench.tier.grow()
+    flip(segment_of(folder), GEOMETRY.blocks_offset + 3 * SLOT + 17)
+    done = await bench.tier.relocate(KEYS, range(SLOTS), ELSEWHERE)
+    assert [place for place, ok in enumerate(done.ok) if not ok] == [3]
+    assert not done.unread
+    assert "slots [3] do not hold" in (done.error or "")
+    assert KEYS[3] not in records(segment_of(folder))
+    assert KEYS[3] not in records(segment_of(folder, 1))
+
+
+@pytest.mark.parametrize("fails", ["reading", "writing", "the record"])
+async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, range(SLOTS))
+    await bench.tier.grow()
+    backend = type(bench.tier.backend)
+    works = {"reading": backend.read_all, "writing": backend.write_all}
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fail(self: IOBackend, runs: Sequence[Run]) -> list[int | OSError]:
+        done = works[fails](self, runs)
+        bad = GEOMETRY.blocks_offset + 2 * SLOT
+        return [error if run.offset == bad else one for run, one in zip(runs, done, strict=True)]
+
+    place = IndexFile.place
+
+    def fail_to_place(self: IndexFile, found: object, slot: int) -> None:
+        if slot == 2:
+            raise error
+        place(self, found, slot)
+
+    if fails == "the record":
+        monkeypatch.setattr(IndexFile, "place", fail_to_place)
+    else:
+        name = "read_all" if fails == "reading" else "write_all"
+        monkeypatch.setattr(backend, name, fail)
+    done = await bench.tier.relocate(KEYS, range(SLOTS), ELSEWHERE)
+    assert [place for place, ok in enumerate(done.ok) if not ok] == list(done.unread) == [2]
+    assert "Input/output error" in (done.error or "")
+    assert KEYS[2] in records(segment_of(folder)), "it is where it was"
+    monkeypatch.undo()
+    assert await bench.fetch(KEYS[2:3], [2]) == [True]
+
+
+async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, range(SLOTS))
+    await bench.tier.grow()
+    began, hangs = threading.Event(), threading.Event()
+
+    def hang(self: IOBackend, runs: Sequence[Run]) -> list[int | OSError]:
+        began.set()
+        hangs.wait(30)
+        return [OSError(errno.EIO, "gave up") for _ in runs]
+
+    monkeypatch.setattr(type(bench.tier.backend), "read_all", hang)
+    copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
+    await asyncio.to_thread(began.wait, 30)
+    bench.tier.leave()
+    done = await copying
+    hangs.set()
+    assert done.ok == [False, False]
+    assert list(done.unread) == [0, 1]
