@@ -10,8 +10,9 @@ from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.tier import TierView
+from kvstore.engine import Beside
 from kvstore.errors import ConfigError
-from kvstore.recording import Recorder
+from kvstore.recorder import Recorder
 from kvstore.sizes import format_size
 from kvstore.tiering import TierPlace, create_tier
 from kvstore.types import RecoveredTier
@@ -33,6 +34,11 @@ class Assembly:
     tiers: list[Tier]
     description: str
     recorder: Recorder | None = None
+
+    @property
+    def beside(self) -> list[Beside]:
+        """What is to run beside the engine."""
+        return [] if self.recorder is None else [self.recorder]
 
     def recency(self) -> list[list[tuple[bytes, int]]]:
         """For each tier its (key, slot), coldest first."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.core import Core
-from kvstore.engine import Engine
+from kvstore.engine import Beside, Engine
 from kvstore.errors import KVStoreError
 from kvstore.home import Home
 from tiers import Tier
@@ -31,11 +31,13 @@ class Driver:
         on_step: called with the time when a step has begun.
     """
 
-    def __init__(self, core: Core, tiers: Sequence[Tier], home: Home) -> None:
+    def __init__(
+        self, core: Core, tiers: Sequence[Tier], home: Home, beside: Sequence[Beside] = ()
+    ) -> None:
         self._core = core
         self._home = home
-        self.engine = Engine(tiers, self.pump)
-        self.engine.follow()
+        self.engine = Engine(tiers, self.pump, beside)
+        self.engine.begin()
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
         """Who waits, and for which deferred request."""
         self.transfers = 0

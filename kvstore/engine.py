@@ -15,14 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
 
-__all__ = ["LEAVE_SECONDS", "Engine", "EngineThread", "new_event_loop"]
+__all__ = ["LEAVE_SECONDS", "Beside", "Engine", "EngineThread", "new_event_loop"]
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
@@ -30,7 +30,20 @@ FOLLOW_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
 """How long tasks that are left behind get to notice it."""
 
+COMPANION_SECONDS = 5.0
+"""How long what runs beside the engine gets to end."""
+
 logger = logging.getLogger("kvstore.engine")
+
+
+class Beside(Protocol):
+    """Work of its own on the engine's loop."""
+
+    async def run(self) -> None:
+        """Do it until `stop`."""
+
+    def stop(self) -> None:
+        """Let `run` end soon. Called on the loop, perhaps twice."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -52,15 +65,23 @@ class Engine:
     Args:
         tiers: the open tiers, in the core's order.
         on_completion: called on the loop after completions were added for `take`.
+        beside: what else runs on the loop until the engine is closed.
     """
 
-    def __init__(self, tiers: Sequence[Tier], on_completion: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        on_completion: Callable[[], None],
+        beside: Sequence[Beside] = (),
+    ) -> None:
         self._tiers = tiers
+        self._beside = beside
         self._on_completion = on_completion
         self._complaints = Complaints(logger.warning)
         self._done: deque[Completion] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: list[asyncio.Task[None]] = []
+        self._companions: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
         self.cut_off = False
         """Whether moves were cancelled: their ends will not come."""
@@ -74,9 +95,10 @@ class Engine:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def follow(self) -> None:
-        """Begin to follow the tiers that others write to."""
+    def begin(self) -> None:
+        """Begin to follow the tiers that others write to, and what else runs on the loop."""
         loop = asyncio.get_running_loop()
+        self._companions = {loop.create_task(self._accompany(one)) for one in self._beside}
         for index, tier in enumerate(self._tiers):
             if tier.is_peer:
                 self._followers.append(loop.create_task(self._follow(index, tier)))
@@ -104,6 +126,10 @@ class Engine:
         await asyncio.gather(*self._followers, return_exceptions=True)
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+        for one in self._beside:
+            one.stop()
+        if self._companions:
+            await asyncio.wait(self._companions, timeout=COMPANION_SECONDS)
         for tier, order in zip(self._tiers, coldest_first, strict=True):
             try:
                 await tier.close(order)
@@ -120,6 +146,13 @@ class Engine:
             tier.leave()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=LEAVE_SECONDS)
+
+    async def _accompany(self, one: Beside) -> None:
+        try:
+            await one.run()
+        except Exception:
+            # Nobody is served worse for it.
+            logger.exception("what runs beside the engine has ended")
 
     async def _follow(self, index: int, tier: Tier) -> None:
         what = "cannot follow the lanes of other processes"
@@ -204,10 +237,10 @@ class EngineThread:
     They never wait for I/O, `wait` excepted, which waits as long as it is told.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], beside: Sequence[Beside] = ()) -> None:
         self._loop = new_event_loop()
         self._arrived = threading.Event()
-        self._engine = Engine(tiers, self._arrived.set)
+        self._engine = Engine(tiers, self._arrived.set, beside)
         self._pid = os.getpid()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-engine", daemon=True)
@@ -216,7 +249,7 @@ class EngineThread:
         except BaseException:
             self._loop.close()
             raise
-        self._loop.call_soon_threadsafe(self._engine.follow)
+        self._loop.call_soon_threadsafe(self._engine.begin)
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Hand `moves` over: one wake-up for all of them."""

@@ -1,10 +1,7 @@
-"""Recording what requests asked for, so that it can be replayed against other sizes and policies.
+"""Recordings: what requests asked for, to be replayed against other sizes and policies.
 
 A recording holds times and 64-bit hashes of keys: no prompt can be read from
-it. `Recorder.add` only puts a reference into a queue; hashing and writing are
-done by a thread. The queue and the files are bounded: what does not fit the
-queue is dropped and counted, and of two files, ``PATH`` and ``PATH.old``, the
-older is replaced when the newer has half of the bytes allowed.
+it. `kvstore.recorder` writes it, in two files, ``PATH`` and ``PATH.old``.
 
 The file: `MAGIC`; a line of JSON (``chunk_bytes``, ``created`` in seconds since
 1970); then records, little-endian: u32 length of the body, u32 CRC32 of the
@@ -16,7 +13,6 @@ record that the end of the file cuts off is what a killed process leaves.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import io
 import json
@@ -25,11 +21,8 @@ import lzma
 import os
 import struct
 import sys
-import threading
-import time
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,15 +30,18 @@ from typing import IO, Any
 
 import xxhash
 
-from kvstore.errors import ConfigError, TraceError
+from kvstore.errors import TraceError
 
 __all__ = [
     "MAGIC",
+    "MOST_AT_ONCE",
+    "Keys",
     "Progress",
     "RecordedRequest",
-    "Recorder",
     "Recording",
     "RecordingStream",
+    "encode_request",
+    "older_file",
     "open_compressed",
     "read_recording",
 ]
@@ -78,150 +74,6 @@ Keys = Sequence[Sequence[bytes]]
 Progress = Callable[[int, int], None]
 
 logger = logging.getLogger("kvstore")
-
-
-class Recorder:
-    """Writes what requests used to a file, in a thread of its own.
-
-    The first process writes to `path`, others on the same machine to the first
-    of ``NAME-1.EXT``, ``NAME-2.EXT`` and so on that nobody writes to. A
-    recording that an earlier process left becomes ``PATH.old``.
-
-    Args:
-        limit: most bytes of both files together.
-        chunk_bytes: told to whoever reads the recording.
-
-    Raises:
-        ConfigError: if the file cannot be written, or is there and is no recording.
-    """
-
-    def __init__(self, path: Path, limit: int, chunk_bytes: int) -> None:
-        self._limit = limit
-        self._header = MAGIC + (
-            json.dumps({"chunk_bytes": chunk_bytes, "created": time.time()}) + "\n"
-        ).encode("ascii")
-        self.dropped = 0
-        """Requests that were not recorded because too much waited to be written."""
-        self._queue: deque[tuple[float, Keys]] = deque()
-        self._waiting = 0
-        self._closing = threading.Event()
-        try:
-            self.path, self._fd = self._take(path)
-        except OSError as error:
-            raise ConfigError(f"record_trace = {str(path)!r}: {error.strerror}") from error
-        self._size = 0
-        self._begin()
-        self._thread = threading.Thread(target=self._serve, name="kvstore-recorder", daemon=True)
-        self._thread.start()
-
-    def add(self, chains: Keys, seconds_ago: float = 0.0) -> None:
-        """A request that used `chains`, one for each group, has ended. Never waits, never raises.
-
-        The caller does not change `chains` afterwards.
-
-        Args:
-            seconds_ago: how long ago it came, where that is known.
-        """
-        count = sum(map(len, chains))
-        if self._waiting + count > MOST_WAITING:
-            self.dropped += 1
-            return
-        self._waiting += count
-        self._queue.append((time.time() - seconds_ago, chains))
-
-    def close(self) -> None:
-        """Write what waits and end."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self._thread.join(5.0)
-            if self.dropped:
-                logger.warning("record_trace: %d requests were not recorded", self.dropped)
-
-    def _serve(self) -> None:
-        try:
-            while not self._closing.wait(WRITE_SECONDS):
-                self._write()
-            self._write()
-        except OSError as error:
-            logger.warning("record_trace ends: %s: %s", self.path, error.strerror)
-            self._waiting = MOST_WAITING
-            self._queue.clear()
-        finally:
-            os.close(self._fd)
-
-    def _write(self) -> None:
-        most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
-        records = bytearray()
-        while self._queue:
-            seconds, chains = self._queue.popleft()
-            self._waiting -= sum(map(len, chains))
-            record = _encode(seconds, chains)
-            if len(record) > most:
-                self.dropped += 1
-                continue
-            if len(records) + len(record) > most:
-                self._put(records)
-                records = bytearray()
-            records += record
-        if records:
-            self._put(records)
-
-    def _put(self, data: bytes | bytearray) -> None:
-        if self._size + len(data) > self._limit // 2:
-            self._rotate()
-        view = memoryview(data)
-        while view:
-            written = os.write(self._fd, view)
-            self._size += written
-            view = view[written:]
-
-    def _begin(self) -> None:
-        os.ftruncate(self._fd, 0)
-        self._size = 0
-        view = memoryview(self._header)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        self._size = len(self._header)
-
-    def _rotate(self) -> None:
-        fresh = self.path.with_name(f".{self.path.name}.new")
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.replace(self.path, _old(self.path))
-        os.replace(fresh, self.path)
-        os.close(self._fd)
-        self._fd = fd
-        self._begin()
-
-    @staticmethod
-    def _take(path: Path) -> tuple[Path, int]:
-        """The first file that nobody writes to; what was in it is kept as the old one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for number in range(MOST_FILES):
-            mine = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(mine, flags, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                continue
-            found = os.pread(fd, len(MAGIC), 0)
-            if not found:
-                return mine, fd
-            if found != MAGIC:
-                os.close(fd)
-                raise ConfigError(
-                    f"record_trace = {str(mine)!r}: is there and is no recording of kvstore"
-                )
-            os.replace(mine, _old(mine))
-            os.close(fd)
-            fd = os.open(mine, flags, 0o600)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return mine, fd
-            os.close(fd)
-        raise ConfigError(f"record_trace = {str(path)!r}: {MOST_FILES} processes write there")
 
 
 @dataclass(slots=True)
@@ -277,7 +129,7 @@ class RecordingStream:
             self.chunk_bytes, _ = _read_header(file, self._path)
 
     def __iter__(self) -> Iterator[RecordedRequest]:
-        older = _old(self._path)
+        older = older_file(self._path)
         for path in [older, self._path] if older.exists() else [self._path]:
             with open_compressed(path, self._progress) as file:
                 chunk_bytes, position = _read_header(file, path)
@@ -365,7 +217,8 @@ def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
         raise TraceError(f"{path}: its header is damaged") from error
 
 
-def _encode(seconds: float, chains: Keys) -> bytes:
+def encode_request(seconds: float, chains: Keys) -> bytes:
+    """A record: the time of a request, and its keys by group."""
     lengths = array("I", map(len, chains))
     hashes = array("Q", [xxhash.xxh3_64_intdigest(key) for chain in chains for key in chain])
     _little_endian(lengths, hashes)
@@ -399,5 +252,6 @@ def _little_endian(*arrays: array[int]) -> None:
             one.byteswap()
 
 
-def _old(path: Path) -> Path:
+def older_file(path: Path) -> Path:
+    """Where what was recorded before lies."""
     return path.with_name(f"{path.name}.old")

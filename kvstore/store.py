@@ -119,7 +119,7 @@ def _let_go(assembly: Assembly) -> None:
     for tier in assembly.tiers:
         tier.abandon()
     if assembly.recorder is not None:
-        assembly.recorder.close()
+        assembly.recorder.abandon()
     assembly.region.close()
 
 
@@ -147,7 +147,7 @@ class Store:
         self._core.log_to(logger.warning)
         self._region = assembly.region
         self._home = Home()
-        self._driver = Driver(self._core, assembly.tiers, self._home)
+        self._driver = Driver(self._core, assembly.tiers, self._home, assembly.beside)
         self._prompts = Prompts(
             self._core, config.lease_s, self._record if assembly.recorder is not None else None
         )
@@ -466,9 +466,6 @@ class Store:
         self._prompts.end_all()
         self._driver.closed = True
         self._driver.wake()
-        if self._assembly.recorder is not None:
-            ending = self._home.loop.run_in_executor(None, self._assembly.recorder.close)
-            await _ended(ending, LEAVE_SECONDS * 5)
         engine, recency = self._driver.engine, self._assembly.recency()
         deadline = time.monotonic() + self._config.shutdown_timeout_s
         closing = self._home.loop.create_task(engine.close(recency))

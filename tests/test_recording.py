@@ -13,7 +13,8 @@ import xxhash
 
 import kvstore
 from kvstore.errors import ConfigError, TraceError
-from kvstore.recording import MAGIC, MOST_WAITING, Recorder, read_recording
+from kvstore.recorder import MOST_WAITING, Recorder
+from kvstore.recording import MAGIC, read_recording
 from kvstore.simulation import read_trace
 
 MIB = 2**20
@@ -26,8 +27,18 @@ def record(path: Path, *requests: Any, limit: int = MIB, chunk_bytes: int = 4096
     recorder = Recorder(path, limit, chunk_bytes)
     for chains in requests:
         recorder.add(chains)
-    recorder.close()
+    end(recorder)
     return recorder
+
+
+def end(recorder: Recorder) -> None:
+    """Let it write what waits."""
+
+    async def run() -> None:
+        recorder.stop()
+        await recorder.run()
+
+    asyncio.run(run())
 
 
 def test_what_was_recorded_comes_back_as_hashes(tmp_path: Path) -> None:
@@ -81,7 +92,7 @@ def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
     assert second.path == tmp_path / "trace-1.kvt"
     for recorder in (first, second):
         recorder.add([FULL])
-        recorder.close()
+        end(recorder)
         assert len(read_recording(recorder.path).requests) == 1
 
 
@@ -89,7 +100,7 @@ def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -
     recorder = Recorder(tmp_path / "trace", MIB, 1)
     recorder.add([[b"key"] * (MOST_WAITING + 1)])
     assert recorder.dropped == 1
-    recorder.close()
+    end(recorder)
 
 
 def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -282,11 +282,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         except Exception:
             logger.exception("chunks that were not copied yet are lost")
         try:
-            if self._assembly.recorder is not None:
-                self._assembly.recorder.close()
-        except Exception:
-            logger.exception("the recording of requests may lack its end")
-        try:
             left = max(0.1, end - time.monotonic())
             if self._engine.close(self._assembly.recency(), left):
                 release_region(self._engine_id, self._region)
@@ -348,7 +343,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
 def _engine_over(assembly: Assembly) -> EngineThread:
     try:
-        return EngineThread(assembly.tiers)
+        return EngineThread(assembly.tiers, assembly.beside)
     except BaseException:
         for tier in assembly.tiers:
             tier.abandon()

@@ -469,6 +469,39 @@ async def test_a_forked_child_cannot_use_an_engine_on_a_loop() -> None:
     assert said == f"KVStoreError: this engine belongs to process {os.getpid()}"
 
 
+class Companion:
+    """Counts until it is stopped, or fails at once."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.told: list[str] = []
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        self.told.append("runs")
+        if self.fails:
+            raise OSError("no space left")
+        await self._stopped.wait()
+        self.told.append("ended")
+
+    def stop(self) -> None:
+        self.told.append("stopped")
+        self._stopped.set()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["in peace", "failing"])
+def test_what_runs_beside_it_ends_with_it_and_holds_nothing_up(
+    caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    companion, tier = Companion(fails), GatedTier(opened=True)
+    engine = EngineThread([tier], [companion])
+    engine.submit([read(3)])
+    assert [completion.move_id for completion in take(engine, 1)] == [3]
+    assert engine.close([[]], 5.0)
+    assert companion.told == ["runs", "stopped"] + ["ended"] * (not fails)
+    assert ("no space left" in caplog.text) == fails
+
+
 def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -68,6 +68,10 @@ class TestBuffered(DiskTierContract):
     io = "buffered"
 
 
+class TestPortable(DiskTierContract):
+    io = "portable"
+
+
 def test_every_backend_passes_the_contract() -> None:
     tested = {contract.io for contract in DiskTierContract.__subclasses__()}
     assert tested - {"auto"} == set(IO_BACKENDS)

@@ -16,6 +16,7 @@ from tiers.disk.io.base import IOBackend
 from tiers.disk.io.buffered import BufferedIO
 from tiers.disk.io.direct import DirectIO
 from tiers.disk.io.mapped import MappedIO
+from tiers.disk.io.portable import PortableIO
 from tiers.disk.io.uring import UringIO
 
 __all__ = ["IO_BACKENDS", "choose_backend"]
@@ -28,10 +29,11 @@ IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
     "uring": UringIO,
     "mmap": MappedIO,
     "buffered": BufferedIO,
+    "portable": PortableIO,
 }
 """Backends by name."""
 
-AUTO = ("aio", "direct", "buffered")
+AUTO = ("aio", "direct", "buffered", "portable")
 """What ``auto`` tries, best first."""
 
 

@@ -1,0 +1,194 @@
+"""Recording what requests asked for, beside a running engine.
+
+`Recorder.add` only puts a reference into a queue. Hashing is done by a thread
+of the loop's executor and writing by aiofiles, so that neither holds up the
+loop. The queue and the files are bounded: what does not fit the queue is
+dropped and counted, and of two files, ``PATH`` and ``PATH.old``, the older is
+replaced when the newer has half of the bytes allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from aiofiles.threadpool import wrap
+
+from kvstore.errors import ConfigError
+from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
+
+__all__ = ["MOST_WAITING", "Recorder"]
+
+MOST_WAITING = 2**20
+"""Keys that may wait to be written; requests beyond are dropped and counted."""
+
+MOST_FILES = 64
+"""Processes on one machine that may record under one name."""
+
+WRITE_SECONDS = 0.5
+"""How long a request may wait to be written."""
+
+logger = logging.getLogger("kvstore")
+
+
+class Recorder:
+    """Writes what requests used to a file, while `run` runs.
+
+    The first process writes to `path`, others on the same machine to the first
+    of ``NAME-1.EXT``, ``NAME-2.EXT`` and so on that nobody writes to. A
+    recording that an earlier process left becomes ``PATH.old``.
+
+    Args:
+        limit: most bytes of both files together.
+        chunk_bytes: told to whoever reads the recording.
+
+    Raises:
+        ConfigError: if the file cannot be written, or is there and is no recording.
+    """
+
+    def __init__(self, path: Path, limit: int, chunk_bytes: int) -> None:
+        self._limit = limit
+        self._header = MAGIC + (
+            json.dumps({"chunk_bytes": chunk_bytes, "created": time.time()}) + "\n"
+        ).encode("ascii")
+        self.dropped = 0
+        """Requests that were not recorded because too much waited to be written."""
+        self._queue: deque[tuple[float, Keys]] = deque()
+        # Keys that came, and keys that were written or dropped: each counted by one thread.
+        self._came = self._went = 0
+        self._stopped = asyncio.Event()
+        try:
+            self.path, fd = self._take(path)
+            self._file = io.FileIO(fd, "r+")
+            self._begin()
+        except OSError as error:
+            raise ConfigError(f"record_trace = {str(path)!r}: {error.strerror}") from error
+
+    def add(self, chains: Keys, seconds_ago: float = 0.0) -> None:
+        """A request that used `chains`, one for each group, has ended. Never waits, never raises.
+
+        The caller does not change `chains` afterwards.
+
+        Args:
+            seconds_ago: how long ago it came, where that is known.
+        """
+        count = sum(map(len, chains))
+        if self._came - self._went + count > MOST_WAITING:
+            self.dropped += 1
+            return
+        self._came += count
+        self._queue.append((time.time() - seconds_ago, chains))
+
+    async def run(self) -> None:
+        """Write what waits, again and again, until `stop`; then the rest, and close the file."""
+        try:
+            stopped = False
+            while not stopped:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(WRITE_SECONDS):
+                        stopped = await self._stopped.wait()
+                await self._write()
+        except OSError as error:
+            logger.warning("record_trace ends: %s: %s", self.path, error.strerror)
+            self._went -= MOST_WAITING
+            self._queue.clear()
+        finally:
+            self.abandon()
+            if self.dropped:
+                logger.warning("record_trace: %d requests were not recorded", self.dropped)
+
+    def stop(self) -> None:
+        """Let `run` end. Called on its loop."""
+        self._stopped.set()
+
+    def abandon(self) -> None:
+        """Close the file as it is; nothing is written any more."""
+        self._file.close()
+
+    async def _write(self) -> None:
+        while self._queue:
+            records = await asyncio.to_thread(self._encode)
+            if not records:
+                continue
+            if self._size + len(records) > self._limit // 2:
+                await asyncio.to_thread(self._rotate)
+            handle: Any = wrap(self._file)
+            view = memoryview(records)
+            while view:
+                written = await handle.write(view)
+                self._size += written
+                view = view[written:]
+
+    def _encode(self) -> bytearray:
+        """The records of those that have waited longest, as many as are written at once."""
+        most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
+        records = bytearray()
+        while self._queue:
+            seconds, chains = self._queue[0]
+            record = encode_request(seconds, chains)
+            fits = len(record) <= most
+            if fits and len(records) + len(record) > most:
+                break
+            self._queue.popleft()
+            self._went += sum(map(len, chains))
+            if fits:
+                records += record
+            else:
+                self.dropped += 1
+        return records
+
+    def _begin(self) -> None:
+        self._file.truncate(0)
+        view = memoryview(self._header)
+        while view:
+            view = view[self._file.write(view) :]
+        self._size = len(self._header)
+
+    def _rotate(self) -> None:
+        fresh = self.path.with_name(f".{self.path.name}.new")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.replace(self.path, older_file(self.path))
+        os.replace(fresh, self.path)
+        before, self._file = self._file, io.FileIO(fd, "r+")
+        before.close()
+        self._begin()
+
+    @staticmethod
+    def _take(path: Path) -> tuple[Path, int]:
+        """The first file that nobody writes to; what was in it is kept as the old one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(MOST_FILES):
+            mine = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(mine, flags, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            found = os.pread(fd, len(MAGIC), 0)
+            if not found:
+                return mine, fd
+            if found != MAGIC:
+                os.close(fd)
+                raise ConfigError(
+                    f"record_trace = {str(mine)!r}: is there and is no recording of kvstore"
+                )
+            os.replace(mine, older_file(mine))
+            os.close(fd)
+            fd = os.open(mine, flags, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return mine, fd
+            os.close(fd)
+        raise ConfigError(f"record_trace = {str(path)!r}: {MOST_FILES} processes write there")
