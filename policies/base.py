@@ -118,11 +118,17 @@ class EvictionPolicy(ABC):
                 or that is not known. None of the keys need be resident.
         """
 
-    def settle(self, keys: Sequence[bytes]) -> None:  # noqa: B027
+    def settle(  # noqa: B027
+        self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None
+    ) -> None:
         """A request has ended whose prompt was `keys`, head first, resident or not.
 
         This is not a use. It says that of equals the later keys should leave
-        first, and that `keys[-1]` was the last of its request.
+        first.
+
+        Args:
+            ends: the last key of each KV cache group, where `keys` are of several; by
+                default `keys` are of one group, and `keys[-1]` is its end.
         """
 
     @abstractmethod

@@ -178,13 +178,14 @@ class HitDensity(EvictionPolicy):
             del self._ends[cell][slot]
             self._stand(slot, kind * self._bins)
 
-    def settle(self, keys: Sequence[bytes]) -> None:
-        slot = self._slots.get(keys[-1], _NONE) if keys else _NONE
-        if slot >= 0:
-            self._seen[slot] |= 1
-            if self._cell[slot] >= 0:
-                self._unqueue(slot)
-                self._queue(slot)
+    def settle(self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None) -> None:
+        for key in keys[-1:] if ends is None else ends:
+            slot = self._slots.get(key, _NONE)
+            if slot >= 0:
+                self._seen[slot] |= 1
+                if self._cell[slot] >= 0:
+                    self._unqueue(slot)
+                    self._queue(slot)
 
     def remove(self, key: bytes) -> None:
         slot = self._slots.pop(key)

@@ -65,7 +65,7 @@ class LRU(EvictionPolicy):
             if key in held:
                 self._keys[key] = held.pop(key)
 
-    def settle(self, keys: Sequence[bytes]) -> None:
+    def settle(self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None) -> None:
         resident = self._keys
         for key in reversed(keys):
             if key in resident:

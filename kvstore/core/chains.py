@@ -13,10 +13,12 @@ those that have only asked so far, `MAX_ASKED` keys are kept.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstore.core.pool import HostPool
+from kvstore.core.positions import Positions
 from kvstore.core.tier import TierView
 from kvstore.types import group_of
 from policies.admission import AdmissionFilter
@@ -39,12 +41,13 @@ class _Chain:
 
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
+        prompts: what policies hear at its end: keys in prompt order, and the last of each group.
         known: all keys in `groups`.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "storing")
+    __slots__ = ("counted", "groups", "known", "prompts", "storing")
 
     def __init__(self, counted: set[bytes]) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
@@ -52,12 +55,14 @@ class _Chain:
         self.known: dict[bytes, None] = {}
         self.counted = counted
         self.storing = 0
+        self.prompts: list[tuple[list[bytes], list[bytes]]] = []
 
 
 class Chains:
     """See the module's text."""
 
-    def __init__(self, pool: HostPool, tiers: Sequence[TierView]) -> None:
+    def __init__(self, pool: HostPool, tiers: Sequence[TierView], positions: Positions) -> None:
+        self._positions = positions
         policies = [pool.policy, *(tier.index.policy for tier in tiers)]
         filters = [pool.admission, *(tier.admission for tier in tiers)]
         self._host = pool.policy
@@ -144,25 +149,24 @@ class Chains:
             self._take_ended(request_id)
             self._settle_later(chain)
 
-    def end(self, request_id: str, position: Callable[[bytes], int] | None = None) -> None:
-        """The request uses nothing any more.
-
-        Args:
-            position: where in its prompt a key belongs, unless it was used in that order.
-        """
+    def end(self, request_id: str) -> None:
+        """The request uses nothing any more."""
         self._asked_keys -= len(self._asked.pop(request_id, ()))
         chain = self._chains.pop(request_id, None)
         if chain is None:
             return
         self._keys -= len(chain.known)
         groups = list(chain.groups.values())
-        if position is not None:
-            for keys in groups:
-                keys.sort(key=position)
+        chain.prompts = [(keys, keys[-1:]) for keys in groups]
+        if groups and self._positions.known(request_id):
+            # One prompt, so that the tails of all groups leave together.
+            groups = [self._positions.sorted(request_id, keys) for keys in groups]
+            prompt = self._positions.sorted(request_id, itertools.chain.from_iterable(groups))
+            chain.prompts = [(prompt, [keys[-1] for keys in groups])]
         if self._listener is not None:
             self._listener(groups)
-        for keys in groups:
-            self._host.settle(keys)
+        for keys, ends in chain.prompts:
+            self._host.settle(keys, ends)
         if self._tiers:
             if chain.storing > 0:
                 self._end_later(request_id, chain)
@@ -186,8 +190,8 @@ class Chains:
             self._settling_keys -= len(chain.known)
             most -= len(chain.known)
             for tier in tiers:
-                for keys in chain.groups.values():
-                    tier.index.policy.settle(keys)
+                for keys, ends in chain.prompts:
+                    tier.index.policy.settle(keys, ends)
 
     def reset(self) -> None:
         """Forget every request."""

@@ -32,6 +32,7 @@ from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken
 from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
+from kvstore.core.positions import Positions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.room import Room
@@ -89,7 +90,8 @@ class Core:
         self.budget = Budget(pace, pool.policy.effort, efforts)
         self._requests = Requests()
         self.queue = WaitQueue(pool, deadline=deadline, max_wait=max_wait, lease=lease)
-        self.chains = Chains(pool, self.tiers)
+        self._positions = Positions()
+        self.chains = Chains(pool, self.tiers, self._positions)
         self.cascades = Cascades(pool, self.tiers, self._log, self.budget)
         self._victims = Victims(pool, self.budget)
         self.room = Room(pool, self._victims, self.cascades, self.budget)
@@ -97,7 +99,13 @@ class Core:
         self.transfers = Transfers(pool, self.tiers, self.queue, self.cascades, self._log)
         self._uses = Uses(pool, self.tiers, self._victims, self.budget)
         self._lookups = Lookups(
-            pool, self.tiers, self._requests, self.queue, self.chains, self.budget
+            pool,
+            self.tiers,
+            self._requests,
+            self.queue,
+            self.chains,
+            self._positions,
+            self.budget,
         )
         self._loads = Loads(pool, self._requests, self.queue, self.chains, self._uses)
         self._stores = Stores(
@@ -116,7 +124,6 @@ class Core:
         self.lookup = self._lookups.lookup
         self.lookup_prefix = self._lookups.lookup_prefix
         self.is_waiting = self._lookups.is_waiting
-        self.put_in_order = self._lookups.put_in_order
         self._ended: deque[Completion] = deque()
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = 0
@@ -244,7 +251,11 @@ class Core:
         Raises:
             KeyError: if one of them cannot be loaded; then nothing was pinned.
         """
-        rows = self._loads.prepare(keys, request_id)
+        ordered = self._positions.ordered(request_id, keys)
+        rows = self._loads.prepare(ordered, request_id)
+        if ordered is not keys:
+            row_of = dict(zip(ordered, rows, strict=True))
+            rows = [row_of[key] for key in keys]
         # Should it ask again in this step, its keys are listed anew.
         self._lookups.pause()
         self.budget.want(len(rows))
@@ -289,7 +300,10 @@ class Core:
         latter is said at most once in a row to a request.
         """
         self._lookups.pause()
-        grant = self._stores.prepare(keys, request_id, self.now)
+        ordered = self._positions.ordered(request_id, keys)
+        grant = self._stores.prepare(ordered, request_id, self.now)
+        if grant is not None and ordered is not keys:
+            grant = grant.in_order_of(keys)
         if grant is not None:
             self.budget.want(len(grant.keys), stored=True)
         return grant
@@ -313,18 +327,27 @@ class Core:
 
     # -- requests ------------------------------------------------------------------------
 
-    def on_new_request(self, request_id: str) -> None:
-        """A request was seen for the first time. What an earlier one of that name held, ends."""
-        self.on_request_finished(request_id)
-
-    def on_request_finished(
-        self, request_id: str, position: Callable[[bytes], int] | None = None
+    def on_new_request(
+        self,
+        request_id: str,
+        position: Callable[[bytes], int] | None = None,
+        *,
+        one_group: bool = False,
     ) -> None:
-        """The request asks no more: its wait and its leases end. Loads under way go on.
+        """A request was seen for the first time. What an earlier one of that name held, ends.
 
         Args:
-            position: where in its prompt a key belongs, for servers that use keys in another order.
+            position: where in its prompt a key of it belongs, in tokens, for servers that name
+                keys in another order. It is asked about keys that the request has named.
+            one_group: all its keys are of one KV cache group. They are then named in the order
+                of the prompt, but for lookups, which may come from its end.
         """
+        self.on_request_finished(request_id)
+        if position is not None:
+            self._positions.tell(request_id, position, one_group=one_group)
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request asks no more: its wait and its leases end. Loads under way go on."""
         request = self._requests.get(request_id)
         if request is not None:
             if self.chains.filters and request.keys:
@@ -335,7 +358,8 @@ class Core:
             self._requests.drop_if_idle(request)
             self._lookups.pause()
         self._uses.end(request_id)
-        self.chains.end(request_id, position)
+        self.chains.end(request_id)
+        self._positions.forget(request_id)
 
     def lapse(self, request_id: str) -> None:
         """What was fetched for the request is kept for it no longer; its answer stands."""

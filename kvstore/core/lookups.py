@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.pool import HostPool
+from kvstore.core.positions import Positions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.tier import TierView
@@ -39,6 +40,7 @@ class Lookups:
         requests: Requests,
         queue: WaitQueue,
         chains: Chains,
+        positions: Positions,
         budget: Budget,
     ) -> None:
         self._pool = pool
@@ -47,6 +49,7 @@ class Lookups:
         self._requests = requests
         self._queue = queue
         self._chains = chains
+        self._positions = positions
         self._counts = bool(chains.filters)
         self._budget = budget
         self.misses = 0
@@ -192,30 +195,6 @@ class Lookups:
 
     # -- what was asked --------------------------------------------------------------------
 
-    def put_in_order(
-        self, request_id: str, position: Callable[[bytes], int], *, straight: bool = False
-    ) -> None:
-        """What a deferred request asked for in this step is put in the order of its prompt.
-
-        For servers that ask in another: a sliding window is looked for from its end,
-        and several KV cache groups one after the other. To be called before `take_asked`.
-
-        Args:
-            position: where in the prompt a key belongs.
-            straight: the keys were asked either in the order of the prompt or from its end.
-        """
-        request = self._requests.get(request_id)
-        if request is None or not request.deferring:
-            return
-        keys = request.keys
-        if straight and position(keys[0]) <= position(keys[-1]):
-            return
-        self.keep_hits()
-        if straight:
-            keys.reverse()
-        else:
-            keys.sort(key=position)
-
     def keep_hits(self) -> None:
         """What has answered "hit" in this step stays until it ends.
 
@@ -227,7 +206,16 @@ class Lookups:
                 self._listed[position] = (keys, len(keys))
 
     def take_asked(self) -> list[Request]:
-        """The requests that were looked up since the last call."""
+        """The requests that were looked up since the last call.
+
+        The keys of those that begin to wait are put into the order of their prompts.
+        """
         asked, self._asked = self._asked, []
+        turned = self._positions.turned
+        for request in asked:
+            if request.deferring and turned(request.id, request.keys):
+                # Hits are kept by their place in the list, so before it changes.
+                self.keep_hits()
+                request.keys[:] = self._positions.sorted(request.id, request.keys)
         self.pause()
         return asked

@@ -35,6 +35,12 @@ class StoreGrant:
     evicted: list[bytes]
     declined: list[bytes] = field(default_factory=list)
 
+    def in_order_of(self, keys: Iterable[bytes]) -> StoreGrant:
+        """The same, named in the order of `keys`."""
+        row_of = dict(zip(self.keys, self.rows, strict=True))
+        named = [key for key in dict.fromkeys(keys) if key in row_of]
+        return StoreGrant(named, [row_of[key] for key in named], self.evicted, self.declined)
+
 
 @dataclass(slots=True)
 class _Entered:

@@ -334,6 +334,8 @@ class PolicyContract(ABC):
         policy.settle(keys)
         policy.settle(keys[6:])
         policy.settle([])
+        policy.settle(keys, [keys[2], keys[7]])
+        policy.settle(keys, [])
         assert self.residents(policy, keys) == set(keys[:4])
 
     def test_wrong_advice_breaks_nothing(self) -> None:
@@ -343,6 +345,7 @@ class PolicyContract(ABC):
         policy.link(keys)
         policy.link([keys[3], keys[3]], after=keys[3])
         policy.settle([b"never heard of"])
+        policy.settle(keys, [b"never heard of"])
         assert len(policy.evict(3, _nobody, keys_of(2, 100)) or ()) == 3
         assert len(policy.evict(5, _nobody, keys_of(9, 200)) or ()) == 5
         assert self.residents(policy, keys) == set()

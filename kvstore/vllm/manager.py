@@ -117,8 +117,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Of whoever uses the core. Within a step it is the scheduler's without a lock."""
         self._in_step = False
         self._retried: set[str] = set()
-        self._deferred: dict[str, ReqContext] = {}
-        """Requests that begin to wait in this step."""
         self._step_ended = 0.0
         self._sent = 0
         """Steps whose orders have gone to the workers."""
@@ -146,7 +144,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         if answer is not None:
             return MISS
         if not self._core.is_waiting(request):
-            self._deferred[request] = req_context
             return PENDING
         if not self._single_group:
             return RETRY
@@ -170,12 +167,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- load and store ------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        ordered = self._in_order(keys, req_context)
-        rows = self._core.prepare_load(ordered, req_context.req_id)
-        if ordered is not keys:
-            row_of = dict(zip(ordered, rows, strict=True))
-            rows = [row_of[key] for key in keys]
-        return CPULoadStoreSpec(rows)
+        return CPULoadStoreSpec(self._core.prepare_load(keys, req_context.req_id))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._core.complete_load(keys, req_context.req_id)
@@ -185,19 +177,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self._core.absorb(self._engine.take())
-        ordered = self._in_order(keys, req_context)
-        grant = self._core.prepare_store(ordered, req_context.req_id)
+        grant = self._core.prepare_store(keys, req_context.req_id)
         if grant is None:
             return None
-        granted, rows = grant.keys, grant.rows
-        if ordered is not keys:
-            # The workers take the rows in the order of vLLM's keys.
-            row_of = dict(zip(granted, rows, strict=True))
-            granted = [key for key in dict.fromkeys(keys) if key in row_of]
-            rows = [row_of[key] for key in granted]
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(key) for key in granted],
-            store_spec=CPULoadStoreSpec(rows),
+            keys_to_store=[OffloadKey(key) for key in grant.keys],
+            store_spec=CPULoadStoreSpec(grant.rows),
             evicted_keys=[OffloadKey(key) for key in grant.evicted],
         )
 
@@ -210,12 +195,13 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._core.on_new_request(req_context.req_id)
+        self._core.on_new_request(
+            req_context.req_id, _place_in(req_context), one_group=self._single_group
+        )
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        place = None if self._single_group else _place_in(req_context)
-        self._core.on_request_finished(req_context.req_id, place)
+        self._core.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._in_step:
@@ -319,21 +305,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         finally:
             self._turn.release()
 
-    def _in_order(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> Collection[OffloadKey]:
-        """`keys` as they follow one another in the prompt, over all groups.
-
-        vLLM names them group by group: what is granted of such an order is all of one
-        group and little of another, which nobody can use.
-        """
-        return keys if self._single_group else sorted(keys, key=_place_in(req_context))
-
     def _hand_over(self) -> None:
-        for request, context in self._deferred.items():
-            place = _place_in(context)
-            self._core.put_in_order(request, place, straight=self._single_group)
-        self._deferred.clear()
         self._engine.submit(self._core.flush(time.monotonic()))
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, chains
+from kvstore.core import Core, HostPool, chains, positions
 from policies import AdmissionFilter, create_policy
 from policies.lru import LRU
 from tests.core.rig import Rig, chain
@@ -23,7 +23,7 @@ class Listener(LRU):
     def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
         self.told.append(("link", list(keys), after))
 
-    def settle(self, keys: Sequence[bytes]) -> None:
+    def settle(self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None) -> None:
         self.told.append(("settle", list(keys)))
         super().settle(keys)
 
@@ -283,13 +283,13 @@ def test_the_rest_of_a_store_is_taken() -> None:
 # -- servers that ask in another order ---------------------------------------------------------
 
 
-def test_what_was_asked_from_its_end_is_fetched_and_told_from_its_head() -> None:
+@pytest.mark.parametrize("one_group", [True, False])
+def test_what_was_asked_from_its_end_is_fetched_and_told_from_its_head(one_group: bool) -> None:
     keys = chain("a", 6)
     rig = Rig(rows=8, on=[keys], policy=Listener(8))
+    rig.core.on_new_request("r", keys.index, one_group=one_group)
     for key in reversed(keys):
         assert rig.core.lookup(key, "r") is None
-    rig.core.put_in_order("r", keys.index)
-    rig.core.put_in_order("nobody", keys.index)
     rig.step()
     assert rig.promotion.keys == keys
     assert told(rig, "link") == [("link", keys, None)]
@@ -300,17 +300,58 @@ def test_hits_among_what_was_asked_from_its_end_stay_for_their_step() -> None:
     rig = Rig(rows=6, on=[below])
     rig.put(here)
     rig.settle()
+    rig.core.on_new_request("r", [*here, *below].index)
     for key in reversed([*here, *below]):
         rig.core.lookup(key, "r")
-    rig.core.put_in_order("r", [*here, *below].index)
-    assert rig.core.pool.marked == 3
-    assert rig.core.room.sure == 3
+    rig.flush()
+    assert set(here) <= set(rig.core.pool.chunks), "a hit has left in its step"
 
 
 def test_a_prompt_that_was_used_in_another_order_is_told_in_its_own() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=8, on=(), policy=Listener(8))
+    rig.core.on_new_request("writer", keys.index)
     rig.put(keys[2:])
     rig.put(keys[:2])
-    rig.core.on_request_finished("writer", keys.index)
+    rig.core.on_request_finished("writer")
     assert told(rig, "settle") == [("settle", keys)]
+
+
+def two_groups(count: int) -> tuple[list[bytes], list[bytes]]:
+    """The keys of a prompt in two groups, as servers name them: one group after the other."""
+    heads = [b"hash-%05d" % number for number in range(count)]
+    full = [head + b"\0\0\0\0" for head in heads]
+    return full, [head + b"\0\0\0\1" for head in heads]
+
+
+def test_groups_are_stored_shed_and_loaded_together_where_positions_are_told() -> None:
+    full, sliding = two_groups(6)
+    place = {key: number for keys in (full, sliding) for number, key in enumerate(keys)}
+    rig = Rig(rows=8)
+    rig.core.on_new_request("writer", place.__getitem__)
+    grant = rig.core.prepare_store([*full, *sliding], "writer")
+    assert grant is not None
+    assert grant.keys == [*full[:4], *sliding[:4]], "the head of both, as the server names them"
+    rig.core.complete_store(grant.keys, "writer")
+    row_of = dict(zip(grant.keys, grant.rows, strict=True))
+    rig.step()
+    rig.core.on_new_request("reader", place.__getitem__)
+    assert rig.ask([*full[:4], *sliding[:4]], "reader") == 8
+    assert rig.core.prepare_load(grant.keys, "reader") == [row_of[key] for key in grant.keys]
+    rig.core.complete_load(grant.keys, "reader")
+    rig.core.on_request_finished("reader")
+    rig.settle()
+    rig.put(chain("other", 4), "other")
+    assert {key for key in grant.keys if rig.in_host(key)} == {*full[:2], *sliding[:2]}
+
+
+def test_what_is_known_of_requests_that_never_end_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(positions, "MOST_REQUESTS", 10)
+    rig = Rig(rows=8)
+    for number in range(100):
+        rig.core.on_new_request(f"r{number}", lambda key: 0)
+    assert len(rig.core._positions._of) == 10
+    rig.core.on_request_finished("r99")
+    assert len(rig.core._positions._of) == 9

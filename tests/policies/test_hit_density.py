@@ -54,6 +54,22 @@ def test_only_ends_of_chains_leave() -> None:
         assert_whole(policy, chains)
 
 
+def test_of_a_prompt_of_several_groups_the_end_of_each_is_an_end() -> None:
+    full, sliding = chain("full", 3), chain("sliding", 3)
+    together, apart = HitDensity(8), HitDensity(8)
+    for policy in (together, apart):
+        for keys in (full, sliding):
+            policy.link(keys)
+            for key in reversed(keys):
+                policy.insert(key)
+    prompt = [key for pair in zip(full, sliding, strict=True) for key in pair]
+    together.settle(prompt, [full[-1], sliding[-1]])
+    apart.settle(full)
+    apart.settle(sliding)
+    ends = [{key for key in prompt if p._seen[p._slots[key]] & 1} for p in (together, apart)]
+    assert ends == [{full[-1], sliding[-1]}] * 2
+
+
 def test_branches_leave_before_their_common_prefix() -> None:
     policy = HitDensity(20)
     prefix = chain("prefix", 5)
