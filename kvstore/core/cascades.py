@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 
 from kvstore.core.budget import Budget
 from kvstore.core.chunk import Chunk
@@ -69,20 +70,21 @@ class Cascades:
                 lacking = target.lacking(c for c in chunks if not c.unsaved & waiting)
                 self._queue(target, self._not_shared(lacking), now)
 
-    def demote(self, chunk: Chunk, now: float) -> bool:
-        """Host memory gives the chunk up: queue it where it is wanted. False if nowhere."""
-        if any(chunk.key in peer.entries for peer in self._peers):
-            return False
-        queued = 0
+    def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
+        """Host memory gives these up: queue them where they are wanted. Returns those queued."""
+        chunks = self._not_shared(chunks)
+        queued: set[bytes] = set()
         for target in self.demoting:
-            if not target.index.lacks(chunk.key):
+            lacking = target.lacking(chunks)
+            if len(lacking) < len(chunks):
                 # To be given up once more counts as much as to be given up.
-                target.index.touch((chunk.key,))
-            elif target.accepts(now):
-                queued += self._queue(target, [chunk], now)
+                waiting = {chunk.key for chunk in lacking}
+                target.index.touch(chunk.key for chunk in chunks if chunk.key not in waiting)
+            if target.accepts(now):
+                queued.update(self._queue(target, lacking, now))
             else:
-                target.count("refused")
-        return queued > 0
+                target.count("refused", len(lacking))
+        return queued
 
     def drop(self, target: CopyTarget) -> None:
         """Let the chunks that wait for a tier go without it."""
@@ -94,16 +96,17 @@ class Cascades:
                 refused += 1
         target.count("refused", refused)
 
-    def _queue(self, target: CopyTarget, chunks: list[Chunk], now: float) -> int:
-        """Put `chunks` in the queue for a tier, as far as it admits them; returns how many."""
+    def _queue(self, target: CopyTarget, chunks: list[Chunk], now: float) -> list[bytes]:
+        """Put `chunks` in the queue for a tier, as far as it admits them; returns their keys."""
         if target.admission is not None and chunks:
             answers = target.admission.admit([chunk.key for chunk in chunks], now)
             wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]
             target.count("declined", len(chunks) - len(wanted))
             chunks = wanted
         self._pool.queue(chunks, target.number)
-        target.enqueue([chunk.key for chunk in chunks])
-        return len(chunks)
+        keys = [chunk.key for chunk in chunks]
+        target.enqueue(keys)
+        return keys
 
     def _not_shared(self, chunks: list[Chunk]) -> list[Chunk]:
         """Those of `chunks` that no neighbour keeps on the same disk."""
@@ -129,27 +132,27 @@ class Cascades:
                 if left <= 0:
                     self._budget.copy(number, 0)
                 break
-            batch = self._take(target, min(limit, left))
+            found = self._take(target, min(limit, left))
+            keys, batch = list(found), list(found.values())
             # Chunks are given up tail first, but stored head first.
             through = target.flow is Flow.WRITE_THROUGH
-            tail_first = reversed(batch) if through else batch
-            slots = target.take_slots(len(batch), [chunk.key for chunk in tail_first])
-            if len(slots) < len(batch):
-                target.requeue([chunk.key for chunk in batch[len(slots) :]])
-                del batch[len(slots) :]
-            if not batch:
+            slots = target.take_slots(len(keys), keys[::-1] if through else keys)
+            if len(slots) < len(keys):
+                target.requeue(keys[len(slots) :])
+                del keys[len(slots) :], batch[len(slots) :]
+            if not keys:
                 break
-            self._budget.copy(number, len(batch))
+            self._budget.copy(number, len(keys))
             if not through:
+                keys.reverse()
                 batch.reverse()
             self._pool.begin_copies(batch, number)
-            keys = [chunk.key for chunk in batch]
             target.index.begin_writes(keys, slots)
             moves.append(Move(-1, Op.CASCADE, number, keys, [c.row for c in batch], slots))
         return moves
 
-    def _take(self, target: CopyTarget, most: int) -> list[Chunk]:
-        """The chunks that wait longest for their copies."""
+    def _take(self, target: CopyTarget, most: int) -> dict[bytes, Chunk]:
+        """The chunks that wait longest for their copies, by key."""
         # A key may stand in the queue twice, if its chunk has left and come back meanwhile.
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
@@ -158,18 +161,22 @@ class Cascades:
                 chunk = chunk_of(key)
                 if chunk is not None and chunk.unsaved & bit:
                     found[key] = chunk
-        return list(found.values())
+        return found
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:
         """A copy has ended, for some of its chunks well, perhaps."""
         # Tail first, as everything that reaches a policy.
-        ends = list(zip(move.keys, move.slots, completion.ok, strict=True))[::-1]
-        target.copied([(key, slot) for key, slot, ok in ends if ok])
-        failed = [(key, slot) for key, slot, ok in ends if not ok]
-        if failed:
+        keys, slots = move.keys[::-1], move.slots[::-1]
+        failed: list[tuple[bytes, int]] = []
+        if all(completion.ok):
+            target.copied(keys, slots)
+        else:
+            ok = completion.ok[::-1]
+            target.copied(list(compress(keys, ok)), list(compress(slots, ok)))
+            ends = zip(keys, slots, ok, strict=True)
+            failed = [(key, slot) for key, slot, whole in ends if not whole]
             target.not_copied(failed, now)
-        chunks = self._pool.chunks
-        self._pool.unpin([chunks[key] for key, _, _ in ends])
+        self._pool.unpin(list(map(self._pool.chunks.__getitem__, keys)))
         what = f"tier {target.name} cannot store now"
         if failed and target.health.ailing:
             self._complaints.failed(what, completion.error, now, len(failed))

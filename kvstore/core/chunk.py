@@ -216,6 +216,34 @@ class Life:
             chunk.waiters = None
         return filled
 
+    def give_up(self, chunks: Sequence[Chunk], step: int) -> Sequence[Chunk]:
+        """The policy has given each up in this step; returns as `apply`."""
+        gone = self.apply("give up", chunks)
+        for chunk in gone:
+            chunk.left_step = step
+        return gone
+
+    def leave(self, chunks: Sequence[Chunk]) -> tuple[int, list[Chunk]]:
+        """Each is gone, and waits for no tier any more.
+
+        Returns:
+            How many waited for one, and those that may not leave.
+        """
+        after = self._next["leave"]
+        unsaved = 0
+        staying: list[Chunk] = []
+        for chunk in chunks:
+            state = after[chunk.state]
+            if state < 0:
+                self._refuse(chunk.state, "leave")
+                staying.append(chunk)
+                continue
+            chunk.state = state
+            if chunk.unsaved:
+                chunk.unsaved = 0
+                unsaved += 1
+        return unsaved, staying
+
     def unpin(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Somebody less reads each of them; returns those that nobody reads any more."""
         one, last = self._next["unpin"], self._next["unpin last"]
@@ -303,10 +331,6 @@ class Chunk:
     def set_aside(self, aside: bool) -> None:
         """Whether the policy waits to hear that it may leave."""
         self.aside = aside
-
-    def given_up(self, step: int) -> None:
-        """The policy has given it up in this step."""
-        self.left_step = step
 
     def queued(self, bit: int) -> None:
         """It stands in the queue for the tier of this bit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from kvstore.core.chunk import TIER, Life
 from kvstore.core.history import History
@@ -82,15 +83,16 @@ class Index:
         places = dict(zip(keys, slots, strict=True))
         writing.update((key, places[key]) for key in self._may("write", keys, False))
 
-    def written(self, arrived: Sequence[tuple[bytes, int]]) -> None:
-        """The chunks, each with its slot and tail first, are here, whole and findable."""
-        writing, insert = self.writing, self.policy.insert
-        keys: Sequence[bytes] = [key for key, _ in arrived]
-        plain = all(map(writing.__contains__, keys))
-        keys = self._may("written", keys, plain)
-        self.entries.update(arrived if plain else [(key, writing[key]) for key in keys])
+    def written(self, keys: Sequence[bytes]) -> None:
+        """These chunks, tail first, are where they were written to, whole and findable."""
+        slots = list(map(self.writing.pop, keys, repeat(NO_SLOT)))
+        if NO_SLOT in slots:
+            known = [key for key, slot in zip(keys, slots, strict=True) if slot != NO_SLOT]
+            self._may("written", [key for key in keys if key not in known], False)
+            keys, slots = known, [slot for slot in slots if slot != NO_SLOT]
+        self.entries.update(zip(keys, slots, strict=True))
+        insert = self.policy.insert
         for key in keys:
-            del writing[key]
             insert(key)
         self.history.came(keys)
 

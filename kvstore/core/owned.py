@@ -111,7 +111,11 @@ class OwnedTier:
     def dequeue(self, count: int) -> list[bytes]:
         """Up to `count` keys that wait longest; they wait no longer."""
         queue = self._queue
-        return [queue.popleft() for _ in range(min(count, len(queue)))]
+        if count < len(queue):
+            return [queue.popleft() for _ in range(count)]
+        keys = list(queue)
+        queue.clear()
+        return keys
 
     def requeue(self, keys: Sequence[bytes]) -> None:
         """These, just taken from the queue, are the first in it again."""
@@ -142,11 +146,11 @@ class OwnedTier:
                 slots.give(index.evict(short, incoming))
         return slots.take(count, passed_over)
 
-    def copied(self, entries: Sequence[tuple[bytes, int]]) -> None:
+    def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies of these chunks to these slots, tail first, went well."""
-        self.index.written(entries)
-        self.health.stored(self.slots.device_of(slot) for _, slot in entries)
-        self.count("written", len(entries))
+        self.index.written(keys)
+        self.health.stored(map(self.slots.device_of, slots))
+        self.count("written", len(keys))
 
     def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
         """Copies of these chunks to these slots failed."""

@@ -134,11 +134,13 @@ class HostPool:
         """`reserve` for keys that the policy knows already."""
         first = self._reserved
         self._reserved += len(keys)
-        of_row, free = self._of_row, self._free
-        chunks = [of_row[free.pop()] for _ in keys]
+        count, free = len(keys), self._free
+        rows = free[len(free) - count :][::-1]
+        del free[len(free) - count :]
+        chunks = list(map(self._of_row.__getitem__, rows))
         self.life.begin(chunks, keys, origin, first, stored_by)
         self.chunks.update(zip(reversed(keys), reversed(chunks), strict=True))
-        self.busy += len(chunks)
+        self.busy += count
         return chunks
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
@@ -291,14 +293,12 @@ class HostPool:
         self._copied.pop(chunk.key, None)
         self.policy.insert(chunk.key)
 
-    def give_up(self, key: bytes) -> None:
-        """The policy has given the chunk up; it stays until it is copied and its row needed."""
-        chunk = self.chunks[key]
-        if not self.life.apply("give up", (chunk,)):
-            return
-        chunk.given_up(self.step)
-        self.leaving += 1
-        (self._waiting if chunk.unsaved else self._copied)[key] = chunk
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """The policy has given these up; they stay until they are copied and their rows needed."""
+        chunks = self.life.give_up(list(map(self.chunks.__getitem__, keys)), self.step)
+        self.leaving += len(chunks)
+        for chunk in chunks:
+            (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
 
     def take_out(self, key: bytes) -> Chunk:
         """The policy has given the chunk up; it is back by `put_back`, or leaves by `leave`."""
@@ -310,20 +310,17 @@ class HostPool:
 
     def leave(self, keys: Sequence[bytes]) -> None:
         """These chunks, which the policy has forgotten, are gone: their rows are free."""
-        chunks = list(map(self.chunks.pop, keys))
-        gone = self.life.apply("leave", chunks)
-        if len(gone) < len(chunks):
+        gone = list(map(self.chunks.pop, keys))
+        unsaved, staying = self.life.leave(gone)
+        if staying:
             # Who may not leave stays, and the policy keeps it.
+            gone = [chunk for chunk in gone if chunk not in staying]
             keys = [chunk.key for chunk in gone]
-            for chunk in chunks:
-                if chunk.key not in keys:
-                    self.chunks[chunk.key] = chunk
-                    self.policy.insert(chunk.key)
-        unsaved = [chunk for chunk in gone if chunk.unsaved]
-        for chunk in unsaved:
-            chunk.dequeued(chunk.unsaved)
-        self.shed += len(unsaved)
-        self.unsaved -= len(unsaved)
+            for chunk in staying:
+                self.chunks[chunk.key] = chunk
+                self.policy.insert(chunk.key)
+        self.shed += unsaved
+        self.unsaved -= unsaved
         self._free += [chunk.row for chunk in gone]
         self.evicted += len(gone)
         self.left += keys

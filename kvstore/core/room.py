@@ -73,9 +73,9 @@ class Room:
         short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
         if short > 0:
             self._budget.give_up(short)
-            for key in self._victims.choose(short, shed_unsaved=False):
-                self._demote(key, now)
-                pool.give_up(key)
+            victims = self._victims.choose(short, shed_unsaved=False)
+            self._demote(victims, now)
+            pool.give_up(victims)
 
     def _evict(
         self, count: int, now: float, *, shed_unsaved: bool, incoming: Sequence[bytes]
@@ -87,13 +87,12 @@ class Room:
         if not self.demotes:
             pool.leave(victims)
             return
-        for key in victims:
-            if self._demote(key, now):
-                pool.give_up(key)
-            else:
-                pool.leave((key,))
+        demoted = self._demote(victims, now)
+        pool.give_up([key for key in victims if key in demoted])
+        if len(demoted) < len(victims):
+            pool.leave([key for key in victims if key not in demoted])
 
-    def _demote(self, key: bytes, now: float) -> bool:
-        """Have the chunk copied to where it goes; False if nothing needs to be, or can."""
-        chunk = self._pool.chunks[key]
-        return self.demotes and not chunk.unsaved and self._cascades.demote(chunk, now)
+    def _demote(self, keys: Sequence[bytes], now: float) -> set[bytes]:
+        """Have chunks copied to where they go; returns those of which that needs to be, and can."""
+        chunks = map(self._pool.chunks.__getitem__, keys)
+        return self._cascades.demote([chunk for chunk in chunks if not chunk.unsaved], now)

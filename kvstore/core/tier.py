@@ -161,7 +161,7 @@ class CopyTarget(TierView, Protocol):
             incoming: keys of those chunks, tail first.
         """
 
-    def copied(self, entries: Sequence[tuple[bytes, int]]) -> None:
+    def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies of these chunks to these slots, tail first, went well."""
 
     def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:

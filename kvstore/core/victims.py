@@ -153,6 +153,8 @@ class Victims:
 
     def given_up(self, keys: Sequence[bytes]) -> None:
         """The policy has forgotten these chunks."""
+        if self._sets_aside:
+            return  # What it has set aside it does not give up.
         chunks = self._pool.chunks
         for key in keys:
             chunk = chunks[key]

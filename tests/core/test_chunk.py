@@ -69,7 +69,7 @@ class Host:
             self.pool.fill([self.chunk])
         if state.startswith("leaving"):
             self.pool.policy.remove(KEY)
-            self.pool.give_up(KEY)
+            self.pool.give_up([KEY])
         if state.endswith("pinned"):
             self.pool.pin(self.chunk)
         assert self.state == state
@@ -100,7 +100,7 @@ HOST_EVENTS: dict[str, Callable[[Host], object]] = {
     "pin": lambda host: host.pool.pin(host.chunk),
     "unpin": Host.unpin_one_of_two,
     "unpin last": lambda host: host.pool.unpin([host.chunk]),
-    "give up": lambda host: host.pool.give_up(KEY),
+    "give up": lambda host: host.pool.give_up([KEY]),
     "use": lambda host: host.pool.life.apply("use", [host.chunk]),
     "leave": lambda host: host.leave(),
     "reset": lambda host: host.pool.reset(()),
@@ -151,7 +151,7 @@ class OnTier:
         if state in ("writing", "resident", "reading", "forgotten", "rewriting"):
             index.begin_writes([KEY], [0])
         if state in ("resident", "reading", "forgotten", "rewriting"):
-            index.written([(KEY, 0)])
+            index.written([KEY])
         if state in ("reading", "forgotten", "rewriting"):
             index.begin_reads([KEY])
         if state in ("forgotten", "rewriting"):
@@ -176,7 +176,7 @@ def appear(tier: OnTier) -> None:
 
 TIER_EVENTS: dict[str, Callable[[OnTier], object]] = {
     "write": lambda tier: tier.index.begin_writes([KEY], [2]),
-    "written": lambda tier: tier.index.written([(KEY, tier.index.writing[KEY])]),
+    "written": lambda tier: tier.index.written([KEY]),
     "not written": lambda tier: tier.index.not_written(KEY),
     "read": lambda tier: tier.index.begin_reads([KEY]),
     "read ended": OnTier.end_one_of_two_reads,
