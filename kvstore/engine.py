@@ -22,12 +22,12 @@ from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
 
-__all__ = ["LEAVE_SECONDS", "Beside", "Engine", "EngineThread", "new_event_loop"]
+__all__ = ["DETACH_SECONDS", "Beside", "Engine", "EngineThread", "new_event_loop"]
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
 
-LEAVE_SECONDS = 1.0
+DETACH_SECONDS = 1.0
 """How long tasks that are left behind get to notice it."""
 
 COMPANION_SECONDS = 5.0
@@ -137,15 +137,15 @@ class Engine:
                 # Neither has it here, and the others must still be closed.
                 logger.exception("%s cannot be closed", tier.description)
 
-    async def leave(self) -> None:
+    async def detach(self) -> None:
         """Give up on calls that do not return, so that the loop can end.
 
         The memory of the rows must stay: such a call may still use it.
         """
         for tier in self._tiers:
-            tier.leave()
+            tier.detach()
         if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=LEAVE_SECONDS)
+            await asyncio.wait(set(self._tasks), timeout=DETACH_SECONDS)
 
     async def _accompany(self, one: Beside) -> None:
         try:
@@ -321,7 +321,7 @@ class EngineThread:
         for task in left:
             task.cancel()
         if left:
-            self._loop.run_until_complete(asyncio.wait(left, timeout=LEAVE_SECONDS))
+            self._loop.run_until_complete(asyncio.wait(left, timeout=DETACH_SECONDS))
         # A task that waits for a call that never returns is destroyed without a warning.
         self._loop.set_exception_handler(lambda loop, context: None)
         self._loop.close()

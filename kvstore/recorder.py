@@ -26,16 +26,16 @@ from aiofiles.threadpool import wrap
 from kvstore.errors import ConfigError
 from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 
-__all__ = ["MOST_WAITING", "Recorder"]
+__all__ = ["MOST_QUEUED", "Recorder"]
 
-MOST_WAITING = 2**20
-"""Keys that may wait to be written; requests beyond are dropped and counted."""
+MOST_QUEUED = 2**20
+"""Keys that may be queued; requests beyond are dropped and counted."""
 
 MOST_FILES = 64
 """Processes on one machine that may record under one name."""
 
 WRITE_SECONDS = 0.5
-"""How long a request may wait to be written."""
+"""How long a request may be queued."""
 
 logger = logging.getLogger("kvstore")
 
@@ -82,7 +82,7 @@ class Recorder:
             seconds_ago: how long ago it came, where that is known.
         """
         count = sum(map(len, chains))
-        if self._came - self._went + count > MOST_WAITING:
+        if self._came - self._went + count > MOST_QUEUED:
             self.dropped += 1
             return
         self._came += count
@@ -99,7 +99,7 @@ class Recorder:
                 await self._write()
         except OSError as error:
             logger.warning("record_trace ends: %s: %s", self.path, error.strerror)
-            self._went -= MOST_WAITING
+            self._went -= MOST_QUEUED
             self._queue.clear()
         finally:
             self.abandon()

@@ -18,7 +18,7 @@ from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
 from kvstore.driver import Driver
-from kvstore.engine import LEAVE_SECONDS
+from kvstore.engine import DETACH_SECONDS
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.leases import Chunks, Lease
@@ -473,8 +473,8 @@ class Store:
             if not closing.done():
                 # Its rows may still be written to: the memory must stay.
                 logger.warning("a tier does not answer and is left behind")
-                await _ended(self._home.loop.create_task(engine.leave()), 2 * LEAVE_SECONDS)
-                await _ended(closing, LEAVE_SECONDS)
+                await _ended(self._home.loop.create_task(engine.detach()), 2 * DETACH_SECONDS)
+                await _ended(closing, DETACH_SECONDS)
                 return
             closing = self._home.loop.create_task(engine.close(recency))
         self._region.close()

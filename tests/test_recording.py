@@ -13,7 +13,7 @@ import xxhash
 
 import kvstore
 from kvstore.errors import ConfigError, TraceError
-from kvstore.recorder import MOST_WAITING, Recorder
+from kvstore.recorder import MOST_QUEUED, Recorder
 from kvstore.recording import MAGIC, read_recording
 from kvstore.simulation import read_trace
 
@@ -98,7 +98,7 @@ def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "trace", MIB, 1)
-    recorder.add([[b"key"] * (MOST_WAITING + 1)])
+    recorder.add([[b"key"] * (MOST_QUEUED + 1)])
     assert recorder.dropped == 1
     end(recorder)
 

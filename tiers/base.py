@@ -127,7 +127,7 @@ class Tier(ABC):
                 recency that the next `open` should report.
         """
 
-    def leave(self) -> None:  # noqa: B027
+    def detach(self) -> None:  # noqa: B027
         """Stop waiting for calls that do not return; called on the loop, before its end.
 
         Whoever waits for one is told that it failed. Rows may still be written to.

@@ -66,8 +66,8 @@ class Cascades:
         """Copy `chunks` also where they would only go when they are given up."""
         for target in self.demoting:
             if target.accepts(now):
-                waiting = 1 << target.number
-                lacking = target.lacking(c for c in chunks if not c.unsaved & waiting)
+                bit = 1 << target.number
+                lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
                 self._queue(target, self._not_shared(lacking), now)
 
     def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
@@ -78,8 +78,8 @@ class Cascades:
             lacking = target.lacking(chunks)
             if len(lacking) < len(chunks):
                 # To be given up once more counts as much as to be given up.
-                waiting = {chunk.key for chunk in lacking}
-                target.index.touch(chunk.key for chunk in chunks if chunk.key not in waiting)
+                wanted = {chunk.key for chunk in lacking}
+                target.index.touch(chunk.key for chunk in chunks if chunk.key not in wanted)
             if target.accepts(now):
                 queued.update(self._queue(target, lacking, now))
             else:

@@ -352,7 +352,7 @@ class Core:
         if request is not None:
             if self.chains.filters and request.keys:
                 self.chains.count(request_id, request.keys)
-            self.queue.leave(request)
+            self.queue.remove(request)
             request.defer(False)
             self._stores.forget_deferred(request)
             self._requests.drop_if_idle(request)
@@ -396,7 +396,7 @@ class Core:
         self.overtaken.add(((self.era, name, key), row) for name, key, row in late)
         self.era += 1
         for request in self._requests.values():
-            self.queue.leave(request)
+            self.queue.remove(request)
         self._requests.clear()
         self._lookups.reset()
         self._stores.reset()

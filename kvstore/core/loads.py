@@ -69,7 +69,7 @@ class Loads:
         used = [chunk.key for chunk in wanted if chunk.origin < 0] if -1 in origins else []
         self.loaded_from.update(origins)
         self.loaded += len(chunks)
-        self._queue.leave(request)
+        self._queue.remove(request)
         # To have been promoted for this load was the use of those that were.
         self._uses.loaded(request_id, used, list(keys))
         return [chunk.row for chunk in chunks]

@@ -80,7 +80,7 @@ class HostPool:
         # Chunks that the policy has set aside and that may have become free to leave.
         self._released: list[Chunk] = []
         # Leaving chunks that nobody reads: those that wait for a copy, and those that do not.
-        self._waiting: dict[bytes, Chunk] = {}
+        self._uncopied: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
         self.history = History()
 
@@ -193,7 +193,7 @@ class HostPool:
             chunk.end()
         self.chunks.clear()
         self.policy.clear()
-        self._waiting.clear()
+        self._uncopied.clear()
         self._copied.clear()
         self._released.clear()
         self.busy = self.unsaved = self.leaving = self.marked = 0
@@ -214,7 +214,7 @@ class HostPool:
             self.marked -= 1
         if chunk.state == LEAVING_PINNED:
             self._copied.pop(chunk.key, None)
-            self._waiting.pop(chunk.key, None)
+            self._uncopied.pop(chunk.key, None)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """Somebody less reads each of these chunks."""
@@ -228,7 +228,7 @@ class HostPool:
             if chunk.aside:
                 self._released.append(chunk)
             if chunk.state == LEAVING:
-                (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
+                (self._uncopied if chunk.unsaved else self._copied)[chunk.key] = chunk
         self.busy -= len(free)
         self.changes += 1
 
@@ -243,7 +243,7 @@ class HostPool:
                 self.marked -= chunk.step == step
             chunk.queued(bit)
             if chunk.state == LEAVING and self._copied.pop(chunk.key, None) is not None:
-                self._waiting[chunk.key] = chunk
+                self._uncopied[chunk.key] = chunk
 
     def dequeue(self, chunk: Chunk, tier: int) -> None:
         """The chunk stands no longer in the queue for `tier`."""
@@ -255,7 +255,7 @@ class HostPool:
         if chunk.aside and not chunk.unsaved:
             self._released.append(chunk)
         waited = chunk.state == LEAVING and not chunk.unsaved
-        if waited and self._waiting.pop(chunk.key, None) is not None:
+        if waited and self._uncopied.pop(chunk.key, None) is not None:
             self._copied[chunk.key] = chunk
 
     def begin_copies(self, chunks: Sequence[Chunk], tier: int) -> None:
@@ -289,7 +289,7 @@ class HostPool:
             return
         self.life.apply("use", (chunk,))
         self.leaving -= 1
-        self._waiting.pop(chunk.key, None)
+        self._uncopied.pop(chunk.key, None)
         self._copied.pop(chunk.key, None)
         self.policy.insert(chunk.key)
 
@@ -298,7 +298,7 @@ class HostPool:
         chunks = self.life.give_up(list(map(self.chunks.__getitem__, keys)), self.step)
         self.leaving += len(chunks)
         for chunk in chunks:
-            (self._waiting if chunk.unsaved else self._copied)[chunk.key] = chunk
+            (self._uncopied if chunk.unsaved else self._copied)[chunk.key] = chunk
 
     def take_out(self, key: bytes) -> Chunk:
         """The policy has given the chunk up; it is back by `put_back`, or leaves by `leave`."""
@@ -334,7 +334,7 @@ class HostPool:
                 instead of those that are copied.
         """
         step = self.step
-        those = self._waiting if uncopied else self._copied
+        those = self._uncopied if uncopied else self._copied
         keys: list[bytes] = []
         for key, chunk in those.items():
             if len(keys) >= count - len(self._free):

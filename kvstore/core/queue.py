@@ -77,7 +77,7 @@ class WaitQueue:
         if not request.pending and request.granted == len(request.keys):
             self.answer(request)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Forget the wait and the leases: the request is answered for good, or gone."""
         self.waiting.pop(request.id, None)
         self.answered.pop(request.id, None)
@@ -118,7 +118,7 @@ class WaitQueue:
             if silence >= FORGET_AFTER * self.lease:
                 gone.append(request)
         for request in gone:
-            self.leave(request)
+            self.remove(request)
         return gone
 
     # -- movement ------------------------------------------------------------------------

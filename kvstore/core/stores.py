@@ -99,7 +99,7 @@ class Stores:
         pool = self._pool
         request = self._requests.get(request_id)
         if request is not None and request.state is not RequestState.SCANNING:
-            self._queue.leave(request)
+            self._queue.remove(request)
         again = request is not None and request.store_deferred
         offered = list(dict.fromkeys(keys))
         self._chains.extend(request_id, offered)

@@ -87,17 +87,17 @@ class Trace:
         trace = cls(name)
         numbering = Numbering()
         latest = 0.0
-        waiting: list[npt.NDArray[np.uint64]] = []
+        batch: list[npt.NDArray[np.uint64]] = []
         count = 0
         for seconds, ids in requests:
             latest = max(latest, seconds)
             trace.times.append(latest)
-            waiting.append(hashes_of(ids))
+            batch.append(hashes_of(ids))
             count += len(ids)
             if count >= AT_ONCE:
-                trace.requests += _numbered(numbering, waiting)
-                waiting, count = [], 0
-        trace.requests += _numbered(numbering, waiting)
+                trace.requests += _numbered(numbering, batch)
+                batch, count = [], 0
+        trace.requests += _numbered(numbering, batch)
         trace.unique = numbering.count
         return trace
 
@@ -156,13 +156,13 @@ def read_trace(
 
 def _as_they_came(recording: Iterable[RecordedRequest]) -> Iterator[RecordedRequest]:
     """By their times: requests were written as they ended, and served as they came."""
-    waiting: list[tuple[float, int, RecordedRequest]] = []
+    heap: list[tuple[float, int, RecordedRequest]] = []
     for number, request in enumerate(recording):
-        heapq.heappush(waiting, (request.time, number, request))
-        if len(waiting) > MOST_AT_ONCE:
-            yield heapq.heappop(waiting)[-1]
-    while waiting:
-        yield heapq.heappop(waiting)[-1]
+        heapq.heappush(heap, (request.time, number, request))
+        if len(heap) > MOST_AT_ONCE:
+            yield heapq.heappop(heap)[-1]
+    while heap:
+        yield heapq.heappop(heap)[-1]
 
 
 def _of_recording(path: Path, limit: int | None, progress: Progress) -> Trace:

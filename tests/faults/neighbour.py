@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.support import Caller, calling
-from tiers.disk.io import Run
+from tiers.disk.io import IORequest
 
 __all__ = ["Neighbour", "strike"]
 
@@ -81,7 +81,7 @@ def _halved(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _half(whole: Any) -> Any:
-    if isinstance(whole, Run):
+    if isinstance(whole, IORequest):
         return whole._replace(buffers=_halved([list(whole.buffers)])[0])
     return whole[: len(whole) // 2]
 

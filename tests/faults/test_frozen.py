@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.conftest import Device
 from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop, until
-from tiers.disk.io import IO_BACKENDS, Run, choose_backend
+from tiers.disk.io import IO_BACKENDS, IORequest, choose_backend
 
 FROZEN_SECONDS = 2.0
 STILL_SECONDS = 1.0
@@ -120,7 +120,7 @@ def test_a_write_to_a_frozen_file_system_holds_up_its_own_thread_alone(
         fd = backend.open(path)
 
         def write() -> None:
-            backend.write_all([Run(fd, [view], 0)])
+            backend.write_all([IORequest(fd, [view], 0)])
             ended.set()
 
         with device.frozen(FROZEN_SECONDS):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from tiers.disk.io import IO_BACKENDS, IOBackend, Run, choose_backend
+from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, choose_backend
 from tiers.disk.io.base import read_whole
 from tiers.pinned import PAGE, PinnedRegion
 
@@ -214,9 +214,9 @@ def test_runs_of_one_batch_are_moved_each_to_its_place(
     backend: IOBackend, file: Path, memory: PinnedRegion
 ) -> None:
     fd = backend.open(file)
-    runs = [Run(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
+    runs = [IORequest(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
     assert backend.write_all(runs) == [2 * PAGE] * 10
-    back = [Run(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
+    back = [IORequest(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
     assert backend.read_all(back) == [PAGE] * 10
     backend.close(fd)
     for n in range(10):
@@ -234,7 +234,7 @@ def test_more_runs_than_the_kernel_takes_at_once_are_all_moved(
     path, many = tmp_path / "long", 1000
     path.write_bytes(bytes(many * PAGE))
     fd = backend.open(path)
-    runs = [Run(fd, rows(memory, n % PAGES), n * PAGE) for n in range(many)]
+    runs = [IORequest(fd, rows(memory, n % PAGES), n * PAGE) for n in range(many)]
     assert backend.write_all(runs) == [PAGE] * many
     backend.close(fd)
     content = np.frombuffer(path.read_bytes(), np.uint8).reshape(many, PAGE)
@@ -248,7 +248,7 @@ def test_a_run_that_fails_fails_alone(
     fd, closed = backend.open(file), backend.open(file, writable=False)
     backend.close(closed)
     bad = 10**6  # No descriptor has this number.
-    runs = [Run(bad if n % 3 == 1 else fd, rows(memory, n), n * PAGE) for n in range(6)]
+    runs = [IORequest(bad if n % 3 == 1 else fd, rows(memory, n), n * PAGE) for n in range(6)]
     for outcomes in (backend.write_all(runs), backend.read_all(runs)):
         for n, outcome in enumerate(outcomes):
             if n % 3 == 1:
@@ -263,8 +263,11 @@ def test_a_run_that_crosses_the_end_of_the_file_is_short_and_the_others_are_whol
     backend: IOBackend, file: Path, memory: PinnedRegion
 ) -> None:
     fd = backend.open(file)
-    ends = [Run(fd, rows(memory, 0, 1), (PAGES - 1) * PAGE), Run(fd, rows(memory, 2), PAGES * PAGE)]
-    runs = [*ends, Run(fd, rows(memory, 3), 0)]
+    ends = [
+        IORequest(fd, rows(memory, 0, 1), (PAGES - 1) * PAGE),
+        IORequest(fd, rows(memory, 2), PAGES * PAGE),
+    ]
+    runs = [*ends, IORequest(fd, rows(memory, 3), 0)]
     assert backend.read_all(runs) == [PAGE, 0, PAGE]
     backend.close(fd)
 
@@ -299,9 +302,9 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
 
     monkeypatch.setattr("tiers.disk.io.aio._Context", exhausted)
     fd = backend.open(file)
-    runs = [Run(fd, rows(memory, n), 2 * n * PAGE) for n in range(4)]
+    runs = [IORequest(fd, rows(memory, n), 2 * n * PAGE) for n in range(4)]
     assert backend.write_all(runs) == [PAGE] * 4
-    assert backend.read_all([Run(fd, rows(memory, 9), 0), *runs[1:]]) == [PAGE] * 4
+    assert backend.read_all([IORequest(fd, rows(memory, 9), 0), *runs[1:]]) == [PAGE] * 4
     assert (memory.array[9] == memory.array[0]).all()
     backend.close(fd)
 

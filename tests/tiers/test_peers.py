@@ -302,7 +302,7 @@ async def test_closing_does_not_wait_for_a_look_that_hangs(
     monkeypatch.setattr(watch, "lane_folders", hangs)
     looking = asyncio.ensure_future(follower.tier.refresh())
     assert await asyncio.to_thread(begun.wait, 10)
-    follower.bench.tier.leave()
+    follower.bench.tier.detach()
     async with asyncio.timeout(5):
         assert (await looking).appeared == []
         await follower.tier.close([])

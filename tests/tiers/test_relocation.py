@@ -16,7 +16,7 @@ from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SLOT, SLOTS, flip, segment_of
 from tiers.disk.index import IndexFile, read_index
-from tiers.disk.io.base import IOBackend, Run
+from tiers.disk.io.base import IOBackend, IORequest
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 ELSEWHERE = [SLOTS + number for number in range(SLOTS)]
@@ -86,7 +86,7 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     works = {"reading": backend.read_all, "writing": backend.write_all}
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(self: IOBackend, runs: Sequence[Run]) -> list[int | OSError]:
+    def fail(self: IOBackend, runs: Sequence[IORequest]) -> list[int | OSError]:
         done = works[fails](self, runs)
         bad = GEOMETRY.blocks_offset + 2 * SLOT
         return [error if run.offset == bad else one for run, one in zip(runs, done, strict=True)]
@@ -119,7 +119,7 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
     await bench.tier.grow()
     began, hangs = threading.Event(), threading.Event()
 
-    def hang(self: IOBackend, runs: Sequence[Run]) -> list[int | OSError]:
+    def hang(self: IOBackend, runs: Sequence[IORequest]) -> list[int | OSError]:
         began.set()
         hangs.wait(30)
         return [OSError(errno.EIO, "gave up") for _ in runs]
@@ -127,7 +127,7 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
     monkeypatch.setattr(type(bench.tier.backend), "read_all", hang)
     copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
     await asyncio.to_thread(began.wait, 30)
-    bench.tier.leave()
+    bench.tier.detach()
     done = await copying
     hangs.set()
     assert done.ok == [False, False]

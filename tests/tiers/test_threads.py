@@ -306,7 +306,7 @@ async def test_what_is_to_be_done_at_the_end_is_done_after_a_call_that_was_left(
     done = threading.Event()
     job = asyncio.ensure_future(threads.run([gate], load=True))
     await begun(gate)
-    threads.leave()
+    threads.detach()
     with pytest.raises(TimeoutError):
         await job
     with pytest.raises(TimeoutError):

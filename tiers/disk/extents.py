@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_128_digest
 
 from tiers.disk.format import encode_records
-from tiers.disk.io import IOV_MAX, IOBackend, Run
+from tiers.disk.io import IOV_MAX, IOBackend, IORequest
 from tiers.disk.segment import Segment
 
 __all__ = [
@@ -41,9 +41,9 @@ class Extent:
     buffers: Sequence[memoryview]
 
     @property
-    def run(self) -> Run:
+    def request(self) -> IORequest:
         """What the backend moves."""
-        return Run(self.segment.data, self.buffers, self.segment.offset_of(self.first))
+        return IORequest(self.segment.data, self.buffers, self.segment.offset_of(self.first))
 
     def one_by_one(self) -> list[Extent]:
         """Extents of one slot each."""
@@ -118,7 +118,7 @@ def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]
             records.append(extent.segment.index.read(extent.first, len(extent.keys)))
         except OSError as error:
             records.append(error)
-    moved = backend.read_all([extent.run for extent in extents])
+    moved = backend.read_all([extent.request for extent in extents])
     return [
         _verified(backend, extent, raw, got)
         for extent, raw, got in zip(extents, records, moved, strict=True)
@@ -142,7 +142,7 @@ def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) 
         except OSError as refused:
             erased.append(refused)
     sound = [extent for extent, refused in zip(extents, erased, strict=True) if refused is None]
-    moved = iter(backend.write_all([extent.run for extent in sound]))
+    moved = iter(backend.write_all([extent.request for extent in sound]))
     outcomes: list[Outcome] = []
     for extent, failed in zip(extents, erased, strict=True):
         done = failed if failed is not None else next(moved)

@@ -61,7 +61,7 @@ class _Job:
         if last:
             self.end()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Nobody waits for the operations any more."""
         if not self.ended:
             self.error = TimeoutError("an I/O call does not return")
@@ -93,7 +93,7 @@ class IOThreads:
         self._before_stores: deque[tuple[_Job, int, Any]] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        self._left = False
+        self._detached = False
         self._alive = count
         self._at_end: Callable[[], None] | None = None
         self._running: set[_Job] = set()
@@ -125,11 +125,11 @@ class IOThreads:
         cancellation is delivered afterwards, and so is what an operation raised.
 
         Raises:
-            TimeoutError: after `leave`; operations may still be under way.
+            TimeoutError: after `detach`; operations may still be under way.
         """
         job = _Job(asyncio.get_running_loop())
         with self._wake:
-            if self._left:
+            if self._detached:
                 raise TimeoutError("an earlier I/O call did not return")
             if self._closed:
                 raise RuntimeError("the I/O threads have been closed")
@@ -143,7 +143,7 @@ class IOThreads:
         """Wait for the end of `job`, cancelled or not.
 
         Raises:
-            TimeoutError: after `leave`.
+            TimeoutError: after `detach`.
         """
         self._running.add(job)
         cancelled: asyncio.CancelledError | None = None
@@ -169,20 +169,20 @@ class IOThreads:
             self._idle.clear()
             await self._idle.wait()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Give up on calls that do not return: who waits is told, and no job is taken any more.
 
         Called on the loop. What is under way may still use its memory.
         """
-        self._left = True
+        self._detached = True
         for job in self._running:
-            job.leave()
+            job.detach()
 
     async def end(self, at_end: Callable[[], None]) -> None:
         """Let the threads end once the queues are empty; the last to end calls `at_end`.
 
         Raises:
-            TimeoutError: after `leave`; `at_end` is called whenever they end.
+            TimeoutError: after `detach`; `at_end` is called whenever they end.
         """
         job = _Job(asyncio.get_running_loop())
 
@@ -194,14 +194,14 @@ class IOThreads:
             job.end()
 
         self._close(last)
-        if self._left:
+        if self._detached:
             raise TimeoutError("an earlier I/O call did not return")
         await self._ended(job)
 
     def close(self, timeout: float = 5.0, at_end: Callable[[], None] | None = None) -> bool:
         """The same for who has no loop; False if a thread still runs after `timeout` seconds."""
         self._close(at_end)
-        end = time.monotonic() + (0.0 if self._left else timeout)
+        end = time.monotonic() + (0.0 if self._detached else timeout)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

@@ -367,9 +367,9 @@ class DiskTier(Tier):
             # Each has ended by now, also when this was cancelled: a second call does nothing.
             self.volumes = []
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         for volume in self.volumes:
-            volume.threads.leave()
+            volume.threads.detach()
 
     def abandon(self) -> None:
         for volume in self.volumes:

@@ -1,6 +1,6 @@
 """Linux native AIO over O_DIRECT: many extents of one batch in flight by one system call.
 
-A batch of runs, wherever they lie, is one ``io_submit`` and a few
+A batch of requests, wherever they lie, is one ``io_submit`` and a few
 ``io_getevents``, so a thread keeps as much in flight as the device likes and
 random slots cost hardly more of the processor than neighbours. Containers that
 refuse io_uring allow these calls. They are made by number, without libaio.
@@ -19,7 +19,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 
-from tiers.disk.io.base import Run
+from tiers.disk.io.base import IORequest
 from tiers.disk.io.direct import DirectIO
 
 __all__ = ["AioIO"]
@@ -49,7 +49,7 @@ _NUMBERS = {
 
 
 class AioIO(DirectIO):
-    """O_DIRECT with every run of a batch in flight at once.
+    """O_DIRECT with every request of a batch in flight at once.
 
     Raises:
         OSError: at construction, when the kernel or a filter refuses the calls.
@@ -65,34 +65,36 @@ class AioIO(DirectIO):
         self._local = threading.local()
         _Context(numbers)
 
-    def read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
+    def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
         context = self._context()
-        return self._move(context, runs, _PREADV) if context else super().read_all(runs)
+        return self._move(context, requests, _PREADV) if context else super().read_all(requests)
 
-    def write_all(self, runs: Sequence[Run]) -> list[int | OSError]:
+    def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
         context = self._context()
-        return self._move(context, runs, _PWRITEV) if context else super().write_all(runs)
+        return self._move(context, requests, _PWRITEV) if context else super().write_all(requests)
 
-    def _move(self, context: _Context, runs: Sequence[Run], opcode: int) -> list[int | OSError]:
+    def _move(
+        self, context: _Context, requests: Sequence[IORequest], opcode: int
+    ) -> list[int | OSError]:
         addressof, from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
         places: list[tuple[int, int, int, int]] = []  # descriptor, offset, first vector, vectors
         vectors = array("Q")
-        for run in runs:
-            places.append((run.fd, run.offset, len(vectors) // 2, len(run.buffers)))
-            for buffer in run.buffers:
+        for request in requests:
+            places.append((request.fd, request.offset, len(vectors) // 2, len(request.buffers)))
+            for buffer in request.buffers:
                 vectors.append(addressof(from_buffer(buffer)))
                 vectors.append(len(buffer))
         outcomes: list[int | OSError] = []
         finish = super().read_all if opcode == _PREADV else super().write_all
-        for run, moved in zip(runs, context.move(opcode, places, vectors), strict=True):
+        for request, moved in zip(requests, context.move(opcode, places, vectors), strict=True):
             if moved == -errno.EIO and opcode == _PWRITEV:
                 # What FUSE says of a short write, too: plain calls tell it from a fault.
-                outcomes += finish([run])
+                outcomes += finish([request])
             elif moved < 0:
                 outcomes.append(OSError(-moved, os.strerror(-moved)))
-            elif moved < sum(len(buffer) for buffer in run.buffers):
+            elif moved < sum(len(buffer) for buffer in request.buffers):
                 # A short transfer: plain calls tell the end of the file from a fault.
-                outcomes += finish([run])
+                outcomes += finish([request])
             else:
                 outcomes.append(moved)
         return outcomes

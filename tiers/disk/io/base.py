@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["IOV_MAX", "IOBackend", "Run", "read_whole", "write_whole"]
+__all__ = ["IOV_MAX", "IOBackend", "IORequest", "read_whole", "write_whole"]
 
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers that one vectored call takes."""
 
 
-class Run(NamedTuple):
+class IORequest(NamedTuple):
     """Neighbouring bytes of one file, and the memory they go to or come from."""
 
     fd: int
@@ -56,23 +56,23 @@ class IOBackend(ABC):
             OSError: as the system says; part may have been written then.
         """
 
-    def read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        """`read` for each of `runs`: the bytes read, or what was raised. A run fails alone."""
+    def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
+        """`read` for each request: the bytes read, or what was raised. One fails alone."""
         outcomes: list[int | OSError] = []
-        for run in runs:
+        for request in requests:
             try:
-                outcomes.append(self.read(run.fd, run.buffers, run.offset))
+                outcomes.append(self.read(request.fd, request.buffers, request.offset))
             except OSError as error:
                 outcomes.append(error)
         return outcomes
 
-    def write_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        """`write` for each of `runs`: the bytes written, or what was raised. A run fails alone."""
+    def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
+        """`write` for each request: the bytes written, or what was raised. One fails alone."""
         outcomes: list[int | OSError] = []
-        for run in runs:
+        for request in requests:
             try:
-                self.write(run.fd, run.buffers, run.offset)
-                outcomes.append(sum(len(buffer) for buffer in run.buffers))
+                self.write(request.fd, request.buffers, request.offset)
+                outcomes.append(sum(len(buffer) for buffer in request.buffers))
             except OSError as error:
                 outcomes.append(error)
         return outcomes

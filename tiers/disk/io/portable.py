@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from aiofiles.threadpool import wrap
 
-from tiers.disk.io.base import IOBackend, Run
+from tiers.disk.io.base import IOBackend, IORequest
 
 __all__ = ["PortableIO"]
 
@@ -64,19 +64,20 @@ class PortableIO(IOBackend):
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self._run(self._write(fd, buffers, offset))
 
-    def read_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        return self._run(self._all(self._read, runs))
+    def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
+        return self._run(self._all(self._read, requests))
 
-    def write_all(self, runs: Sequence[Run]) -> list[int | OSError]:
-        return self._run(self._all(self._write, runs))
+    def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
+        return self._run(self._all(self._write, requests))
 
     async def _all(
         self,
         move: Callable[[int, Sequence[memoryview], int], Awaitable[int]],
-        runs: Sequence[Run],
+        requests: Sequence[IORequest],
     ) -> list[int | OSError]:
         outcomes = await asyncio.gather(
-            *(move(run.fd, run.buffers, run.offset) for run in runs), return_exceptions=True
+            *(move(request.fd, request.buffers, request.offset) for request in requests),
+            return_exceptions=True,
         )
         told: list[int | OSError] = []
         for outcome in outcomes:
