@@ -41,7 +41,7 @@ _SIBLINGS = 64
 _SEVERED_AT_ONCE = 64
 """Held ends from which others are freed when room is found nowhere else."""
 
-_AGED_AT_ONCE = 128
+_AGED_AT_ONCE = 64
 """Ends of chains that change their bins in one go."""
 
 _NONE = -1
@@ -70,7 +70,7 @@ class HitDensity(EvictionPolicy):
     """
 
     name = "hit-density"
-    effort = 2.2
+    effort = 2.5
 
     def __init__(self, capacity: int, *, ghosts: float = 2.0, whole_stores: bool = False) -> None:
         super().__init__(capacity)

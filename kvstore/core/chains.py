@@ -16,10 +16,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.tier import TierView
+from kvstore.core.uses import Uses
 from kvstore.types import group_of
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy
@@ -41,13 +43,14 @@ class _Chain:
 
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
-        prompts: what policies hear at its end: keys in prompt order, and the last of each group.
+        prompts: what policies hear at its end, in prompt order: one for each group, or one for
+            all, whose ends are `ends`.
         known: all keys in `groups`.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
 
-    __slots__ = ("counted", "groups", "known", "prompts", "storing")
+    __slots__ = ("counted", "ends", "groups", "known", "prompts", "storing")
 
     def __init__(self, counted: set[bytes]) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
@@ -55,14 +58,18 @@ class _Chain:
         self.known: dict[bytes, None] = {}
         self.counted = counted
         self.storing = 0
-        self.prompts: list[tuple[list[bytes], list[bytes]]] = []
+        self.prompts: list[list[bytes]] = []
+        self.ends: list[bytes] | None = None
 
 
 class Chains:
     """See the module's text."""
 
-    def __init__(self, pool: HostPool, tiers: Sequence[TierView], positions: Positions) -> None:
+    def __init__(
+        self, pool: HostPool, tiers: Sequence[TierView], positions: Positions, uses: Uses
+    ) -> None:
         self._positions = positions
+        self._uses = uses
         policies = [pool.policy, *(tier.index.policy for tier in tiers)]
         filters = [pool.admission, *(tier.admission for tier in tiers)]
         self._host = pool.policy
@@ -78,8 +85,9 @@ class Chains:
         self._ended: dict[str, _Chain] = {}
         """Requests that have ended while chunks of theirs were being written."""
         self._ended_keys = 0
-        self._settling: deque[tuple[list[int], _Chain]] = deque()
-        """Those whose chunks are on their way to slower tiers, with the copies to wait for."""
+        self._settling: deque[tuple[list[int], int, _Chain]] = deque()
+        """Those whose chunks are on their way to slower tiers, with the copies to wait for, and
+        the uses of which tiers shall have heard before."""
         self._settling_keys = 0
 
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
@@ -125,7 +133,7 @@ class Chains:
         known.update(dict.fromkeys(fresh))
         self._keys += len(fresh)
         group = group_of(fresh[0])
-        if all(key.endswith(group) for key in keys):
+        if all(map(methodcaller("endswith", group), keys)):
             self._append(chain, group, keys, fresh)
         else:
             for group in dict.fromkeys(group_of(key) for key in fresh):
@@ -157,16 +165,16 @@ class Chains:
             return
         self._keys -= len(chain.known)
         groups = list(chain.groups.values())
-        chain.prompts = [(keys, keys[-1:]) for keys in groups]
+        chain.prompts = groups
         if groups and self._positions.known(request_id):
             # One prompt, so that the tails of all groups leave together.
             groups = [self._positions.sorted(request_id, keys) for keys in groups]
             prompt = self._positions.sorted(request_id, itertools.chain.from_iterable(groups))
-            chain.prompts = [(prompt, [keys[-1] for keys in groups])]
+            chain.prompts, chain.ends = [prompt], [keys[-1] for keys in groups]
         if self._listener is not None:
             self._listener(groups)
-        for keys, ends in chain.prompts:
-            self._host.settle(keys, ends)
+        for keys in chain.prompts:
+            self._host.settle(keys, chain.ends)
         if self._tiers:
             if chain.storing > 0:
                 self._end_later(request_id, chain)
@@ -181,17 +189,18 @@ class Chains:
         """
         tiers, settling = self._tiers, self._settling
         while settling and most > 0:
-            marks, chain = settling[0]
-            if self._settling_keys <= MAX_KEYS and any(
-                tier.copies_ended < mark for tier, mark in zip(tiers, marks, strict=True)
+            marks, used, chain = settling[0]
+            if self._settling_keys <= MAX_KEYS and (
+                self._uses.told < used
+                or any(tier.copies_ended < mark for tier, mark in zip(tiers, marks, strict=True))
             ):
                 return
             settling.popleft()
             self._settling_keys -= len(chain.known)
             most -= len(chain.known)
             for tier in tiers:
-                for keys, ends in chain.prompts:
-                    tier.index.policy.settle(keys, ends)
+                for keys in chain.prompts:
+                    tier.index.policy.settle(keys, chain.ends)
 
     def reset(self) -> None:
         """Forget every request."""
@@ -216,7 +225,8 @@ class Chains:
             self._ended_keys -= len(chain.known)
 
     def _settle_later(self, chain: _Chain) -> None:
-        self._settling.append(([tier.copies_queued for tier in self._tiers], chain))
+        marks = [tier.copies_queued for tier in self._tiers]
+        self._settling.append((marks, self._uses.queued, chain))
         self._settling_keys += len(chain.known)
 
     def _append(

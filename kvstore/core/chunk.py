@@ -21,7 +21,7 @@ belong side by side: who reads the tables finds here who applies them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -191,22 +191,43 @@ class Life:
             chunk.stored_by = stored_by
             order += 1
 
-    def pin(self, chunk: Chunk) -> bool:
-        """Somebody more reads it; whether that may be."""
-        state = self._next["pin"][chunk.state]
-        if state < 0:
-            self._refuse(chunk.state, "pin")
-            return False
-        chunk.state = state
-        chunk.pins += 1
-        return True
+    def pin(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Somebody more reads each of them; returns those that nobody has read."""
+        pinned = self._next["pin"]
+        first: list[Chunk] = []
+        for chunk in chunks:
+            state = pinned[chunk.state]
+            if state < 0:
+                self._refuse(chunk.state, "pin")
+                continue
+            chunk.state = state
+            pins = chunk.pins
+            chunk.pins = pins + 1
+            if not pins:
+                first.append(chunk)
+        return first
 
-    def fill(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """Each is whole, and no store fills it any more; returns as `apply`."""
-        filled = self.apply("fill", chunks)
-        for chunk in filled:
+    def fill(self, chunks: Sequence[Chunk], step: int) -> tuple[int, list[Chunk]]:
+        """Each is whole, and no store fills it any more.
+
+        Returns:
+            How many that are, and those of them that are waited for, set aside, or kept
+            until this step ends.
+        """
+        filled = self._next["fill"]
+        refused = 0
+        noted: list[Chunk] = []
+        for chunk in chunks:
+            state = filled[chunk.state]
+            if state < 0:
+                refused += 1
+                self._refuse(chunk.state, "fill")
+                continue
+            chunk.state = state
             chunk.stored_by = None
-        return filled
+            if chunk.aside or chunk.step == step or chunk.waiters is not None:
+                noted.append(chunk)
+        return len(chunks) - refused, noted
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """Each is whole, and somebody who has waited for it reads it; returns as `apply`."""

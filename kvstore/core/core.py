@@ -91,13 +91,13 @@ class Core:
         self._requests = Requests()
         self.queue = WaitQueue(pool, deadline=deadline, max_wait=max_wait, lease=lease)
         self._positions = Positions()
-        self.chains = Chains(pool, self.tiers, self._positions)
-        self.cascades = Cascades(pool, self.tiers, self._log, self.budget)
         self._victims = Victims(pool, self.budget)
-        self.room = Room(pool, self._victims, self.cascades, self.budget)
-        self.grants = Grants(pool, self.tiers, self.queue, self.room, self.budget)
-        self.transfers = Transfers(pool, self.tiers, self.queue, self.cascades, self._log)
         self._uses = Uses(pool, self.tiers, self._victims, self.budget)
+        self.chains = Chains(pool, self.tiers, self._positions, self._uses)
+        self.cascades = Cascades(pool, self.tiers, self._log, self.budget)
+        self.room = Room(pool, self._victims, self.cascades, self.budget)
+        self.grants = Grants(pool, self.tiers, self.queue, self.room, self.chains, self.budget)
+        self.transfers = Transfers(pool, self.tiers, self.queue, self.cascades, self._log)
         self._lookups = Lookups(
             pool,
             self.tiers,
@@ -184,7 +184,9 @@ class Core:
         self._queue_deferred(now)
         self.budget.shorten(self._lookups.wanted)
         moves: list[Move] = []
-        if self._uses and (self.queue.waiting or self.room.demotes or self.unsaved):
+        if self._uses.due or (
+            self._uses and (self.queue.waiting or self.room.demotes or self.unsaved)
+        ):
             self._uses.tell_some()
         if self.queue.waiting:
             self._lookups.keep_hits()
@@ -206,7 +208,6 @@ class Core:
                 request.defer(False)
                 self._deferrals += request.since is None
                 self.queue.join(request, now)
-                self.chains.extend(request.id, request.keys)
             elif request.state is not RequestState.WAITING:
                 request.forget_keys()
                 self._requests.drop_if_idle(request)

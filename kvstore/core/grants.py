@@ -14,6 +14,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.budget import Budget
+from kvstore.core.chains import Chains
 from kvstore.core.chunk import Chunk
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
@@ -59,12 +60,14 @@ class Grants:
         tiers: Sequence[TierView],
         queue: WaitQueue,
         room: Room,
+        chains: Chains,
         budget: Budget,
     ) -> None:
         self._pool = pool
         self._tiers = tiers
         self._queue = queue
         self._room = room
+        self._chains = chains
         self._budget = budget
         self.truncations = 0
 
@@ -133,6 +136,9 @@ class Grants:
                 # What is here of the rest shall not go for it, as far as all can be here together.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
+        if room:
+            # Policies learn what follows what before they see it: of so many as come now.
+            self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []
         for tier in self._tiers:
             its = [keys[position] for position, holder in missing[:room] if holder is tier]

@@ -8,24 +8,28 @@ __all__ = ["History"]
 
 
 class History:
-    """Keys that came and went since they were taken, in order. Nothing is kept unless wanted."""
+    """Keys that came and went since they were taken, in order.
+
+    Attributes:
+        wanted: whether anything is kept.
+    """
 
     def __init__(self) -> None:
-        self._wanted = True
+        self.wanted = True
         self._changes: list[tuple[bytes, bool]] = []
 
     def want(self, wanted: bool) -> None:
         """Whether `take` will be called."""
-        self._wanted = wanted
+        self.wanted = wanted
 
     def came(self, keys: Iterable[bytes]) -> None:
         """These chunks have appeared."""
-        if self._wanted:
+        if self.wanted:
             self._changes += [(key, False) for key in keys]
 
     def left(self, keys: Iterable[bytes]) -> None:
         """These chunks have left."""
-        if self._wanted:
+        if self.wanted:
             self._changes += [(key, True) for key in keys]
 
     def take(self) -> list[tuple[bytes, bool]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable
 
 from kvstore.core.chains import Chains
-from kvstore.core.chunk import READY, Chunk
+from kvstore.core.chunk import LEAVING, READY, Chunk
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Requests
@@ -56,18 +55,23 @@ class Loads:
         self._chains.extend(request_id, list(keys))
         loading, leases = request.loading, request.leases
         wanted = list(dict.fromkeys(chunks))
+        unleased: list[Chunk] = []
         for chunk in wanted:
             key = chunk.key
             if key in leases:
                 # The pin of its lease becomes that of the load.
                 del leases[key]
             else:
-                pool.stay(chunk)
-                pool.pin(chunk)
+                unleased.append(chunk)
+                if chunk.state >= LEAVING:
+                    pool.stay(chunk)
             loading[key] = loading.get(key, 0) + 1
-        origins = Counter(map(operator.attrgetter("origin"), wanted))
-        used = [chunk.key for chunk in wanted if chunk.origin < 0] if -1 in origins else []
-        self.loaded_from.update(origins)
+        pool.pin(unleased)
+        used = [chunk.key for chunk in wanted if chunk.origin < 0]
+        if len(used) == len(wanted):
+            self.loaded_from[-1] += len(used)
+        else:
+            self.loaded_from.update(chunk.origin for chunk in wanted)
         self.loaded += len(chunks)
         self._queue.remove(request)
         # To have been promoted for this load was the use of those that were.

@@ -59,6 +59,7 @@ class Lookups:
         # Requests that were looked up in this step, and those that shall ask again in the next.
         self._asked: list[Request] = []
         self._unseen: set[str] = set()
+        self._deferred = False
         # Who asks at present; the keys that the one has asked for who began last, growing.
         self._asking = _NOBODY
         self._asking_keys: list[bytes] = []
@@ -185,6 +186,7 @@ class Lookups:
             return None
         request.keys.append(key)
         request.defer(True)
+        self._deferred = True
         return None
 
     def _miss(self, key: bytes, request: Request) -> bool:
@@ -194,6 +196,13 @@ class Lookups:
         return False
 
     # -- what was asked --------------------------------------------------------------------
+
+    def _put_in_order(self, asked: Sequence[Request]) -> None:
+        for request in asked:
+            if request.deferring and self._positions.turned(request.id, request.keys):
+                # Hits are kept by their place in the list, so before it changes.
+                self.keep_hits()
+                request.keys[:] = self._positions.sorted(request.id, request.keys)
 
     def keep_hits(self) -> None:
         """What has answered "hit" in this step stays until it ends.
@@ -211,11 +220,8 @@ class Lookups:
         The keys of those that begin to wait are put into the order of their prompts.
         """
         asked, self._asked = self._asked, []
-        turned = self._positions.turned
-        for request in asked:
-            if request.deferring and turned(request.id, request.keys):
-                # Hits are kept by their place in the list, so before it changes.
-                self.keep_hits()
-                request.keys[:] = self._positions.sorted(request.id, request.keys)
+        if self._deferred and self._positions:
+            self._put_in_order(asked)
+        self._deferred = False
         self.pause()
         return asked

@@ -143,23 +143,26 @@ class HostPool:
         self.busy += count
         return chunks
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
-        """The bytes of these chunks are whole."""
+    def fill(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The bytes of these chunks are whole; returns those that somebody may have waited for."""
         step = self.step
-        chunks = self.life.fill(chunks)
-        for chunk in chunks:
+        filled, noted = self.life.fill(chunks, step)
+        for chunk in noted:
             if chunk.step == step and not chunk.unsaved:
                 self.marked += 1
             if chunk.aside:
                 self._released.append(chunk)
-        self.busy -= len(chunks)
+        self.busy -= filled
         self.changes += 1
-        self.history.came(chunk.key for chunk in chunks)
+        if self.history.wanted:
+            self.history.came([chunk.key for chunk in chunks if chunk.state != FILLING])
+        return noted
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> None:
         """The bytes of these chunks are whole, and the one who waited for them reads them."""
         filled = self.life.fill_pinned(chunks)
-        self.history.came(chunk.key for chunk in filled)
+        if self.history.wanted:
+            self.history.came([chunk.key for chunk in filled])
 
     def discard(self, chunk: Chunk) -> None:
         """The bytes of a filling chunk never came. The row is free again."""
@@ -203,18 +206,19 @@ class HostPool:
 
     # -- pins and copies -------------------------------------------------------------------
 
-    def pin(self, chunk: Chunk) -> None:
-        """Somebody more reads the chunk, or holds a lease on it."""
-        if not self.life.pin(chunk) or chunk.pins > 1:
-            return
-        self.busy += 1
-        if chunk.unsaved:
-            self.unsaved -= 1
-        elif chunk.step == self.step:
-            self.marked -= 1
-        if chunk.state == LEAVING_PINNED:
-            self._copied.pop(chunk.key, None)
-            self._uncopied.pop(chunk.key, None)
+    def pin(self, chunks: Iterable[Chunk]) -> None:
+        """Somebody more reads these chunks, or holds a lease on them."""
+        step = self.step
+        first = self.life.pin(chunks)
+        self.busy += len(first)
+        for chunk in first:
+            if chunk.unsaved:
+                self.unsaved -= 1
+            elif chunk.step == step:
+                self.marked -= 1
+            if chunk.state == LEAVING_PINNED:
+                self._copied.pop(chunk.key, None)
+                self._uncopied.pop(chunk.key, None)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """Somebody less reads each of these chunks."""
@@ -267,7 +271,7 @@ class HostPool:
         self.changes += 1
         for chunk in others:
             self.dequeue(chunk, tier)
-            self.pin(chunk)
+        self.pin(others)
 
     # -- coming back and leaving -------------------------------------------------------------
 

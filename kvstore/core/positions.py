@@ -23,6 +23,10 @@ class Positions:
     def __init__(self) -> None:
         self._of: dict[str, tuple[Callable[[bytes], int], bool]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anything is known of any request."""
+        return bool(self._of)
+
     def tell(
         self, request_id: str, position: Callable[[bytes], int], *, one_group: bool = False
     ) -> None:

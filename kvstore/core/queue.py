@@ -161,13 +161,12 @@ class WaitQueue:
             chunk.wait(request)
             request.lease((chunk.key,), 1, chunk.order)
         else:
-            self._pool.pin(chunk)
+            self._pool.pin((chunk,))
             request.lease((chunk.key,), 0, -1)
 
     def stored(self, chunks: Sequence[Chunk], now: float) -> None:
         """The device has filled these chunks, for which few can have waited."""
-        self._pool.fill(chunks)
-        for chunk in chunks:
+        for chunk in self._pool.fill(chunks):
             if chunk.waiters is not None:
                 self._came(chunk, now)
 
@@ -198,7 +197,7 @@ class WaitQueue:
 
     def _came(self, chunk: Chunk, now: float) -> None:
         for request in chunk.take_waiters():
-            self._pool.pin(chunk)
+            self._pool.pin((chunk,))
             self._arrived(request, 1, now)
 
     def _arrived(self, request: Request, chunks: int, now: float) -> None:

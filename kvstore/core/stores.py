@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.core.budget import Budget
@@ -138,7 +138,7 @@ class Stores:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped."""
         chunks = self._pool.chunks
         ended: list[Chunk] = []
-        for key in keys if isinstance(keys, Set) else dict.fromkeys(keys):
+        for key in keys if type(keys) is set else dict.fromkeys(keys):
             chunk = chunks.get(key)
             if chunk is None or chunk.state != FILLING or chunk.stored_by != request_id:
                 self.stray += 1
@@ -199,12 +199,12 @@ class Stores:
         if again:
             # It is no second use, but what is there shall not go meanwhile.
             self._pool.keep(offered)
-            self._uses.tell(host_keys, tier_keys)
+            self._uses.tell_host(host_keys, tier_keys)
             return
         # What the request has loaded and what it stores are one prompt.
         prompt = list(dict.fromkeys([*tier_keys, *offered])) if tier_keys else offered
         promoted = set(tier_keys).difference(host_keys)
-        self._uses.tell([key for key in prompt if key not in promoted], prompt)
+        self._uses.tell_host([key for key in prompt if key not in promoted], prompt)
         # Their promotion may lie far back.
         self._pool.keep(promoted)
 

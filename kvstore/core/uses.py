@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvstore.core.budget import Budget
@@ -22,6 +23,9 @@ Loaded = tuple[list[bytes], list[bytes]]
 class Uses:
     """Tells the policies of uses, later than they happen but before the policies decide.
 
+    Attributes:
+        queued: prompts of which tiers were to hear as steps allow. told: those of which they have.
+
     Args:
         budget: how many uses a step tells.
     """
@@ -35,10 +39,19 @@ class Uses:
         self._budget = budget
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
         self._untold: dict[str, Loaded] = {}
+        # What was used on tiers, of prompts of which host memory's policy has heard.
+        self._due: deque[list[bytes]] = deque()
+        self._due_keys = 0
+        self.queued = self.told = 0
 
     def __bool__(self) -> bool:
         """Whether there are uses of which the policies have not heard."""
-        return bool(self._untold)
+        return bool(self._untold or self._due)
+
+    @property
+    def due(self) -> bool:
+        """Whether there are uses whose requests bring nothing that should be told with them."""
+        return bool(self._due)
 
     def loaded(self, request_id: str, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
         """The request has used these. Its store may come, and then they are told as one prompt."""
@@ -57,8 +70,17 @@ class Uses:
         if loaded is not None:
             self.tell(*loaded)
 
+    def tell_host(self, host_keys: Collection[bytes], tier_keys: Sequence[bytes]) -> None:
+        """As `tell`, but the policies of tiers hear as steps allow."""
+        self._tell_host(host_keys)
+        if self._tiers and tier_keys:
+            self._due.append(list(tier_keys))
+            self._due_keys += len(tier_keys)
+            self.queued += 1
+
     def tell_all(self) -> None:
         """The policies hear of every use so far."""
+        self._tell_due(self._due_keys)
         if self._untold:
             untold, self._untold = self._untold, {}
             for host_keys, tier_keys in untold.values():
@@ -67,18 +89,22 @@ class Uses:
     def tell_some(self) -> None:
         """The policies hear of as many uses as this step may tell, of each prompt tail first."""
         untold = self._untold
-        if not untold:
+        if not untold and not self._due:
             return
-        many = sum(len(tier_keys) for _, tier_keys in untold.values())
+        many = self._due_keys + sum(len(tier_keys) for _, tier_keys in untold.values())
         left = self._budget.told
         most = max(left, many // 8 if left > 0 else 0)
+        if self._due and most > 0:
+            told = self._tell_due(most)
+            most -= told
+            self._budget.tell(told)
         while untold and most > 0:
             request_id = next(iter(untold))
             host_keys, tier_keys = untold.pop(request_id)
             if len(tier_keys) > most:
                 head = len(tier_keys) - most
-                told = frozenset(tier_keys[head:])
-                later = [key for key in host_keys if key not in told]
+                tail = frozenset(tier_keys[head:])
+                later = [key for key in host_keys if key not in tail]
                 # It stays the first in turn.
                 self._untold = untold = {request_id: (later, tier_keys[:head]), **untold}
                 host_keys, tier_keys = host_keys[len(later) :], tier_keys[head:]
@@ -88,6 +114,10 @@ class Uses:
 
     def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         """The policies hear that these, in prefix order, were used in host memory and on tiers."""
+        self._tell_host(host_keys)
+        self._tell_tiers([*tier_keys])
+
+    def _tell_host(self, host_keys: Collection[bytes]) -> None:
         pool = self._pool
         tail_first = [*host_keys][::-1]
         for tier in self._exclusive:
@@ -96,11 +126,33 @@ class Uses:
                     tier.forget((key,))
         self._victims.let_loose()
         pool.touch(tail_first)
+
+    def _tell_tiers(self, keys: list[bytes]) -> None:
         if self._tiers:
-            tail_first = [*tier_keys][::-1]
+            tail_first = keys[::-1]
             for tier in self._tiers:
                 tier.index.touch(tail_first)
+
+    def _tell_due(self, most: int) -> int:
+        """Tiers hear of what is due, up to `most` keys, of each prompt tail first; how many."""
+        left = most
+        due = self._due
+        while due and left > 0:
+            keys = due[0]
+            tail = keys[-left:]
+            self._tell_tiers(tail)
+            left -= len(tail)
+            if len(tail) == len(keys):
+                due.popleft()
+                self.told += 1
+            else:
+                del keys[-len(tail) :]
+        self._due_keys -= most - left
+        return most - left
 
     def reset(self) -> None:
         """Forget what was not told."""
         self._untold.clear()
+        self._due.clear()
+        self._due_keys = 0
+        self.told = self.queued

@@ -751,9 +751,9 @@ class World:
         assert len(pool.policy) == len(pool.chunks) - len(leaving)
         assert not any(key in pool.policy for key in leaving), "given up, and kept"
         at_rest = {key for key in leaving if pool.chunks[key].state == LEAVING}
-        assert at_rest == pool._waiting.keys() | pool._copied.keys(), "a chunk that never leaves"
+        assert at_rest == pool._uncopied.keys() | pool._copied.keys(), "a chunk that never leaves"
         assert not any(pool.chunks[key].unsaved for key in pool._copied)
-        assert all(pool.chunks[key].unsaved for key in pool._waiting)
+        assert all(pool.chunks[key].unsaved for key in pool._uncopied)
         busy = unsaved = 0
         for key, chunk in pool.chunks.items():
             assert chunk.key == key

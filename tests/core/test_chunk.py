@@ -71,7 +71,7 @@ class Host:
             self.pool.policy.remove(KEY)
             self.pool.give_up([KEY])
         if state.endswith("pinned"):
-            self.pool.pin(self.chunk)
+            self.pool.pin([self.chunk])
         assert self.state == state
 
     @property
@@ -86,7 +86,7 @@ class Host:
 
     def unpin_one_of_two(self) -> None:
         if self.chunk.pins:
-            self.pool.pin(self.chunk)
+            self.pool.pin([self.chunk])
             self.pool.unpin([self.chunk])
         else:
             self.pool.life.apply("unpin", [self.chunk])
@@ -97,7 +97,7 @@ HOST_EVENTS: dict[str, Callable[[Host], object]] = {
     "fill": lambda host: host.pool.fill([host.chunk]),
     "fill for a request": lambda host: host.pool.fill_pinned([host.chunk]),
     "discard": lambda host: host.pool.discard(host.chunk),
-    "pin": lambda host: host.pool.pin(host.chunk),
+    "pin": lambda host: host.pool.pin([host.chunk]),
     "unpin": Host.unpin_one_of_two,
     "unpin last": lambda host: host.pool.unpin([host.chunk]),
     "give up": lambda host: host.pool.give_up([KEY]),

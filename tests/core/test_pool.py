@@ -37,7 +37,7 @@ def memory_with(state: str) -> tuple[Memory, Chunk]:
     if state != "filling":
         memory.pool.fill([chunk])
     if state == "pinned":
-        memory.pool.pin(chunk)
+        memory.pool.pin([chunk])
     return memory, chunk
 
 
@@ -82,7 +82,7 @@ def test_a_vain_search_is_repeated_only_when_somebody_may_leave_who_could_not_be
     pool.fill(chunks)
     hit, pinned, unsaved, hit_too = chunks
     pool.keep([hit.key, hit_too.key])
-    pool.pin(pinned)
+    pool.pin([pinned])
     pool.queue([unsaved], 0)
     assert memory.make(1, shed_unsaved=False) == 0
     asked = policy.asked

@@ -252,7 +252,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         for key in move.keys:
             if key not in self._pool.chunks:
                 raise AssertionError("a chunk left while it was copied")
-            self._pool.pin(self._pool.chunks[key])
+            self._pool.pin([self._pool.chunks[key]])
         ended(self, target, move, *rest)
 
     patch.setattr(Cascades, "due", careless)
