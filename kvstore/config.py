@@ -37,7 +37,7 @@ MAX_SHOWN = 200
 """Most characters of a refused value that its message repeats."""
 
 MAX_BYTES = 2**60
-"""Largest size that is taken for one, not for a mistake."""
+"""Largest size that is accepted; a larger one must be a mistake."""
 
 
 HOST_ALONE = Choice("hit-density", (("whole_stores", True),))
@@ -59,7 +59,7 @@ class DiskConfig:
         io_threads: threads that do I/O, for each path.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
-        share_after_reset: whether that goes on between processes that have all been reset: for
+        share_after_reset: whether processes that have all been reset share again: only for
             replicas that are each reset once for each change of weights, and never else.
         admission: filters that decide what is written; written as one name, as a
             table of `name` and parameters, or as a list of these.
@@ -99,7 +99,7 @@ class TierConfig:
 
     Attributes:
         type: the name of the kind.
-        parameters: what else is said of it; what is allowed is the kind's to say.
+        parameters: its other keys; the kind decides which are allowed.
         eviction_policy, admission, flow: as for a disk tier.
     """
 
@@ -250,7 +250,7 @@ def _shown(value: object) -> str:
 
 
 def _check(config: object, checks: Mapping[str, _Check]) -> None:
-    """Put each value of a new configuration to its check, and what the check makes of it back."""
+    """Check each value of a new configuration, and put what the check returns in its place."""
     for key, check in checks.items():
         value = getattr(config, key)
         try:

@@ -9,9 +9,9 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """What waits to be copied, or is being copied, where this is made.
+    """The copies that wait or are under way when this is made.
 
-    What is queued later does not count.
+    Those queued later do not count.
     """
 
     def __init__(self, core: Core) -> None:

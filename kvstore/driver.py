@@ -58,9 +58,9 @@ class Driver:
 
     @property
     def fresh(self) -> bool:
-        """Whether a step now would tell who waits nothing that the last has not told.
+        """Whether a step now could tell those who wait nothing that the last did not.
 
-        Many who wait are woken together: one step is enough for all of them.
+        They are woken together: one step is enough for all of them.
         """
         return not self.engine.ended and time.monotonic() - self._stepped < FRESH_SECONDS
 

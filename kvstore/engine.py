@@ -96,7 +96,7 @@ class Engine:
             task.add_done_callback(self._tasks.discard)
 
     def begin(self) -> None:
-        """Begin to follow the tiers that others write to, and what else runs on the loop."""
+        """Begin to follow the tiers that others write to, and start what runs beside."""
         loop = asyncio.get_running_loop()
         self._companions = {loop.create_task(self._accompany(one)) for one in self._beside}
         for index, tier in enumerate(self._tiers):
@@ -134,7 +134,7 @@ class Engine:
             try:
                 await tier.close(order)
             except Exception:
-                # Neither has it here, and the others must still be closed.
+                # A tier has no business raising here either; the others must still be closed.
                 logger.exception("%s cannot be closed", tier.description)
 
     async def detach(self) -> None:
@@ -194,7 +194,7 @@ class Engine:
         self._on_completion()
 
     def _tell(self, move: Move, completion: Completion, raised: Exception | None) -> None:
-        """Faults go to the log, unless the core will say of them what they mean."""
+        """Log faults, except those of copies: the core itself says what they mean."""
         what = move.op.value if len(self._tiers) == 1 else f"{move.op.value}, tier {move.tier}"
         now = time.monotonic()
         if completion.error is None:
@@ -269,8 +269,8 @@ class EngineThread:
         """Do something again and again on the thread, until it is closed.
 
         Args:
-            call: returns what to do, or None when there is nobody any more to do it for;
-                and that returns after how many seconds it wants to be done again.
+            call: returns a function to run, or None once its owner is gone. The function
+                returns after how many seconds to run it again.
         """
 
         def again() -> None:

@@ -88,7 +88,7 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         if not self._home.here:
-            # It ends where it belongs; only the caller is told that it did not end here.
+            # The lease ends on the store's loop; the caller is told that this is another.
             self._home.send(self._give_back)
             self._home.check()
         if not self._give_back() and kind is None:

@@ -1,7 +1,7 @@
 """Which calls belong to one request of the server.
 
-A request looks its prompt up, gets what is there and puts the rest. A caller that
-names the request says so itself. For all others it is told by the keys:
+A request looks its prompt up, gets what is there and puts the rest. A caller may name
+the request. Calls without a name are put together by their keys:
 
 * lookups of the same keys are one request until its chunks are got;
 * a get belongs to an answered lookup of the same prompt, whole or in part: one
@@ -11,8 +11,8 @@ names the request says so itself. For all others it is told by the keys:
 Two users that ask for the same prompt at the same time can be taken for each
 other; as they use the same chunks, nothing is lost by that.
 
-A request without a name that has had or stored all that is known of its prompt is
-over for the policies. The recording waits a while longer: its answer may be put too.
+For the policies, a request without a name is over once it has had or stored all that is
+known of its prompt. The recording waits a while longer: its answer may be put too.
 
 What was fetched for a lookup is leased until it is got. Without a name nobody
 promises to come back: such leases end as soon as others wait for room and nobody
@@ -70,7 +70,7 @@ class Prompt:
         since: when it was first heard of.
         used: when it was last heard of.
         busy: calls that run for it.
-        chains: what of it is over and not recorded so far, by group.
+        chains: its keys that are finished and not recorded yet, by group.
     """
 
     __slots__ = ("busy", "chains", "id", "keys", "named", "reach", "since", "stage", "told", "used")
@@ -232,7 +232,7 @@ class Prompts:
             self.end(prompt)
 
     def expire(self, now: float, *, crowded: bool) -> None:
-        """End what nobody has been heard of.
+        """End requests that were not heard of for too long.
 
         Args:
             crowded: whether others wait for room.
@@ -340,7 +340,7 @@ class Prompts:
         """The core is done with the keys of a request."""
         prompt = self._ending
         if prompt is None:
-            # It remembers too many.
+            # The core ended it by itself, as it remembers too many.
             assert self._record is not None
             self._record(chains, self._now)
             return

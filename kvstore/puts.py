@@ -1,8 +1,8 @@
 """Copying chunks in: in turn, as far as host memory has room, and each chunk once.
 
 Puts are served in the order in which they came. One that is wider than host
-memory is served in portions, and waits its turn anew for each. Who is first in
-line waits for room, ``deadline_s`` at most without any put getting some, and
+memory is served in portions, and waits its turn anew for each. The first in line
+waits for room: at most ``deadline_s`` while no put gets any, and at most
 ``max_wait_s`` in any case.
 """
 

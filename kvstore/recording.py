@@ -133,7 +133,7 @@ class RecordingStream:
         for path in [older, self._path] if older.exists() else [self._path]:
             with open_compressed(path, self._progress) as file:
                 chunk_bytes, position = _read_header(file, path)
-                # Another model's, from before the server was configured anew, is passed over.
+                # A file with chunks of another size, from an earlier configuration, is skipped.
                 if chunk_bytes == self.chunk_bytes:
                     yield from self._records(file, path, position)
 

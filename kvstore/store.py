@@ -69,7 +69,7 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
 
 
 class _Building:
-    """Opens what a store needs, in a thread; nobody may be there any more to take it."""
+    """Opens what a store needs, in a thread; the caller may be gone when it is done."""
 
     def __init__(self, config: Config, chunk_bytes: int) -> None:
         self._config = config
@@ -275,9 +275,9 @@ class Store:
     async def reset(self) -> None:
         """Forget everything, on every tier.
 
-        From the call on nothing from before is found, and a `put` that is under
-        way stores no more. Returns when the slower tiers have forgotten too, and
-        the leases and copies from before have ended: until then their rows are theirs.
+        From the call on, nothing stored before is found, and a `put` under way stores
+        nothing more. Returns when the slower tiers have forgotten too, and earlier
+        leases and copies have ended: until then they keep their rows.
 
         Raises:
             KVStoreError: on another loop, or when the store is closed.
@@ -339,7 +339,7 @@ class Store:
     def _look_up(
         self, keys: Sequence[bytes], request: str | None
     ) -> tuple[Prompt | None, int | None]:
-        """The request that asks, and the answer; without keys nobody asks."""
+        """The request that asks (None without keys), and the answer."""
         self._driver.check()
         now = time.monotonic()
         prompt = None
@@ -452,7 +452,7 @@ class Store:
         await outlast(self._closing, self._make_haste)
 
     def _make_haste(self) -> None:
-        """Somebody wants to go: what was put need not reach the slower tiers any more."""
+        """The caller cannot wait: what was put need not reach the slower tiers any more."""
         self._hurry = True
         self._driver.wake()
 
@@ -481,7 +481,7 @@ class Store:
 
 
 async def _ended(task: asyncio.Future[None], seconds: float) -> bool:
-    """Wait until `task` has ended, at most `seconds`, whoever cancels; whether it has."""
+    """Wait at most `seconds` for `task` to end, cancelled or not; returns whether it has."""
     end = time.monotonic() + seconds
     while not task.done() and (left := end - time.monotonic()) > 0:
         with contextlib.suppress(asyncio.CancelledError):

@@ -61,9 +61,9 @@ class SegmentSurvey:
 class LaneSurvey:
     """One lane. `owner` is the process that writes to it now, or None.
 
-    `epoch` is the newest of its chunks, or None when it has none: who writes to
-    a lane of an older epoch than its namespace's has not been reset, and shares
-    with nobody who has.
+    `epoch` is the newest of its chunks, or None when it has none. If it is older
+    than its namespace's, the lane's owner has not been reset, and shares with no
+    process that has.
     """
 
     number: int

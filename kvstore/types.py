@@ -108,10 +108,10 @@ class Completion:
     `segments` names the segment that GROW made ready (empty when the tier
     cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
     (key, slot), which may name chunks that were displaced. `unread` are the places of
-    blocks that PROMOTE or RELOCATE could not read or copy this time, and that may be whole: one
-    that failed and is not named there is lost. `error` says in words what went wrong, for one
-    log line. `changes` of a tier that others write to (number `tier`) come as the completion of
-    no move: `move_id` is NO_MOVE.
+    blocks that PROMOTE or RELOCATE could not read or copy this time, but that may be whole; a
+    block that failed and is not among them is lost. `error` says in words what went wrong, for
+    one log line. `changes` of a tier that others write to (number `tier`) come as the completion
+    of no move: `move_id` is NO_MOVE.
     """
 
     move_id: int

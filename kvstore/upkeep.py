@@ -1,8 +1,8 @@
 """Changing a cache on disk that nobody uses: compaction and purging.
 
-Each function takes the lanes that it changes, one at a time, and refuses those
-that a living process owns, and those that others than this user could have
-filled. A lane that fails does not keep the next one from being done.
+Each function takes the lanes that it changes, one at a time. It refuses lanes
+that a living process owns, and lanes that another user could have filled. A
+lane that fails does not keep the next one from being done.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ bytes, does no I/O and is owned by one thread; time is passed in.
 
 The caller guarantees:
 
-* `asked` is called once for a request, with every key of its prompt: also with
-  those behind the first miss, or one chunk of a new chain would enter at each
-  visit;
+* `asked` is called once for a request, with every key of its prompt, those
+  behind the first miss included: otherwise one chunk of a new chain would enter
+  at each visit;
 * `admit` is called for keys that are about to enter and are not resident, and
-  what was admitted is then tried to be stored;
+  the caller then tries to store what was admitted;
 * `now` never goes back.
 
 The filter guarantees:

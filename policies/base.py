@@ -9,8 +9,8 @@ The caller guarantees:
   only for keys that are;
 * a request's keys come tail first, so that a policy which treats equals in
   order of arrival sheds a chain from its end;
-* what it knows of the order of a prompt it tells by `link` before the touches
-  and inserts of those keys;
+* it calls `link` with what it knows of the order of a prompt before the touches
+  and inserts of its keys;
 * `protected` answers the same for a key throughout one `evict` call, `LATER` excepted;
 * a key that was answered `HELD` is named to `release` when it may leave again.
 
@@ -21,10 +21,10 @@ The policy guarantees:
   nothing has changed in the set of resident keys;
 * a key that `evict` met and found protected may be treated as used just now:
   this is what keeps eviction O(1) amortised while a fixed part of the keys is
-  in use. One that was answered `HELD` may be set aside: it stays resident, is
-  not asked about again, and comes back as used just now when the caller has said
-  by `release` that it may leave again: so eviction stays O(1) amortised also
-  while nearly all keys are in use;
+  in use. A key that was answered `HELD` may be set aside: it stays resident, is
+  not asked about again, and comes back as used just now when the caller names
+  it to `release`. So eviction stays O(1) amortised even while nearly all keys
+  are in use;
 * `link`, `settle` and `incoming` are advice: without them, or with advice that
   proves wrong, everything here still holds;
 * `clear` leaves the policy as new.
@@ -64,12 +64,12 @@ class EvictionPolicy(ABC):
     """The name under which the policy is registered."""
 
     effort = 1.0
-    """How much longer than LRU's its calls take, roughly, where chunks enter and leave. In a step
-    of a server as many times fewer are moved."""
+    """How many times longer its calls take than LRU's, roughly, where chunks enter and leave. A
+    step of a server moves that many times fewer chunks."""
 
     declines = True
-    """Whether `evict` may choose keys of the very store that room is made for. A policy
-    that lives by that is asked chunk by chunk; one that does not takes a store whole."""
+    """Whether `evict` may choose keys of the very store that room is made for. Such a
+    policy is asked chunk by chunk; another one takes a store whole."""
 
     spares_latest = False
     """Whether `evict` chooses keys that have entered or were used last only when no others may

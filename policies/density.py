@@ -1,10 +1,10 @@
 """Hit density by class and age, estimated from what was seen.
 
-The age of a key is the number of accesses since its own last one. What was seen
-of a class is, for each bin of ages, how many keys were used again at that age
-and how much time keys spent in it. From both follows, for a key that has
-reached some age, the most hits per unit of time that it can be expected to bring
-until any horizon: what it is worth to keep it.
+The age of a key is the number of accesses since its own last one. For each class
+and each bin of ages it is counted how many keys were used again at that age, and
+how much time keys spent in it. From both follows, for a key of a given age, the
+most hits per unit of time that it can be expected to bring over any horizon: this
+is what it is worth to keep it.
 
 The measure is that of Nathan Beckmann, Haoxian Chen and Asaf Cidon, "LHD:
 Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, section 3; taking

@@ -1,8 +1,8 @@
 """Prefix hit density: our own policy, made for chains of blocks.
 
-It estimates how many hits per unit of time a chunk will still bring, from what
-chunks like it did before, and evicts the least, from the ends of chains only. The
-measure is explained in `policies.density`.
+It estimates, from what similar chunks did before, how many hits per unit of time a
+chunk will still bring. It evicts the chunk with the fewest, from the ends of chains
+only. The measure is explained in `policies.density`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTED = 4
 """Uses beyond this many make no difference."""
 
 _CLASSES = 2 * _COUNTED
-"""The class of a key: twice its uses but one, and one more if it was the last of its request."""
+"""The class of a key: 2 x (uses - 1), and one more if it was the last of its request."""
 
 _USED_AGAIN = tuple(min(kind // 2 + 1, _COUNTED - 1) * 2 for kind in range(_CLASSES))
 """The class after one more use, by the class before."""
@@ -39,7 +39,7 @@ _SIBLINGS = 64
 """Keys that wait for one and the same parent to come; more are not linked."""
 
 _SEVERED_AT_ONCE = 64
-"""Held ends from which others are freed when room is found nowhere else."""
+"""Held ends that are cut off their chains at once when room is found nowhere else."""
 
 _AGED_AT_ONCE = 64
 """Ends of chains that change their bins in one go."""
@@ -95,8 +95,8 @@ class HitDensity(EvictionPolicy):
         self._cell: list[int] = []  # the queue in which it stands, if it is an end
         # Free slots. One that was removed from under its children is free when they are gone.
         self._free: list[int] = []
-        # Held residents stand in no queue. Where nobody else could leave, some are severed
-        # from what they follow, whose key stands here.
+        # Held residents stand in no queue. Where nothing else could leave, some are severed
+        # from the key that they follow, which is kept here.
         self._held: set[int] = set()
         self._attached: OrderedTable[int, None] = OrderedTable()
         self._severed: dict[int, bytes] = {}
@@ -433,7 +433,7 @@ class HitDensity(EvictionPolicy):
             queue.move_to_end(slot, last=False)
 
     def _stand(self, slot: int, cell: int) -> None:
-        """An end of a chain is the last in a queue: that of its class's first bin, if just used."""
+        """Put an end of a chain last in a queue: if just used, that of its class's first bin."""
         self._ends[cell][slot] = None
         self._cell[slot] = cell
         if self._rank[cell] < self._lowest:

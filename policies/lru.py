@@ -35,7 +35,7 @@ class LRU(EvictionPolicy):
         try:
             self._keys.move_to_end(key)
         except KeyError:
-            # It is held: to be used just now is what its release will say.
+            # It is held: its release will count as a use just now.
             if key not in self._held:
                 raise
 

@@ -102,7 +102,7 @@ class FrequencySketch:
 
 
 class Doorkeeper:
-    """A Bloom filter: what was added is always found; of the rest about one in forty.
+    """A Bloom filter: finds every key that was added, and about one in forty of the rest.
 
     Args:
         keys: how many keys it is to hold; takes one to two bytes for each.

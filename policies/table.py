@@ -1,10 +1,9 @@
 """A table that keeps its order and never makes anybody wait.
 
-Python's `dict` and `OrderedDict` are built anew when insertions have used their room up, which
-deletions do not give back: with 100,000 entries that takes 8 ms, with a million 60 to 130, in the
-middle of somebody's step. `OrderedTable`, written in C, does the same work as fast and in less
-memory, and no call takes longer because the table is large: its index grows a little with each
-insertion.
+Python's `dict` and `OrderedDict` are rebuilt when insertions have used up their space, which
+deletions do not give back. With 100,000 entries that takes 8 ms, with a million 60 to 130, in the
+middle of a step. `OrderedTable`, written in C, does the same work as fast and in less memory, and
+no call takes longer because the table is large: its index grows a little with each insertion.
 
 Where the package was installed without a C compiler, an `OrderedDict` stands in for it:
 everything works, and steps over large tiers have those pauses.

@@ -22,7 +22,7 @@ _Entry = tuple[bytes, None]
 
 
 class WTinyLFU(EvictionPolicy):
-    """What falls out of a small window must have been seen more often than whom it displaces.
+    """A key that falls out of a small window must be more frequent than the one it displaces.
 
     The main part is segmented: a key enters on probation, and its next use
     moves it to the protected segment. When room is needed and the window is full,

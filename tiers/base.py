@@ -1,8 +1,8 @@
 """The contract of a slower tier.
 
 A tier stores chunks of one fixed size in numbered slots and copies them to
-and from rows of one host region. It decides nothing: which key goes to which
-slot, who leaves and what is fetched is told to it.
+and from rows of one host region. It decides nothing: it is told which key goes
+to which slot, which chunks leave and which are fetched.
 
 The caller guarantees:
 

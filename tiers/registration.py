@@ -34,7 +34,7 @@ class Runtime(Protocol):
         ...
 
     def drain(self) -> None:
-        """Take the pending error away: the next to look for one would take it for its own."""
+        """Clear the pending error: the next caller to check would take it for its own."""
         ...
 
     def kernels_read_host(self) -> bool:

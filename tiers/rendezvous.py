@@ -1,15 +1,15 @@
 """Where the processes of one server meet over shared memory.
 
 The memory is a memfd, which has no name in any file system. Processes find each
-other by a name in the system's abstract socket namespace. Who binds it is the
-host: it makes the memory, empty, and then listens. Who comes later connects,
-learns from the system which process listens, and opens the memory through the
-descriptors of that process. Nothing is ever sent.
+other by a name in the system's abstract socket namespace. The process that binds
+it is the host: it makes the memory, empty, and then listens. Later processes
+connect, learn from the system which process listens, and open the memory through
+the descriptors of that process. Nothing is ever sent.
 
-Name, memory and the count of those who came end with the processes that hold
+The name, the memory and the count of processes end with the processes that hold
 them. So a process that is killed, at whatever moment, leaves nothing behind and
-blocks nobody: the next to come binds the name, and takes up the memory that
-others still have open before it makes any.
+blocks nobody: the next process binds the name, and takes up memory that others
+still have open before it makes any.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Rendezvous:
         return fd
 
     def _count_in(self, fd: int) -> None:
-        """Take a place among those who come; the last one makes it known.
+        """Take a place among those who come; the last one seals the memory.
 
         A place is a lock on one byte, which ends with the process that has it.
         """
@@ -233,7 +233,7 @@ class Rendezvous:
 
 
 def stem_of(name: str) -> str:
-    """How the name of the memory begins, as ``/proc`` shows it, and that of the meeting."""
+    """How the names of the memory, as ``/proc`` shows it, and of the socket begin."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=12)
     return f"kvstore-{digest.hexdigest()}-"
 

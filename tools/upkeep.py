@@ -145,7 +145,7 @@ def _print_compacted(one: CompactedLane, dry_run: bool) -> None:
 
 
 def _damage(result: Compaction) -> str:
-    """What was found to be wrong, in one phrase; what stayed where it was was not read."""
+    """What was found to be wrong, in one phrase; chunks that were not moved were not read."""
     records = sum(fault.slot is not None and fault.key is None for fault in result.faults)
     files = sum(fault.slot is None for fault in result.faults)
     told = f"{result.dropped} damaged and dropped"

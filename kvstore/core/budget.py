@@ -104,7 +104,7 @@ class Budget:
         return self._copied[tier]
 
     def copy(self, tier: int, chunks: int) -> None:
-        """So many copies to a tier were begun; 0 if there is more to do than may be done."""
+        """So many copies to a tier were begun; 0 says that more wait than may begin."""
         self._copied[tier] -= chunks
         if not chunks:
             self.behind = True

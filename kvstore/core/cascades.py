@@ -87,7 +87,7 @@ class Cascades:
         return queued
 
     def drop(self, target: CopyTarget) -> None:
-        """Let the chunks that wait for a tier go without it."""
+        """Give up the copies that wait for a tier."""
         refused = 0
         for key in target.dequeue(target.queued):
             chunk = self._pool.chunks.get(key)
@@ -164,7 +164,7 @@ class Cascades:
         return found
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:
-        """A copy has ended, for some of its chunks well, perhaps."""
+        """A move of copies has ended; some of its chunks may have failed."""
         # Tail first, as everything that reaches a policy.
         keys, slots = move.keys[::-1], move.slots[::-1]
         failed: list[tuple[bytes, int]] = []

@@ -95,7 +95,7 @@ class Chains:
         self._listener = listener
 
     def count(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """The request asked for `keys`: the filters hear of those they do not know from it yet."""
+        """The request asked for `keys`: the filters hear of those that are new for it."""
         chain = self._chains.get(request_id)
         counted = chain.counted if chain is not None else self._asked.get(request_id, set())
         fresh = [key for key in dict.fromkeys(keys) if key not in counted]
@@ -185,7 +185,7 @@ class Chains:
         """Tell slower tiers of requests whose chunks have arrived there, or will not come.
 
         Args:
-            most: keys of such requests after which the others are told of another time.
+            most: keys of such requests to tell of now; the rest is told later.
         """
         tiers, settling = self._tiers, self._settling
         while settling and most > 0:

@@ -12,11 +12,11 @@ on it: it is neither evicted nor rewritten. *leaving*, the policy has given the 
 and it stays until it is copied to where it goes or its row is needed; a use brings it back.
 
 On a tier: *writing*, its slot is being written. *resident*, it can be read. *reading*, it
-is being read, and not evicted. *forgotten*, it left while it was read; *rewriting*, it is
-on its way back before the reading that it left under has ended.
+is being read, and not evicted. *forgotten*, it left while it was being read; *rewriting*,
+it is being written again before that reading has ended.
 
-This module is long because what a chunk can be, and every line of code that changes it,
-belong side by side: who reads the tables finds here who applies them.
+This module is long because the states of a chunk and all the code that changes them
+belong side by side.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class Life:
         order: int,
         stored_by: str | None,
     ) -> None:
-        """Each of `chunks` stands for one of `keys` from now on, which is to be filled.
+        """From now on each of `chunks` stands for one of `keys`, and is to be filled.
 
         Args:
-            order: of the first.
+            order: that of the first; the others count on from it.
         """
         after = self._next["reserve"]
         for chunk, key in zip(chunks, keys, strict=True):
@@ -302,13 +302,13 @@ class Chunk:
         state: see `HOST`, as a number.
         pins: how many read it or hold a lease on it.
         unsaved: bit t is set while the chunk stands in the queue for tier t.
-        step: the last step until whose end it is kept, as it has answered "hit".
+        step: it is kept until this step ends, as it has answered "hit".
         waiters: requests that wait until it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were given, prefix order within a store.
         origin: number of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
-        aside: the policy met it while it might not leave, and waits to hear that it may.
+        aside: the policy met it while it could not leave, and is to be told when it can.
         left_step: the step in which the policy gave it up.
     """
 

@@ -56,7 +56,7 @@ class Compactor:
         self._groups: deque[Sequence[bytes]] | None = None
         """Chunks that are to lie side by side, a segment's worth each; None while serving."""
         self._filling: deque[bytes] | None = None
-        """Those that the victim is filled with once it is empty; None when it is removed then."""
+        """Chunks to fill the victim with once it is empty; None if it is to be removed then."""
         self._emptied = False
         self._settled: set[int] = set()
         """Segments whose chunks lie in order."""
@@ -67,7 +67,7 @@ class Compactor:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do, and there will not be."""
+        """Whether nothing is under way and compaction is off."""
         return not self._rate and self._victim < 0
 
     @property
@@ -147,7 +147,7 @@ class Compactor:
         self._groups, self._settled = None, set()
 
     def _relocated(self, move: Move, completion: Completion) -> bool:
-        """Chunks were copied within the tier. Returns whether every one that is whole was."""
+        """Take in copies; returns whether all chunks that may be whole were copied."""
         index, slots = self._index, self._slots
         index.end_reads(move.keys)
         unread = set(completion.unread)

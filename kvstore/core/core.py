@@ -55,7 +55,7 @@ class Core:
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
-        era: counts resets. Who reports a transfer that may be older says in which it was prepared.
+        era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
         pool: host memory.
@@ -236,7 +236,7 @@ class Core:
 
     @property
     def clearing(self) -> bool:
-        """Whether a tier has not been cleared since a reset, nor has failed to be."""
+        """Whether a tier is still to be cleared after a reset, and has not failed to be."""
         return self.transfers.clearing
 
     @property
@@ -291,14 +291,13 @@ class Core:
     def prepare_store(self, keys: Collection[bytes], request_id: str) -> StoreGrant | None:
         """Reserve rows for those of `keys` that host memory does not have.
 
-        A store that does not fit whole is granted for the prefix that fits; it
-        never costs those of `keys` their rows that are there already, unless host
-        memory is too small for all of `keys`. Chunks that
-        the admission filter does not want cost nothing; nor do those that the
-        policy would give up again for the head of the same store. None
-        means "not now, offer it again": nothing is free for it at this moment, or
-        the whole would fit once transfers that are under way have ended; the
-        latter is said at most once in a row to a request.
+        A store that does not fit is granted for the prefix that fits. It never
+        evicts those of `keys` that are here already, unless host memory is too
+        small for all of `keys`. Chunks that the admission filter does not want
+        cost nothing, nor do chunks that the policy would give up again for the
+        head of the same store. None means "not now, offer it again": nothing is
+        free for it at this moment, or all of it would fit once transfers under
+        way have ended; a request is told the latter at most once in a row.
         """
         self._lookups.pause()
         ordered = self._positions.ordered(request_id, keys)
@@ -319,7 +318,7 @@ class Core:
         Args:
             era: that in which the store was prepared; the present one if not given.
         """
-        # Who has waited for these may be answered, and what it asks now is listed anew.
+        # Requests that waited for these may be answered; what they ask next is listed anew.
         self._lookups.pause()
         if era is not None and era != self.era:
             self._ended_late(keys, request_id, era)
@@ -335,13 +334,13 @@ class Core:
         *,
         one_group: bool = False,
     ) -> None:
-        """A request was seen for the first time. What an earlier one of that name held, ends.
+        """A request was seen for the first time. An earlier one of that name ends.
 
         Args:
-            position: where in its prompt a key of it belongs, in tokens, for servers that name
-                keys in another order. It is asked about keys that the request has named.
+            position: where in the prompt a key of the request belongs, in tokens, for servers
+                that name keys in another order. Called only for keys that the request has named.
             one_group: all its keys are of one KV cache group. They are then named in the order
-                of the prompt, but for lookups, which may come from its end.
+                of the prompt, except in lookups, which may begin at its end.
         """
         self.on_request_finished(request_id)
         if position is not None:
@@ -470,4 +469,4 @@ class Core:
     def _tell_illegal(self) -> None:
         new, self._illegal = self.illegal - self._illegal, self.illegal
         if new:
-            self._log(f"{new} transitions of chunks that may not be were asked for, and not made")
+            self._log(f"{new} illegal transitions of chunks were asked for, and not made")

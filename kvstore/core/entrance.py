@@ -47,16 +47,16 @@ class Entrance:
         """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
 
         They go to the policy tail first, each right after the eviction that
-        makes room for it, and may be evicted for those that follow: so it is
-        the policy that says which of a store are worth a row, and with LRU it is
-        the head that fits. A chunk of `keys` that is given up and whose turn is still
-        to come takes its place in the policy anew, and has never been away.
+        makes room for it, and may be evicted for those that follow. So the
+        policy decides which chunks of a store are worth a row; with LRU it is
+        the head that fits. A chunk of `keys` that is given up before its turn
+        has come enters the policy again in its turn, and keeps its row.
 
         Args:
             request_id: who stores them.
-            from_head: nobody enters behind one who does not. The policy says how many
-                enter and the prompt says which: for when those who may not leave have
-                narrowed the policy's choice.
+            from_head: no chunk enters behind one that does not. The policy decides how
+                many enter, and the prompt which ones: for when chunks that may not
+                leave have narrowed the policy's choice.
 
         Returns:
             The chunks, head first; and whether all had their turn: otherwise those

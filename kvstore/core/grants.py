@@ -4,8 +4,8 @@ Promotions are granted in the order in which requests joined, as far as rows
 allow; what is granted is leased, so promotions cannot evict each other. Those under
 way hold only a part of host memory, so that a tier that does not answer leaves
 rows to stores and to other tiers: a longer prefix comes in portions. The
-request at the head gets rows first; when nothing that anybody else holds could become
-its row, it is answered with the prefix that is there.
+request at the head gets rows first. When no row that others hold could become free for
+it, it is answered with the prefix that is there.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Grants:
         return grants
 
     def _truncate(self, request: Request) -> bool:
-        """Give up the rest of the prefix, if nobody else's going could make room for it.
+        """Give up the rest of the prefix, if no row that others hold could become free for it.
 
         Chunks that answered "hit" in this step keep their rows until it ends,
         so the room must have been missing for two steps in a row.
@@ -133,7 +133,7 @@ class Grants:
             incoming = [keys[position] for position, _ in reversed(missing)]
             spare = pool.obtainable - len(missing)
             if spare > 0 and pool.free < len(missing):
-                # What is here of the rest shall not go for it, as far as all can be here together.
+                # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
         if room:

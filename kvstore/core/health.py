@@ -1,7 +1,7 @@
 """Whether a tier is worth asking and worth writing to.
 
-It hears what its moves have done and, once a step, what they have left to do and
-what time it is. It decides nothing but the answers: who asks acts on them.
+It is told what the tier's moves have done and, once a step, what is left to do and
+the time. It only gives answers; its callers act on them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Health:
         self._arrived_since = 0.0
         self._measured = 0.0
         self._slow_since = 0.0
-        # Since when nobody slept and nothing was read that goes before copies.
+        # Since when copies were held up neither by reads, which go first, nor by a slow caller.
         self._unhindered = 0.0
 
     def accepts(self, now: float) -> bool:
@@ -78,7 +78,7 @@ class Health:
         return len(self._faulty) == self._devices
 
     def heard(self) -> None:
-        """A move has ended, whenever its end is taken in."""
+        """A move has ended; its completion may be taken in later."""
         self._heard = True
 
     def answered(self) -> str | None:

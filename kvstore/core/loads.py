@@ -74,7 +74,7 @@ class Loads:
             self.loaded_from.update(chunk.origin for chunk in wanted)
         self.loaded += len(chunks)
         self._queue.remove(request)
-        # To have been promoted for this load was the use of those that were.
+        # For chunks that were promoted for this load, the promotion was the use.
         self._uses.loaded(request_id, used, list(keys))
         return [chunk.row for chunk in chunks]
 

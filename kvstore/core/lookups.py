@@ -18,7 +18,7 @@ __all__ = ["Lookups"]
 _WAITING = RequestState.WAITING
 
 _NOBODY = Request("\0")
-"""Stands for the request that asks while none does; its id is nobody's."""
+"""Stands for the asking request while none asks; no request has its id."""
 
 
 class Lookups:
@@ -60,7 +60,7 @@ class Lookups:
         self._asked: list[Request] = []
         self._unseen: set[str] = set()
         self._deferred = False
-        # Who asks at present; the keys that the one has asked for who began last, growing.
+        # The request that asks at present; the keys, still growing, of the last that began.
         self._asking = _NOBODY
         self._asking_keys: list[bytes] = []
         self._looked_up = 0
@@ -83,7 +83,7 @@ class Lookups:
         self._unseen.clear()
 
     def pause(self) -> None:
-        """Something else happens: whoever asks next is looked for anew."""
+        """Something else happens: the request that asks next has to be found anew."""
         self._asking = _NOBODY
 
     def reset(self) -> None:

@@ -79,7 +79,7 @@ class OwnedTier:
 
     @property
     def full_for_now(self) -> bool:
-        """Whether there is no room before a growth ends that takes long."""
+        """Whether there is no room until a slow growth has ended."""
         return self.slots.full_for_now
 
     # -- copies to it ------------------------------------------------------------------
@@ -163,7 +163,7 @@ class OwnedTier:
     # -- promotions from it --------------------------------------------------------------
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These chunks were read, whole and right. Where chunks move up, they leave."""
+        """These chunks were read, whole and right. From an exclusive tier they leave."""
         self.index.read_well(keys)
         if self.flow is Flow.EXCLUSIVE:
             self.forget(keys)
@@ -222,8 +222,8 @@ class OwnedTier:
     def compaction(self, now: float) -> Move | None:
         """The next move that empties a sparse segment, without its number.
 
-        A copy under way makes whoever comes meanwhile wait: there is one only while
-        nothing else is.
+        A copy under way makes whatever comes meanwhile wait, so one begins only while
+        nothing else is under way.
         """
         if self.compactor.idle:
             return None

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 __all__ = ["STORED", "UNBOUNDED", "Pace"]
 
 STORED = 3.0
-"""What a chunk that is stored costs beside a key that is looked up; one that is loaded costs
-as much as the key."""
+"""What storing a chunk costs, in keys that are looked up; loading one costs as much as one
+key."""
 
 LEAST_SHARE = 0.15
 """The part of a step's own work that is done whatever callers want."""
@@ -23,13 +23,13 @@ class Pace:
     """The work of one step, in chunks.
 
     What callers want is done at once. The more they want, the less else is done in the same
-    step: of `told`, `granted` and `copied` only a share, and as many times less again as the
-    `effort` of the policy says.
+    step: only a share of `told`, `granted` and `copied`, divided again by the `effort` of the
+    policy.
 
     Attributes:
-        asked: keys that are looked up; when there were as many, further requests are
-            answered "ask again" unseen, unless their first key is a miss. Who waits in the queue
-            costs nothing and does not count.
+        asked: keys that are looked up; after that many, further requests are answered "ask
+            again" unseen, unless their first key is a miss. Requests that wait in the queue
+            cost nothing and do not count.
         told: keys of loads of which the policies hear; more when many have not been told.
         granted: chunks that are leased or fetched for requests in the queue.
         absorbed: chunks of completed moves that are taken in, and at most one move more.

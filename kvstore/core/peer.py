@@ -21,8 +21,8 @@ __all__ = ["PeerTier"]
 class PeerTier:
     """See `TierView`. What it holds comes and goes by `learn`, at the will of its owners.
 
-    An entry may be out of date: then its promotion fails, which is a miss. To clear it
-    is to look at nothing that its owners have stored so far.
+    An entry may be out of date: then its promotion fails, which is a miss. Clearing the
+    tier means to ignore whatever its owners have stored so far.
     """
 
     target = None
@@ -71,9 +71,9 @@ class PeerTier:
         return self.clearing and self._retry_after > 0
 
     def due(self, now: float, *, after_owned: bool) -> Move | None:
-        """A move that clears it, where it has to be. Tiers of this process go first.
+        """A move that clears it, if it has to be cleared. Tiers of this process go first.
 
-        What others store counts from where the own lane stands then.
+        Which chunks of others count after it depends on where the own lane stands then.
         """
         if not self.clearing or self.in_flight or now < self._retry_after or after_owned:
             return None

@@ -35,9 +35,9 @@ class HostPool:
     A row is in exactly one place: free, under a chunk, or held by moves and device
     transfers whose chunk is gone (after `reset`). `rows` is never exceeded.
 
-    A chunk is known to the policy, or it is leaving: the policy gave it up, and a copy of
-    it is asked for first, or its row is not needed yet. A leaving chunk can still be
-    read; a use brings it back to the policy.
+    A chunk is known to the policy, or it is leaving: the policy gave it up, but it is to
+    be copied first, or its row is not needed yet. A leaving chunk can still be read; a
+    use brings it back to the policy.
 
     Attributes:
         chunks: by key, all that are not absent.
@@ -331,11 +331,11 @@ class HostPool:
         self.history.left(keys)
 
     def reclaim(self, count: int, *, uncopied: bool) -> None:
-        """Let chunks go that are leaving, until `count` rows are free.
+        """Let leaving chunks go until `count` rows are free.
 
         Args:
-            uncopied: those that have waited since an earlier step for their copy to begin,
-                instead of those that are copied.
+            uncopied: take those whose copies have waited to begin since an earlier step,
+                instead of those that wait for no copy.
         """
         step = self.step
         those = self._uncopied if uncopied else self._copied

@@ -2,7 +2,7 @@
 
 Some servers name keys in another order than that of the prompt: a sliding window
 is looked for from its end, and several KV cache groups come one after the
-other. What is granted of such an order is all of one group and little of
+other. Granted in that order, a request would get all of one group and little of
 another, which nobody can use, and policies would take the head of a prompt for
 its tail.
 """

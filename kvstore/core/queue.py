@@ -1,7 +1,7 @@
 """Who waits for chunks of slower tiers, and until when.
 
-Requests wait in the order in which they were deferred. What comes for them is leased:
-it stays until they load it, until they finish, or until they have not asked for a while.
+Requests wait in the order in which they were deferred. Chunks that come for a request are
+leased to it: they stay until it loads them, finishes, or has not asked for a while.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvstore.core.request import Request, RequestState
 __all__ = ["FORGET_AFTER", "WaitQueue"]
 
 FORGET_AFTER = 10
-"""Lease times without a word after which a request that was answered, or whose store was
-deferred, is forgotten."""
+"""A request that was answered, or whose store was deferred, is forgotten after so many lease
+times of silence."""
 
 
 class WaitQueue:
@@ -47,7 +47,7 @@ class WaitQueue:
 
     @property
     def starving(self) -> bool:
-        """Whether somebody who waits waits for rows."""
+        """Whether any of the waiting requests waits for rows."""
         return any(request.short_of_rows for request in self.waiting.values())
 
     # -- coming and going ----------------------------------------------------------------
@@ -137,7 +137,7 @@ class WaitQueue:
         self._passed = max(self._passed, order)
 
     def pass_on(self, now: float) -> None:
-        """What has ended since is movement for all who wait for what is behind it."""
+        """The promotions that ended are movement for requests that wait for later ones."""
         order, self._passed = self._passed, -1
         if order < 0:
             return

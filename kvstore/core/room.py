@@ -1,4 +1,4 @@
-"""Rows of host memory made free: who is evicted, and who is copied before."""
+"""Making rows of host memory free: which chunks are evicted, and which are copied first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Room"]
 class Room:
     """Gets rows for those who need them.
 
-    Where chunks are demoted, what the policy gives up leaves when it is copied to where
-    it goes; what no tier wants leaves at once.
+    Where chunks are demoted, a chunk that the policy gives up leaves once it is copied; one
+    that no tier wants leaves at once.
 
     Args:
         budget: how many chunks a step may give up ahead of need.
@@ -93,6 +93,6 @@ class Room:
             pool.leave([key for key in victims if key not in demoted])
 
     def _demote(self, keys: Sequence[bytes], now: float) -> set[bytes]:
-        """Have chunks copied to where they go; returns those of which that needs to be, and can."""
+        """Queue chunks for the tiers that want them; returns the keys that were queued."""
         chunks = map(self._pool.chunks.__getitem__, keys)
         return self._cascades.demote([chunk for chunk in chunks if not chunk.unsaved], now)

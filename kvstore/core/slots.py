@@ -78,7 +78,7 @@ class Slots:
 
     @property
     def full_for_now(self) -> bool:
-        """Whether there is no room before a growth ends that takes long."""
+        """Whether there is no room until a slow growth has ended."""
         slowly = self.growing and self.growing_slowly and not self.cannot_grow
         return slowly and not self.free
 

@@ -61,7 +61,7 @@ class CoreStats:
         timeouts: waits ended by their deadline.
         truncations: waits ended with a shorter prefix because the rest cannot fit.
         lapses: leases that ran out.
-        loaded: chunks handed to the server, and `loaded_from` which medium they came.
+        loaded: chunks handed to the server. loaded_from: the same by the medium they came from.
         stored: chunks taken from the server.
         stores_deferred: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.

@@ -197,7 +197,7 @@ class Stores:
         host_keys, tier_keys = self._uses.take(request_id)
         self._uses.tell_some()
         if again:
-            # It is no second use, but what is there shall not go meanwhile.
+            # This is no second use, but chunks that are here shall not leave meanwhile.
             self._pool.keep(offered)
             self._uses.tell_host(host_keys, tier_keys)
             return

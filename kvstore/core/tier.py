@@ -129,7 +129,7 @@ class CopyTarget(TierView, Protocol):
 
     @property
     def full_for_now(self) -> bool:
-        """Whether what finds no room is better not stored than kept waiting."""
+        """Whether chunks that find no room are not stored rather than kept waiting."""
 
     @property
     def unsaved(self) -> int:

@@ -1,7 +1,7 @@
 """What is under way between host memory and the tiers.
 
-Moves get their numbers here, and here their ends are taken in. What a reset has
-overtaken goes on, and nothing but its rows counts any more.
+Moves get their numbers here, and their completions are taken in here. Moves that a
+reset has overtaken go on, but only their rows still count.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Transfers:
 
     @property
     def clearing(self) -> bool:
-        """Whether a tier has not been cleared since a reset, nor has failed to be."""
-        # Those of others are cleared after those of this process.
+        """Whether a tier is still to be cleared after a reset, and has not failed to be."""
+        # Tiers of others are cleared after those of this process.
         asked: Sequence[TierView] = self._clearing_targets() or self._tiers
         return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
 
@@ -115,7 +115,7 @@ class Transfers:
     # -- ending --------------------------------------------------------------------------
 
     def hear(self, completion: Completion) -> None:
-        """A move has ended, whenever that is taken in."""
+        """A move has ended; its completion may be taken in later."""
         move = self.moves.get(completion.move_id)
         if move is not None:
             self._tiers[move.tier].health.heard()

@@ -80,10 +80,10 @@ class Victims:
         return victims
 
     def find_one(self) -> bool:
-        """Look for one who may leave for a store; False if the search goes on in the next step.
+        """Look for a chunk that may leave for a store; False if that goes on in the next step.
 
-        Nobody leaves here. Those who are in use and come first are met, so that
-        who may not be broken off does not meet them.
+        Nothing leaves here. Chunks in use that come first are set aside now, so that the
+        search that follows, which may not be broken off, does not meet them.
         """
         if self._pool.free or not self._budget.bounded or not self._sets_aside:
             return True
@@ -126,9 +126,9 @@ class Victims:
         return protected
 
     def let_loose(self) -> None:
-        """Tell the policy who may leave again of those that it has set aside.
+        """Tell the policy which of the chunks that it has set aside may leave again.
 
-        To be called before it hears of a use: who is used now is hotter than they are.
+        To be called before it hears of a use: what is used now is hotter than they are.
         """
         self._end_of_step()
         loose = [*self._loose, *self._pool.take_released()]

@@ -1,10 +1,10 @@
 """Belady's offline optimum under the rules of a prefix cache: an upper bound for every policy.
 
-MIN (Belady 1966) evicts what is used last in the future. Here a request's
-chunks are offered together, and what is not worth its place does not enter
-(bypass); of chunks with the same next use the deeper leaves first, so that what
-stays of a chain is its head. Hits are counted as in a replay: a request's longest
-resident prefix.
+MIN (Belady 1966) evicts the chunk whose next use is furthest away. Here a
+request's chunks are offered together, and a chunk that is not worth its place
+does not enter (bypass). Of chunks with the same next use the deeper leaves
+first, so that the head of a chain stays. Hits are counted as in a replay: a
+request's longest resident prefix.
 """
 
 from __future__ import annotations

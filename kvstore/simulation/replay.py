@@ -1,8 +1,8 @@
 """A trace replayed through the real core.
 
 The core is the one that serves: `kvstore.core.Core` with its pool, directories,
-policies and filters. What is imagined is the server, which handles one request
-after the other, and the disk, which does at once what it is asked.
+policies and filters. Only the server and the disk are simulated: the server handles
+one request after the other, and the disk does at once what it is asked.
 
 For each request the server looks its prompt up, loads what is there, stores the
 rest and ends the request. The hits of a request are its longest prefix that host
@@ -143,7 +143,7 @@ class _Server:
             if not moves:
                 break
         if self.reserve:
-            # What was given up and copied is not counted on any more.
+            # Chunks that were given up and copied leave: they must not be hits any more.
             core.room.make(self.reserve, core.now, shed_unsaved=False)
 
     def serve(self, keys: list[bytes], name: str) -> int:

@@ -23,8 +23,8 @@ MIX = 0xBF58476D1CE4E5B9
 def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
     """About `rate` of the conversations of `trace`, at least one.
 
-    Sizes are to be scaled by the chunks that are left, `unique` of one by `unique`
-    of the other, not by `rate`.
+    Scale sizes by the chunks that are left (the ratio of the two traces' `unique`),
+    not by `rate`.
     """
     uses = array("L", [0]) * trace.unique
     for chunks in trace.requests:

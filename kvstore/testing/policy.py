@@ -262,8 +262,8 @@ class PolicyContract(ABC):
 
     @pytest.mark.parametrize("part", [0.5, 0.99])
     def test_held_keys_are_asked_about_once_until_they_are_released(self, part: float) -> None:
-        """Eviction stays O(1) amortised while nearly all keys are in use, and whose use comes
-        and goes."""
+        """Eviction stays O(1) amortised while nearly all keys are in use, and which ones are
+        keeps changing."""
         size, turns, batch = 2000, 2000, 8
         rng = random.Random(7)
         keys = keys_of(size)

@@ -4,12 +4,12 @@ vLLM's block hashes know an adapter by name and path. Its weights may be others 
 process, or after a request with `load_inplace`; kvstore keeps their chunks apart by a fingerprint
 of the files. What is in doubt is neither looked up nor stored:
 
-- What lies in an adapter's files when its first request comes is what vLLM has loaded, for as
-  long as the same lies there. When it does not, the adapter is in doubt.
-- A request with `load_inplace` makes vLLM read the files again, at a moment that nobody tells. It
-  is in doubt, and so is every request of its adapter that lives beside it. When the last has run
-  and is over, and nobody has written to the files since before it came, the adapter is known
-  again.
+- vLLM has loaded what an adapter's files hold when its first request comes, as long as they do
+  not change. When they do, the adapter is in doubt.
+- A request with `load_inplace` makes vLLM read the files again, at a moment that it does not
+  tell. The request is in doubt, and so is every request of its adapter that lives beside it. When
+  the last has run and is over, and the files have not changed since before it came, the adapter
+  is known again.
 
 Fingerprints are taken elsewhere, one after the other in the order of the calls.
 """
@@ -151,7 +151,7 @@ class Adapters:
         known = self._adapters[use.adapter]
         if found is None:
             use.doubtful = True
-            # Who comes too late for this request may have seen other files than vLLM.
+            # A fingerprint that comes too late may be of other files than vLLM has read.
             known.doubtful |= not done
             self._tell(
                 f"adapter {use.path}: its files cannot be read" + ("" if done else " in time")

@@ -1,10 +1,10 @@
-"""What vLLM knows and does not hand over: found at the connector that is calling.
+"""What vLLM knows but does not hand over, found in the frames of the calling connector.
 
 vLLM builds a spec from an `OffloadingConfig`, which names the model and says little else, and
 opens a request with a `ReqContext`, which says nothing of its adapter. Its connector has both at
 hand, in the frames that call: `vllm_config` where the manager is built, `request` where a request
-begins. Nothing else is looked at, and what is found is used only if it proves to be what belongs
-to the call: by the very table of options, by the request's id.
+begins. Nothing else is looked at. What is found is used only if it belongs to the call: it must
+have the very same table of options, or the request's id.
 """
 
 from __future__ import annotations

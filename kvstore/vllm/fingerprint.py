@@ -1,7 +1,7 @@
-"""Fingerprints of weight files: cheap to take, another one when the content is another.
+"""Fingerprints of weight files: cheap to take, and different when the content is different.
 
-Of each file the name, the size and some of its bytes count; never its times, owner or place.
-A file of up to `WHOLE_BYTES` is read whole. Of a larger one are read:
+The name, the size and some bytes of each file count; never its times, owner or place.
+A file of up to `WHOLE_BYTES` is read whole. Of a larger file these parts are read:
 
 - its first and last pages, and `PAGES` pages evenly spaced;
 - of a safetensors file the whole header, every tensor of up to `SMALL_TENSOR` bytes, and one page

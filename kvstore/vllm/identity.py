@@ -165,7 +165,7 @@ def _weights(model: Any, load: Any, read: bool) -> Any:
 
 
 def _release() -> str:
-    """Pages keep their layout within a minor release of vLLM; who builds vLLM is on his own."""
+    """The minor release of vLLM, which keeps the layout of pages; of other builds the version."""
     from vllm import __version__
 
     match = re.match(r"(\d+\.\d+)\.\d+(\+\w+)?$", __version__)

@@ -80,8 +80,8 @@ PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 class KVStoreOffloadingManager(OffloadingManager):
     """Answers the scheduler from memory; no call waits for I/O.
 
-    A step of the core begins with the first call after `on_schedule_end`. Where nobody
-    steps, because nothing is asked of the server, compaction goes on from the engine's thread.
+    A step of the core begins with the first call after `on_schedule_end`. While the server
+    is idle and takes no steps, compaction goes on from the engine's thread.
     """
 
     def __init__(self, spec: KVStoreOffloadingSpec) -> None:
@@ -114,14 +114,14 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._core.log_to(logger.warning)
         self._reporter = Reporter()
         self._turn = threading.RLock()
-        """Of whoever uses the core. Within a step it is the scheduler's without a lock."""
+        """Held by whoever uses the core; within a step the scheduler needs no lock."""
         self._in_step = False
         self._retried: set[str] = set()
         self._step_ended = 0.0
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
-        """Those of which the workers' report is in."""
+        """Steps that the workers have reported."""
         self._flushed_by: int | None = None
         """The step before which the workers end what was under way at a reset."""
         self._closed = False
@@ -292,7 +292,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._core.poll(time.monotonic(), self._engine.take())
 
     def _go_on_while_idle(self) -> float:
-        """A step of upkeep, if no step has been for a while; when to look again, in seconds."""
+        """Make a step of upkeep if there was none for a while; returns seconds to the next look."""
         if not self._turn.acquire(blocking=False):
             return IDLE_SECONDS
         try:

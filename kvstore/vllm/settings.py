@@ -1,7 +1,7 @@
 """Which settings of vLLM decide KV bytes, and which are known not to.
 
-Of most sections every setting counts but those named here, so that a setting nobody has thought
-of costs hits and never a wrong byte. Reviewed against vLLM 0.32 and 0.33.
+In most sections every setting counts except those named here, so a setting that nobody has
+thought of costs hits, but never yields wrong bytes. Reviewed against vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why an engine starts cold: what else its paths hold of the same model, and what parts them."""
+"""Why an engine starts cold: other namespaces of the model on its paths, and how they differ."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def _build_manager(self) -> OffloadingManager:
-        """Only here is it asked whose bytes these are: workers see rows, and no keys."""
+        """The identity is determined only here: workers see rows, not keys."""
         from kvstore.vllm.caller import vllm_config_of
         from kvstore.vllm.manager import KVStoreOffloadingManager
         from kvstore.vllm.siblings import siblings

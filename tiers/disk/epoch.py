@@ -62,8 +62,8 @@ def read_epoch(folder: Path) -> int:
 def raise_epoch(folder: Path, epoch: int) -> int:
     """Make sure that the namespace's newest epoch is `epoch` at least; returns what it was before.
 
-    It stands durably then. Of several that raise it to the same one, one is told less
-    than that: it is the first. May block.
+    The epoch is durable on return. Of several processes that raise it to the same value,
+    only the first is told a lower one. May block.
 
     Raises:
         OSError: if it cannot be written, or another process holds the lock.

@@ -205,7 +205,7 @@ def _verified(
 
 
 def gravest(outcomes: Iterable[Outcome]) -> str | None:
-    """What to tell of several outcomes: the first call that failed, before the first mismatch."""
+    """The error to report for several outcomes: a failed call rather than a mismatch."""
     mismatch: str | None = None
     for outcome in outcomes:
         if outcome.error is not None:

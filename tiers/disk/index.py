@@ -47,9 +47,9 @@ Crcs = npt.NDArray[np.uint32]
 class IndexFile:
     """The records of a segment, by slot. Takes over the descriptor `fd` and closes it.
 
-    All calls may block. Somebody else may be writing to the file: a record is
-    valid or it is not, and one that is was written whole. Reading and writing raise
-    OSError as the system says.
+    All calls may block. Another process may be writing to the file, but a record
+    that is valid was written whole. Reading and writing raise OSError as the system
+    says.
     """
 
     def __init__(self, fd: int, header: Header) -> None:

@@ -76,7 +76,7 @@ class Namespace:
             with contextlib.suppress(FileNotFoundError):
                 self._publish(file, told)
             if not os.path.lexists(file):
-                # Taken for a leftover by a process that does not see this one's number.
+                # A process that cannot see this one's pid has removed it as a leftover.
                 self._publish(file, told)
         found = read_namespace(folder, trust)
         if found.get("digest") != self.digest or found.get("identity") != _plain(self.identity):

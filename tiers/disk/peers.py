@@ -52,8 +52,8 @@ class PeerLanes(Tier):
     """The lanes beside the one that `own` writes to; read only.
 
     Args:
-        own: an open disk tier; its namespace is followed, its threads are used, those
-            of each path for what lies there.
+        own: an open disk tier; its namespace is followed and its threads are used, those
+            of each path for the lanes on that path.
     """
 
     is_peer = True
@@ -130,9 +130,9 @@ class PeerLanes(Tier):
         ok: list[bool],
         unread: set[int],
     ) -> str | None:
-        """Read each key at its place, by the threads of its path; what went wrong first.
+        """Read each key at its place, by its path's threads; returns what went wrong first.
 
-        `unread` gets those of which a call failed.
+        Blocks whose call failed are added to `unread`.
         """
         count = len(self._volumes)
         paths = np.array(slots, np.int64) // SLOTS_PER_SEGMENT % count

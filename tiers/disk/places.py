@@ -51,7 +51,7 @@ class Places:
                         others.append(place)
 
     def changes(self) -> Changes:
-        """What has changed since the last call: of a key the place that serves now."""
+        """What has changed since the last call, with the place where each key is now."""
         with self._lock:
             known, self._known = self._known, {}
             appeared, gone = [], []

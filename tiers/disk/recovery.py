@@ -84,13 +84,12 @@ def recover(
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
-    Whatever else lies in the folder is left alone. It takes room for growth, as
-    much as it has on the disk, and never costs a segment. When the segments
-    alone are more than the capacity allows, those whose chunks are coldest are
-    removed.
+    Whatever else lies in the folder is left alone. Its size on disk leaves less
+    room for growth, but never costs a segment. When the segments alone are more
+    than the capacity allows, those whose chunks are coldest are removed.
 
     Args:
-        epoch: chunks of other epochs are erased; those of all are kept without one.
+        epoch: chunks of other epochs are erased; without one, all are kept.
     """
     removed = remove_leftovers(folder)
     segments: dict[int, Segment] = {}
@@ -127,7 +126,7 @@ def recover(
         segment.path.unlink()
         removed.append(segment.path.name)
     entries, sequences = _entries(found, geometry.slots)
-    # No lane ever comes near the limit: a record that claims to have is not counted on from.
+    # No lane ever comes near the limit: a sequence beyond it is not counted on from.
     sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
     return Recovered(
         segments, entries, sequences, sequence, foreign, foreign_bytes, faults, outdated, removed

@@ -199,7 +199,7 @@ class IOThreads:
         await self._ended(job)
 
     def close(self, timeout: float = 5.0, at_end: Callable[[], None] | None = None) -> bool:
-        """The same for who has no loop; False if a thread still runs after `timeout` seconds."""
+        """`end` without a loop; False if a thread still runs after `timeout` seconds."""
         self._close(at_end)
         end = time.monotonic() + (0.0 if self._detached else timeout)
         for thread in self._threads:

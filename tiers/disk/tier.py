@@ -112,7 +112,7 @@ class DiskTier(Tier):
                     raise ConfigError(
                         f"the segments in {volume.lane.folder} have {volume.geometry.slots} slots, "
                         f"those in {self.volumes[0].lane.folder} {self.volumes[0].geometry.slots}; "
-                        "remove the ones or the others"
+                        "remove one or the other"
                     )
         except BaseException:
             self.abandon()

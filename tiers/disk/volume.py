@@ -223,7 +223,7 @@ class Volume:
         )
 
     def _count_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
-        """Remember the reads for the records, and take out records that lie."""
+        """Count the reads, for the records, and erase records that are wrong."""
         now = time.time_ns() // 1_000_000
         read: dict[int, list[int]] = {}
         for extent, outcome in zip(extents, outcomes, strict=True):
@@ -288,7 +288,7 @@ class Volume:
             return str(error)
 
     def raise_epoch(self, epoch: int) -> int | str:
-        """Make the newest epoch here `epoch` at least; what it was, or what failed. May block."""
+        """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block."""
         try:
             return raise_epoch(self.lane.folder.parent, epoch)
         except KVStoreError as error:
@@ -318,7 +318,7 @@ class Volume:
         return True
 
     def save_recency(self, coldest_first: Sequence[tuple[int, int]]) -> None:
-        """Give records sequences in order of recency, and the reads of this process. May block.
+        """Write recency, as sequences, and this process's reads into the records. May block.
 
         Args:
             coldest_first: (slot, sequence).

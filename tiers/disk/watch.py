@@ -1,10 +1,10 @@
 """Looking at the lanes of other processes on one path, cheaply.
 
 Whoever writes to a lane touches its lock file afterwards. So a lane whose lock
-and folder have not changed is left alone, whatever its size, but for a few
-segments in turn, in case its owner touches nothing; of the others only segments
-are read whose modification time has changed, and of these only records are
-decoded that differ.
+and folder have not changed is left alone, whatever its size, except for a few
+segments in turn, in case its owner touches nothing. In other lanes only segments
+with a new modification time are read, and only the records that differ are
+decoded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLOTS_PER_SEGMENT = 2**24
 """Places are numbered as if every followed segment had this many slots."""
 
 SETTLED_NS = 2 * 10**9
-"""A file changed less than this ago may have changed again within its time stamp's grain."""
+"""A file that changed less than this ago may change again without a new time stamp."""
 
 STEP_SEGMENTS = 512
 """Segments that are looked at before what is more urgent gets its turn."""
@@ -59,7 +59,7 @@ class _Stamp:
         return settled and changed_ns == self._changed_ns
 
     def seen(self, changed_ns: int, now_ns: int) -> None:
-        """What had happened to the file until `changed_ns` was looked at, at `now_ns`."""
+        """The file, last changed at `changed_ns`, was looked at, at `now_ns`."""
         self._changed_ns, self._seen_ns = changed_ns, now_ns
 
 
@@ -96,8 +96,8 @@ class Watch:
         own: the volume; its backend is used.
         namespace: digest of what is followed.
         numbers: numbers for segments, different from those of any other watch.
-        places: where it is told what lies where.
-        epoch: chunks of another are not there.
+        places: told where each chunk lies.
+        epoch: chunks of other epochs are ignored.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Watch:
         return names
 
     def _look_at_some(self) -> None:
-        """Look at a few segments, others each time, whatever their lanes seem to do."""
+        """Look at a few segments, others each time, even where nothing seems to change."""
         some = list(islice(self._turn, IN_TURN))
         if not some:
             self._turn = iter(

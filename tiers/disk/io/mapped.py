@@ -74,9 +74,9 @@ class MappedIO(BufferedIO):
             offset += len(buffer)
 
     def _pages(self, fd: int, least: int = 0) -> tuple[Pages, int] | None:
-        """The mapping of the file behind `fd`, and its size now; None where none may be made.
+        """The mapping of the file behind `fd`, and its size now; None where it is not memory.
 
-        The file is given `least` bytes before.
+        A shorter file is first extended to `least` bytes.
         """
         with self._lock:
             if fd not in self._maps:

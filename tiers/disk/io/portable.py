@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class _File:
-    """An open file, and the turn of those who move its one position."""
+    """An open file, and a lock for its one position."""
 
     def __init__(self, fd: int, mode: str) -> None:
         # The descriptor is closed by whoever opened it.

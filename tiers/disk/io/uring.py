@@ -3,8 +3,8 @@
 Each I/O thread has a ring of its own. Completions are waited for on an eventfd,
 because waiting inside liburing would hold the GIL. Needs the package
 ``liburing``; where it or the kernel's permission is missing, the probe says so
-and another backend is used. There are builds of it with instructions that not every
-processor has, and they end the whole process: so it is tried in a child first.
+and another backend is used. Some builds of it use instructions that not every processor
+has, which ends the whole process: so it is tried in a child first.
 """
 
 from __future__ import annotations
