@@ -48,17 +48,8 @@ __all__ = [
 
 MAGIC = b"kvstore-trace 1\n"
 
-MOST_WAITING = 2**20
-"""Keys that may wait to be written; requests beyond are dropped and counted."""
-
 MOST_AT_ONCE = 2**23
 """Bytes written by one call, about; a record that is longer than this is dropped and counted."""
-
-MOST_FILES = 64
-"""Processes on one machine that may record under one name."""
-
-WRITE_SECONDS = 0.5
-"""How long a request may wait to be written."""
 
 MOST_HEADER = 4096
 """Longest header of a recording."""

@@ -26,7 +26,7 @@ class Densities:
     """Histograms of ages for `classes` classes of keys in a tier of `capacity` chunks.
 
     A cell is a class and a bin: number ``class * bins + bin``. Bins have two
-    edges per octave, from a sixteenth of the capacity up to 32 times of it.
+    edges per octave, from a sixteenth of the capacity up to some 23 times of it.
     """
 
     def __init__(self, classes: int, capacity: int) -> None:

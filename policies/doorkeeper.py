@@ -21,8 +21,9 @@ class DoorkeeperFilter(AdmissionFilter):
     The request that stores a chunk counts as one that asked for it. Where
     `reuse` keeps exact counts of a fixed number of keys, this keeps approximate
     ones of everything that was asked in a window, in a few bytes per key: once in a
-    while a chunk is admitted too early, never too late within a window. At the end
-    of a window the doorkeeper is emptied and all counts are halved.
+    while a chunk is admitted too early, and too late only where it was first asked
+    for at the very beginning of a window. At the end of a window the doorkeeper is
+    emptied and all counts are halved.
 
     Args:
         threshold: how often, from 1 to 16.

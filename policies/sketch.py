@@ -31,7 +31,8 @@ def _power_of_two(least: int) -> int:
 
 
 class FrequencySketch:
-    """Counts up to 15, never less than the true count since the last halving.
+    """Counts up to 15: at least the true count since the last halving began, or half of that for
+    what was added before its slice was halved.
 
     Args:
         keys: how many different keys are to be told apart; takes between four

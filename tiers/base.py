@@ -14,7 +14,7 @@ The caller guarantees:
 The tier guarantees:
 
 * `open` reports each chunk that an earlier process was told had been written,
-  and nothing that cannot be told apart from such a chunk;
+  and nothing that can be told apart from such a chunk;
 * `read` says True for a block only when its row holds exactly the bytes that
   were written under that key; a block that fails fails alone;
 * `write` says True only when the chunk will be reported by the next `open`,

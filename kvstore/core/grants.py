@@ -25,8 +25,8 @@ from kvstore.core.tier import TierView
 __all__ = ["LEFT_TO_OTHERS", "Grant", "Grants"]
 
 LEFT_TO_OTHERS = 4
-"""One in so many rows of host memory is left to stores by the promotions that are under way, and
-as many to each further tier by those of one."""
+"""One in so many rows of host memory is never held by the promotions of one tier. Of several tiers
+all together leave as much, divided by their number."""
 
 Grant = tuple[TierView, list[Chunk], list[int]]
 """Chunks to fill from a tier, and the slots to fill them from."""

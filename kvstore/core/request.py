@@ -2,12 +2,12 @@
 
     SCANNING --a key is not ready yet--> WAITING --all there, or time is up--> ANSWERED
        ^                                                                          |
-       +------------------ its load begins, or its lease runs out ----------------+
+       +---------- it loads, stores or ends, or is silent for long ---------------+
 
 While SCANNING, lookups see the tiers as they are. While WAITING, every lookup
 is "ask again" at no cost. Once ANSWERED, what is in host memory is a hit and
 all else a miss; keys that the request had not asked before may send it back to
-WAITING, under the deadline that is already running, so this ends.
+WAITING, within the `max_wait` that is already running, so this ends.
 """
 
 from __future__ import annotations

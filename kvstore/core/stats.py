@@ -20,7 +20,7 @@ class TierStats:
         written: chunks written. failed_writes: chunks that could not be.
         refused: chunks not copied because the tier could not take copies then.
         declined: chunks not copied because its admission filter did not want them.
-        evicted: entries that made room or were forgotten.
+        evicted: entries that made room for others.
         queued: host chunks waiting for their copy, now.
         relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
         stalled, congested, slow: see `Health`, now.
@@ -60,7 +60,7 @@ class CoreStats:
         deferrals: waits begun.
         timeouts: waits ended by their deadline.
         truncations: waits ended with a shorter prefix because the rest cannot fit.
-        lapses: leases that ran out.
+        lapses: requests whose leases ran out, or were ended early for others.
         loaded: chunks handed to the server. loaded_from: the same by the medium they came from.
         stored: chunks taken from the server.
         stores_deferred: stores answered "not now, offer it again".

@@ -37,7 +37,7 @@ GAUGES: dict[str, str] = {
     "waiting_requests": "Requests that wait for a slower tier now.",
     "disk_chunks": "Chunks on disk now.",
     "disk_stalled": "1 while the disk does not answer.",
-    "disk_slow": "1 while transfers to or from the disk take seconds.",
+    "disk_slow": "1 while copies to the disk, or making room there, take seconds.",
 }
 
 

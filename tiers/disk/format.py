@@ -3,7 +3,7 @@
 A segment is a safetensors file of fixed size:
 
     offset 0      8 bytes      length of the JSON header, little-endian
-    offset 8      n bytes      JSON, padded with spaces so that 8 + n is a multiple of 4096
+    offset 8      n bytes      JSON, padded with spaces so that 8 + n is 4096
     then          index        U8 [slots, 128]        one record per slot
     then          padding      U8 [p]                 only where needed to reach a 4096 boundary
     then          blocks       U8 [slots, slot_bytes]
