@@ -18,7 +18,7 @@ class Budget:
     Attributes:
         asked: keys that a step looks up before further requests have to ask again.
         settled: keys of ended requests of which policies hear in a step.
-        absorbed, told, granted, given_up, questions: what is left of this step, see `Pace`.
+        absorbed, told, granted, linked, given_up, questions: what is left of this step, see `Pace`.
         bounded: whether there are bounds at all.
         cut_short: a search for victims was broken off: more may be found in the next step.
         behind: more could have been granted or copied in this step.
@@ -50,6 +50,7 @@ class Budget:
         self.absorbed = pace.absorbed
         self.told = pace.told
         self.granted = pace.granted
+        self.linked = pace.linked
         self.given_up = pace.copied
         self.questions = pace.questions
         self._copied = [pace.copied] * len(self._tier_efforts)
@@ -71,6 +72,7 @@ class Budget:
         for tier, effort in enumerate(self._tier_efforts):
             self._copied[tier] = max(1, int(self._copied[tier] * share / effort))
         self.granted = max(1, int(self.granted * share / self._effort))
+        self.linked = max(1, int(self.linked * share / self._effort))
         self.told = int(self.told * (share / self._effort))
 
     def absorb(self, chunks: int) -> None:

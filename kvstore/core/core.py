@@ -183,6 +183,7 @@ class Core:
         self.now = now
         self._queue_deferred(now)
         self.budget.shorten(self._lookups.wanted)
+        self.grants.link_some()
         moves: list[Move] = []
         if self._uses.due or (
             self._uses and (self.queue.waiting or self.room.demotes or self.unsaved)
@@ -208,6 +209,7 @@ class Core:
                 request.defer(False)
                 self._deferrals += request.since is None
                 self.queue.join(request, now)
+                self.grants.link(request)
             elif request.state is not RequestState.WAITING:
                 request.forget_keys()
                 self._requests.drop_if_idle(request)
@@ -402,6 +404,7 @@ class Core:
         self._stores.reset()
         self.chains.reset()
         self._uses.reset()
+        self.grants.reset()
         self.transfers.reset(row for _, _, row in late)
         self._victims.reset()
 

@@ -10,6 +10,7 @@ it, it is answered with the prefix that is there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,29 @@ class Grants:
         self._chains = chains
         self._budget = budget
         self.truncations = 0
+        # Requests whose chains policies do not know whole, each with the rest of its keys.
+        self._unlinked: deque[tuple[Request, list[bytes]]] = deque()
+
+    def link(self, request: Request) -> None:
+        """The request begins to wait: policies learn its chains, a bit in each step."""
+        self._unlinked.append((request, request.keys))
+
+    def link_some(self) -> None:
+        """Tell as much of the chains of those who wait as this step may."""
+        left = self._budget.linked
+        unlinked = self._unlinked
+        while unlinked and left > 0:
+            request, keys = unlinked.popleft()
+            if self._queue.waiting.get(request.id) is not request:
+                continue
+            self._chains.extend(request.id, keys[:left])
+            if len(keys) > left:
+                unlinked.appendleft((request, keys[left:]))
+            left -= len(keys)
+
+    def reset(self) -> None:
+        """Nobody waits any more."""
+        self._unlinked.clear()
 
     def grant(self, now: float) -> list[Grant]:
         """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
@@ -137,7 +161,7 @@ class Grants:
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
         if room:
-            # Policies learn what follows what before they see it: of so many as come now.
+            # Policies learn what follows what before they see it.
             self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []
         for tier in self._tiers:

@@ -23,8 +23,8 @@ class Pace:
     """The work of one step, in chunks.
 
     What callers want is done at once. The more they want, the less else is done in the same
-    step: only a share of `told`, `granted` and `copied`, divided again by the `effort` of the
-    policy.
+    step: only a share of `told`, `granted`, `linked` and `copied`, divided again by the `effort`
+    of the policy.
 
     Attributes:
         asked: keys that are looked up; after that many, further requests are answered "ask
@@ -32,6 +32,7 @@ class Pace:
             cost nothing and do not count.
         told: keys of loads of which the policies hear; more when many have not been told.
         granted: chunks that are leased or fetched for requests in the queue.
+        linked: keys of requests that begin to wait of which policies learn what follows what.
         absorbed: chunks of completed moves that are taken in, and at most one move more.
         copied: chunks whose copy to one slower tier is begun, or that are given up for it.
         questions: keys about which an eviction policy may ask in vain, before it
@@ -43,6 +44,7 @@ class Pace:
     asked: int = 500
     told: int = 320
     granted: int = 160
+    linked: int = 200
     absorbed: int = 320
     copied: int = 160
     questions: int = 1000
@@ -54,5 +56,5 @@ class Pace:
         return max(LEAST_SHARE, min(1.0, (self.whole - wanted) / self.own))
 
 
-UNBOUNDED = Pace(*[sys.maxsize] * 8)
+UNBOUNDED = Pace(*[sys.maxsize] * 9)
 """For simulations, where nobody waits."""
