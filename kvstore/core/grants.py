@@ -73,10 +73,12 @@ class Grants:
         self.truncations = 0
         # Requests whose chains policies do not know whole, each with the rest of its keys.
         self._unlinked: deque[tuple[Request, list[bytes]]] = deque()
+        self._behind: set[str] = set()
 
     def link(self, request: Request) -> None:
         """The request begins to wait: policies learn its chains, a bit in each step."""
         self._unlinked.append((request, request.keys))
+        self._behind.add(request.id)
 
     def link_some(self) -> None:
         """Tell as much of the chains of those who wait as this step may."""
@@ -84,16 +86,19 @@ class Grants:
         unlinked = self._unlinked
         while unlinked and left > 0:
             request, keys = unlinked.popleft()
+            self._behind.discard(request.id)
             if self._queue.waiting.get(request.id) is not request:
                 continue
             self._chains.extend(request.id, keys[:left])
             if len(keys) > left:
                 unlinked.appendleft((request, keys[left:]))
+                self._behind.add(request.id)
             left -= len(keys)
 
     def reset(self) -> None:
         """Nobody waits any more."""
         self._unlinked.clear()
+        self._behind.clear()
 
     def grant(self, now: float) -> list[Grant]:
         """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
@@ -160,7 +165,7 @@ class Grants:
                 # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
-        if room:
+        if room and request.id in self._behind:
             # Policies learn what follows what before they see it.
             self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []
