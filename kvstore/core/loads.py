@@ -68,10 +68,10 @@ class Loads:
             loading[key] = loading.get(key, 0) + 1
         pool.pin(unleased)
         used = [chunk.key for chunk in wanted if chunk.origin < 0]
-        if len(used) == len(wanted):
+        if used:
             self.loaded_from[-1] += len(used)
-        else:
-            self.loaded_from.update(chunk.origin for chunk in wanted)
+        if len(used) < len(wanted):
+            self.loaded_from.update(chunk.origin for chunk in wanted if chunk.origin >= 0)
         self.loaded += len(chunks)
         self._queue.remove(request)
         # For chunks that were promoted for this load, the promotion was the use.

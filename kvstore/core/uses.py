@@ -24,7 +24,7 @@ class Uses:
     """Tells the policies of uses, later than they happen but before the policies decide.
 
     Attributes:
-        queued: prompts of which tiers were to hear as steps allow. told: those of which they have.
+        queued: prompts of which a tier was to hear as steps allow. told: those of which it has.
 
     Args:
         budget: how many uses a step tells.
@@ -40,7 +40,7 @@ class Uses:
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
         self._untold: dict[str, Loaded] = {}
         # What was used on tiers, of prompts of which host memory's policy has heard.
-        self._due: deque[list[bytes]] = deque()
+        self._due: deque[tuple[TierView, list[bytes]]] = deque()
         self._due_keys = 0
         self.queued = self.told = 0
 
@@ -73,10 +73,13 @@ class Uses:
     def tell_host(self, host_keys: Collection[bytes], tier_keys: Sequence[bytes]) -> None:
         """As `tell`, but the policies of tiers hear as steps allow."""
         self._tell_host(host_keys)
-        if self._tiers and tier_keys:
-            self._due.append(list(tier_keys))
-            self._due_keys += len(tier_keys)
-            self.queued += 1
+        for tier in self._tiers:
+            # What comes to it later is not used by this.
+            here = list(filter(tier.entries.__contains__, tier_keys))
+            if here:
+                self._due.append((tier, here))
+                self._due_keys += len(here)
+                self.queued += 1
 
     def tell_all(self) -> None:
         """The policies hear of every use so far."""
@@ -138,9 +141,9 @@ class Uses:
         left = most
         due = self._due
         while due and left > 0:
-            keys = due[0]
+            tier, keys = due[0]
             tail = keys[-left:]
-            self._tell_tiers(tail)
+            tier.index.touch(reversed(tail))
             left -= len(tail)
             if len(tail) == len(keys):
                 due.popleft()

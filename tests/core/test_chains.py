@@ -355,3 +355,21 @@ def test_what_is_known_of_requests_that_never_end_is_bounded(
     assert len(rig.core._positions._of) == 10
     rig.core.on_request_finished("r99")
     assert len(rig.core._positions._of) == 9
+
+
+def test_what_a_store_brings_to_a_tier_is_not_used_there_by_that_store() -> None:
+    tier_policy = Listener(16)
+    rig = Rig(rows=8, tier_policy=tier_policy)
+    keys = chain("a", 6)
+    rig.put(keys[:4])
+    rig.settle()
+    assert [each[0] for each in tier_policy.told if each[0] in ("insert", "touch")] == [
+        "insert"
+    ] * 4
+    tier_policy.told.clear()
+    # The head is there already: for it, and for it alone, this is a use.
+    rig.put(keys, "other")
+    rig.settle()
+    touched = [each[1] for each in tier_policy.told if each[0] == "touch"]
+    assert touched == keys[:4][::-1]
+    assert tier_policy.told.index(("touch", keys[0])) < tier_policy.told.index(("insert", keys[5]))
