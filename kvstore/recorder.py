@@ -1,10 +1,10 @@
 """Recording what requests asked for, beside a running engine.
 
 `Recorder.add` only puts a reference into a queue. Hashing is done by a thread
-of the loop's executor and writing by aiofiles, so that neither holds up the
-loop. The queue and the files are bounded: what does not fit the queue is
-dropped and counted, and of two files, ``PATH`` and ``PATH.old``, the older is
-replaced when the newer has half of the bytes allowed.
+and writing by aiofiles, so that neither holds up the loop. The queue and the
+files are bounded: what does not fit the queue is dropped and counted, and of two
+files, ``PATH`` and ``PATH.old``, the older is replaced when the newer has half of
+the bytes allowed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import io
 import json
 import logging
 import os
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiofiles.threadpool import wrap
 
@@ -38,6 +41,24 @@ WRITE_SECONDS = 0.5
 """How long a request may be queued."""
 
 logger = logging.getLogger("kvstore")
+
+_T = TypeVar("_T")
+
+
+class _Daemons(Executor):
+    """Makes each call in a thread that cannot keep the process from ending."""
+
+    def submit(self, fn: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*arguments, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="kvstore-recorder", daemon=True).start()
+        return future
 
 
 class Recorder:
@@ -66,6 +87,8 @@ class Recorder:
         # Keys that came, and keys that were written or dropped: each counted by one thread.
         self._came = self._went = 0
         self._stopped = asyncio.Event()
+        # A file system that does not answer holds up nobody but the recording.
+        self._threads = _Daemons()
         try:
             self.path, fd = self._take(path)
             self._file = io.FileIO(fd, "r+")
@@ -116,12 +139,13 @@ class Recorder:
 
     async def _write(self) -> None:
         while self._queue:
-            records = await asyncio.to_thread(self._encode)
+            loop = asyncio.get_running_loop()
+            records = await loop.run_in_executor(self._threads, self._encode)
             if not records:
                 continue
             if self._size + len(records) > self._limit // 2:
-                await asyncio.to_thread(self._rotate)
-            handle: Any = wrap(self._file)
+                await loop.run_in_executor(self._threads, self._rotate)
+            handle: Any = wrap(self._file, executor=self._threads)
             view = memoryview(records)
             while view:
                 written = await handle.write(view)

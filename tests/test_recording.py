@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,40 @@ def test_a_store_records_what_it_was_asked(tmp_path: Path) -> None:
     asyncio.run(use())
     trace = read_trace(tmp_path / "trace")
     assert [list(chunks) for chunks in trace.requests] == [[0, 1, 2, 3], [0, 1, 2]]
+
+
+def test_a_file_that_never_takes_what_is_written_keeps_no_process_from_ending(
+    tmp_path: Path,
+) -> None:
+    code = """
+import asyncio, sys, threading
+from pathlib import Path
+from kvstore.recorder import Recorder
+
+class Stuck:
+    def write(self, data):
+        threading.Event().wait()
+    def close(self):
+        pass
+
+async def main():
+    recorder = Recorder(Path(sys.argv[1]), 2**20, 1)
+    recorder.add([[b"key"]])
+    import kvstore.recorder as module
+    module.wrap = lambda file, executor: Handle(executor)
+    recorder.stop()
+    await asyncio.wait({asyncio.create_task(recorder.run())}, timeout=0.5)
+    print("left", flush=True)
+
+class Handle:
+    def __init__(self, executor):
+        self.executor = executor
+    async def write(self, data):
+        return await asyncio.get_running_loop().run_in_executor(self.executor, Stuck().write, data)
+
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "trace")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "left\n"
