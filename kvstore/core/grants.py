@@ -10,7 +10,6 @@ it, it is answered with the prefix that is there.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -72,33 +71,33 @@ class Grants:
         self._budget = budget
         self.truncations = 0
         # Requests whose chains policies do not know whole, each with the rest of its keys.
-        self._unlinked: deque[tuple[Request, list[bytes]]] = deque()
-        self._behind: set[str] = set()
+        self._unlinked: dict[str, tuple[Request, list[bytes]]] = {}
 
     def link(self, request: Request) -> None:
         """The request begins to wait: policies learn its chains, a bit in each step."""
-        self._unlinked.append((request, request.keys))
-        self._behind.add(request.id)
+        self._unlinked.pop(request.id, None)
+        self._unlinked[request.id] = (request, request.keys)
 
     def link_some(self) -> None:
         """Tell as much of the chains of those who wait as this step may."""
         left = self._budget.linked
         unlinked = self._unlinked
         while unlinked and left > 0:
-            request, keys = unlinked.popleft()
-            self._behind.discard(request.id)
-            if self._queue.waiting.get(request.id) is not request:
+            name, (request, keys) = next(iter(unlinked.items()))
+            if self._queue.waiting.get(name) is not request:
+                del unlinked[name]
                 continue
-            self._chains.extend(request.id, keys[:left])
+            self._chains.extend(name, keys[:left])
             if len(keys) > left:
-                unlinked.appendleft((request, keys[left:]))
-                self._behind.add(request.id)
+                # It stays the first in turn.
+                unlinked[name] = (request, keys[left:])
+            else:
+                del unlinked[name]
             left -= len(keys)
 
     def reset(self) -> None:
         """Nobody waits any more."""
         self._unlinked.clear()
-        self._behind.clear()
 
     def grant(self, now: float) -> list[Grant]:
         """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
@@ -165,7 +164,7 @@ class Grants:
                 # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
-        if room and request.id in self._behind:
+        if room and request.id in self._unlinked:
             # Policies learn what follows what before they see it.
             self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []

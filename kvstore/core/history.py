@@ -8,28 +8,24 @@ __all__ = ["History"]
 
 
 class History:
-    """Keys that came and went since they were taken, in order.
-
-    Attributes:
-        wanted: whether anything is kept.
-    """
+    """Keys that came and went since they were taken, in order. Nothing is kept unless wanted."""
 
     def __init__(self) -> None:
-        self.wanted = True
+        self._wanted = True
         self._changes: list[tuple[bytes, bool]] = []
 
     def want(self, wanted: bool) -> None:
         """Whether `take` will be called."""
-        self.wanted = wanted
+        self._wanted = wanted
 
     def came(self, keys: Iterable[bytes]) -> None:
         """These chunks have appeared."""
-        if self.wanted:
+        if self._wanted:
             self._changes += [(key, False) for key in keys]
 
     def left(self, keys: Iterable[bytes]) -> None:
         """These chunks have left."""
-        if self.wanted:
+        if self._wanted:
             self._changes += [(key, True) for key in keys]
 
     def take(self) -> list[tuple[bytes, bool]]:

@@ -154,15 +154,13 @@ class HostPool:
                 self._released.append(chunk)
         self.busy -= filled
         self.changes += 1
-        if self.history.wanted:
-            self.history.came([chunk.key for chunk in chunks if chunk.state != FILLING])
+        self.history.came(chunk.key for chunk in chunks if chunk.state != FILLING)
         return noted
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> None:
         """The bytes of these chunks are whole, and the one who waited for them reads them."""
         filled = self.life.fill_pinned(chunks)
-        if self.history.wanted:
-            self.history.came([chunk.key for chunk in filled])
+        self.history.came(chunk.key for chunk in filled)
 
     def discard(self, chunk: Chunk) -> None:
         """The bytes of a filling chunk never came. The row is free again."""

@@ -118,7 +118,9 @@ class Uses:
     def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         """The policies hear that these, in prefix order, were used in host memory and on tiers."""
         self._tell_host(host_keys)
-        self._tell_tiers([*tier_keys])
+        tail_first = [*tier_keys][::-1]
+        for tier in self._tiers:
+            tier.index.touch(tail_first)
 
     def _tell_host(self, host_keys: Collection[bytes]) -> None:
         pool = self._pool
@@ -129,12 +131,6 @@ class Uses:
                     tier.forget((key,))
         self._victims.let_loose()
         pool.touch(tail_first)
-
-    def _tell_tiers(self, keys: list[bytes]) -> None:
-        if self._tiers:
-            tail_first = keys[::-1]
-            for tier in self._tiers:
-                tier.index.touch(tail_first)
 
     def _tell_due(self, most: int) -> int:
         """Tiers hear of what is due, up to `most` keys, of each prompt tail first; how many."""

@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,13 +60,13 @@ class PortableIO(IOBackend):
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._run(self._read(fd, buffers, offset))
+        return self._run(self._move("readinto", fd, buffers, offset))
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self._run(self._write(fd, buffers, offset))
 
     def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
-        return self._run(self._all(self._read, requests))
+        return self._run(self._all(partial(self._move, "readinto"), requests))
 
     def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
         return self._run(self._all(self._write, requests))
@@ -86,37 +87,28 @@ class PortableIO(IOBackend):
             told.append(outcome)
         return told
 
-    async def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done, file = 0, self._file(fd)
+    async def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = await self._move("write", fd, buffers, offset)
+        if done < sum(map(len, buffers)):
+            raise OSError(errno.EIO, "not a byte was written, and no reason given")
+        return done
+
+    async def _move(self, call: str, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Make a call of the file for all of `buffers`; the bytes moved, until none are."""
+        file = self._files.get(fd)
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        move, done = getattr(file.handle, call), 0
         async with file.turn:
             await file.handle.seek(offset)
             for buffer in buffers:
                 while len(buffer):
-                    count = await file.handle.readinto(buffer)
+                    count = await move(buffer)
                     if not count:
                         return done
                     done += count
                     buffer = buffer[count:]
         return done
-
-    async def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done, file = 0, self._file(fd)
-        async with file.turn:
-            await file.handle.seek(offset)
-            for buffer in buffers:
-                while len(buffer):
-                    count = await file.handle.write(buffer)
-                    if not count:
-                        raise OSError(errno.EIO, "not a byte was written, and no reason given")
-                    done += count
-                    buffer = buffer[count:]
-        return done
-
-    def _file(self, fd: int) -> _File:
-        file = self._files.get(fd)
-        if file is None:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        return file
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Wait for the end of `work`, which runs on the backend's loop."""
