@@ -41,19 +41,19 @@ class Budget:
         light = {effort, *tier_efforts} == {1.0}
         self._light = pace.whole - pace.own if light else -1
         self._wanted = 0.0
+        self._whole = (
+            *(pace.absorbed, pace.told, pace.granted, pace.linked),
+            *(pace.copied, pace.questions),
+        )
         self.begin_step()
         self._shortened = True
 
     def begin_step(self) -> None:
         """A step may do as much as its pace allows."""
-        pace = self._pace
-        self.absorbed = pace.absorbed
-        self.told = pace.told
-        self.granted = pace.granted
-        self.linked = pace.linked
-        self.given_up = pace.copied
-        self.questions = pace.questions
-        self._copied = [pace.copied] * len(self._tier_efforts)
+        self.absorbed, self.told, self.granted, self.linked, self.given_up, self.questions = (
+            self._whole
+        )
+        self._copied = [self.given_up] * len(self._tier_efforts)
         self.cut_short = self.behind = self._shortened = False
 
     def want(self, keys: int, *, stored: bool = False) -> None:

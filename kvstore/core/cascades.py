@@ -55,7 +55,7 @@ class Cascades:
     def stored(self, chunks: list[Chunk], now: float) -> None:
         """The device has stored these chunks: they go to each tier that is written through."""
         # What a neighbour keeps on the same disk need not be written twice.
-        chunks = self._not_shared(chunks)
+        chunks = self._not_shared(chunks) if self._peers else chunks
         for target in self._through:
             if target.accepts(now):
                 self._queue(target, target.lacking(chunks), now)
@@ -157,10 +157,9 @@ class Cascades:
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
         while len(found) < most and (keys := target.dequeue(most - len(found))):
-            for key in keys:
-                chunk = chunk_of(key)
-                if chunk is not None and chunk.unsaved & bit:
-                    found[key] = chunk
+            for chunk in filter(None, map(chunk_of, keys)):
+                if chunk.unsaved & bit:
+                    found[chunk.key] = chunk
         return found
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:

@@ -127,7 +127,7 @@ class Chains:
             self._asked_keys -= len(counted)
             chain = self._chains[request_id] = _Chain(counted)
         known = chain.known
-        fresh = [key for key in keys if key not in known]
+        fresh = [key for key in keys if key not in known] if known else list(keys)
         if not fresh:
             return
         known.update(dict.fromkeys(fresh))
@@ -190,11 +190,12 @@ class Chains:
         tiers, settling = self._tiers, self._settling
         while settling and most > 0:
             marks, used, chain = settling[0]
-            if self._settling_keys <= MAX_KEYS and (
-                self._uses.told < used
-                or any(tier.copies_ended < mark for tier, mark in zip(tiers, marks, strict=True))
-            ):
-                return
+            if self._settling_keys <= MAX_KEYS:
+                if self._uses.told < used:
+                    return
+                for tier, mark in zip(tiers, marks, strict=True):
+                    if tier.copies_ended < mark:
+                        return
             settling.popleft()
             self._settling_keys -= len(chain.known)
             most -= len(chain.known)

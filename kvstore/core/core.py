@@ -182,13 +182,14 @@ class Core:
         """The moves that are due, to be handed to the engine in this order."""
         self.now = now
         self._queue_deferred(now)
-        self.budget.shorten(self._lookups.wanted)
-        self.grants.link_some()
+        if self.budget.bounded:
+            self.budget.shorten(self._lookups.wanted)
+        if self.queue.waiting:
+            self.grants.link_some()
         moves: list[Move] = []
-        if self._uses.due or (
-            self._uses and (self.queue.waiting or self.room.demotes or self.unsaved)
-        ):
-            self._uses.tell_some()
+        uses = self._uses
+        if uses.due or (uses and (self.queue.waiting or self.room.demotes or self.unsaved)):
+            uses.tell_some()
         if self.queue.waiting:
             self._lookups.keep_hits()
             for tier, chunks, slots in self.grants.grant(now):
@@ -196,8 +197,9 @@ class Core:
         if self.room.demotes:
             self._lookups.keep_hits()
             self.room.make_ahead(now)
-        moves += self.transfers.due(now)
-        self.chains.settle(self.budget.settled)
+        if self.tiers:
+            moves += self.transfers.due(now)
+            self.chains.settle(self.budget.settled)
         return moves
 
     def _queue_deferred(self, now: float) -> None:

@@ -39,12 +39,13 @@ class Entrance:
     def enter(
         self,
         keys: Sequence[bytes],
+        new: Sequence[bytes],
         unwanted: Collection[bytes],
         request_id: str,
         *,
         from_head: bool = False,
     ) -> tuple[list[Chunk], bool]:
-        """Give those of `keys` that are not here, and are not `unwanted`, rows and filling chunks.
+        """Give `new`, those of `keys` that are neither here nor `unwanted`, rows and chunks.
 
         They go to the policy tail first, each right after the eviction that
         makes room for it, and may be evicted for those that follow. So the
@@ -65,21 +66,21 @@ class Entrance:
         pool = self._pool
         self._victims.let_loose()
         if pool.policy.spares_latest:
-            entered = self._enter_together(keys, unwanted, request_id)
+            entered = self._enter_together(keys, new, request_id)
             if entered is not None:
                 return entered, True
         return self._enter_one_by_one(keys, unwanted, request_id, from_head)
 
     def _enter_together(
-        self, keys: Sequence[bytes], unwanted: Collection[bytes], request_id: str
+        self, keys: Sequence[bytes], new: Sequence[bytes], request_id: str
     ) -> list[Chunk] | None:
         """All at once, where none of them would be evicted for another; None if that cannot be."""
         pool = self._pool
-        new = [key for key in keys if key not in pool.chunks and key not in unwanted]
         short = max(0, len(new) - pool.free)
-        mine = frozenset(keys)
-        may_not_leave = self._victims.protection(shed_unsaved=False, bounded=False)
-        victims = pool.policy.evict(short, lambda key: key in mine or may_not_leave(key), new[::-1])
+        protected = self._victims.protection(
+            shed_unsaved=False, bounded=False, staying=frozenset(keys)
+        )
+        victims = pool.policy.evict(short, protected, new[::-1])
         if victims is None:
             return None
         self._victims.given_up(victims)

@@ -25,7 +25,8 @@ class ExtentAllocator:
         self._start_of: dict[int, int] = {}
         # Extents by size class (bit length of the size): starts, in insertion order.
         # Not plain dicts, whose first item is behind the traces of all that were taken before.
-        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(64)]
+        sizes = range(segment_slots.bit_length() + 1)
+        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in sizes]
         self.free = 0
         self._free_in: Counter[int] = Counter()
 
@@ -42,11 +43,13 @@ class ExtentAllocator:
             want = count - len(slots)
             start = self._choose(want)
             end = self._end_of[start]
-            self._remove(start, end)
-            stop = min(end, start + want)
-            slots.extend(range(start, stop))
+            stop = start + want
             if stop < end:
-                self._insert(stop, end)
+                self._shorten(start, stop, end)
+            else:
+                stop = end
+                self._remove(start, end)
+            slots.extend(range(start, stop))
         return slots
 
     def give(self, slots: Iterable[int]) -> None:
@@ -85,19 +88,17 @@ class ExtentAllocator:
         return slots
 
     def _choose(self, want: int) -> int:
-        size_class = want.bit_length()
-        for index in range(size_class, 64):
-            if self._classes[index]:
+        classes = self._classes
+        size_class = min(want.bit_length(), len(classes) - 1)
+        for extents in classes[size_class:]:
+            if extents:
+                start = next(iter(extents))
                 # Only in the first class can an extent be shorter than wanted.
-                if index > size_class:
-                    return next(iter(self._classes[index]))
-                for start in self._classes[index]:
-                    if self._end_of[start] - start >= want:
-                        return start
-                    break
-        for index in range(size_class, 0, -1):
-            if self._classes[index]:
-                return next(iter(self._classes[index]))
+                if extents is not classes[size_class] or self._end_of[start] - start >= want:
+                    return start
+        for extents in reversed(classes[: size_class + 1]):
+            if extents:
+                return next(iter(extents))
         raise AssertionError("no free extent although free > 0")
 
     def _merge(self, start: int, end: int) -> None:
@@ -119,6 +120,16 @@ class ExtentAllocator:
         self._classes[(end - start).bit_length()][start] = None
         self.free += end - start
         self._free_in[start // self._segment_slots] += end - start
+
+    def _shorten(self, start: int, stop: int, end: int) -> None:
+        """Remove the extent from `start` and insert what lies behind `stop`."""
+        del self._end_of[start]
+        self._end_of[stop] = end
+        self._start_of[end] = stop
+        del self._classes[(end - start).bit_length()][start]
+        self._classes[(end - stop).bit_length()][stop] = None
+        self.free -= stop - start
+        self._free_in[start // self._segment_slots] -= stop - start
 
     def _remove(self, start: int, end: int) -> None:
         del self._end_of[start]

@@ -172,7 +172,7 @@ class Index:
                 return HELD
             return False
 
-        victims = self.policy.evict(count, protected, incoming)
+        victims = self.policy.evict(count, protected if reading else _nobody, incoming)
         if victims is None:
             return []
         self.read_well(victims)
@@ -219,3 +219,8 @@ class Index:
             return keys
         after, states = self.life.after, self.life.states
         return [key for key in keys if after(states[self.state_of(key)], event) >= 0]
+
+
+def _nobody(key: bytes) -> int:
+    """Stands for the answer to a policy where no key is being read."""
+    return False

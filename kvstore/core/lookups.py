@@ -219,9 +219,12 @@ class Lookups:
 
         The keys of those that begin to wait are put into the order of their prompts.
         """
-        asked, self._asked = self._asked, []
+        self.pause()
+        asked = self._asked
+        if not asked:
+            return asked
+        self._asked = []
         if self._deferred and self._positions:
             self._put_in_order(asked)
         self._deferred = False
-        self.pause()
         return asked

@@ -124,7 +124,8 @@ class OwnedTier:
     def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Those of `chunks` that are neither here nor on their way here."""
         entries, writing = self.entries, self.index.writing
-        return [chunk for chunk in chunks if chunk.key not in entries and chunk.key not in writing]
+        lacking = [chunk for chunk in chunks if chunk.key not in entries]
+        return [chunk for chunk in lacking if chunk.key not in writing] if writing else lacking
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Slots for `count` new chunks, as far as possible, neighbours together.

@@ -275,15 +275,12 @@ class HostPool:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that resident `keys` (tail first) were used."""
-        chunks, touch = self.chunks, self.policy.touch
-        for key in keys:
-            chunk = chunks.get(key)
-            if chunk is None:
-                continue
+        touch = self.policy.touch
+        for chunk in filter(None, map(self.chunks.get, keys)):
             if chunk.state >= LEAVING:
                 self.stay(chunk)
             else:
-                touch(key)
+                touch(chunk.key)
 
     def stay(self, chunk: Chunk) -> None:
         """The chunk is used: if it was leaving, it is the policy's again."""

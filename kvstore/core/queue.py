@@ -103,6 +103,8 @@ class WaitQueue:
         Returns:
             The requests that were not heard of for so long that they are forgotten.
         """
+        if not self.waiting and not self.answered:
+            return []
         for request in list(self.waiting.values()):
             assert request.since is not None
             ungranted = request.granted < len(request.keys)

@@ -111,6 +111,8 @@ class Slots:
 
         They come from as many devices as the chunks are worth, those with most room first.
         """
+        if len(self._stripes) == 1 and not passed_over:
+            return self._stripes[0].take(count)
         slots: list[int] = []
         by_room = sorted(self._without(passed_over), key=lambda stripe: -stripe.free)
         shares = max(1, min(len(by_room), count // STRIPE_CHUNKS))

@@ -136,14 +136,14 @@ class Stores:
 
     def complete(self, keys: Collection[bytes], request_id: str, now: float, ok: bool) -> None:
         """The device has written the rows (`ok`), or it has not: the chunks are dropped."""
-        chunks = self._pool.chunks
-        ended: list[Chunk] = []
-        for key in keys if type(keys) is set else dict.fromkeys(keys):
-            chunk = chunks.get(key)
-            if chunk is None or chunk.state != FILLING or chunk.stored_by != request_id:
-                self.stray += 1
-            else:
-                ended.append(chunk)
+        if type(keys) is not set:
+            keys = dict.fromkeys(keys)
+        ended = [
+            chunk
+            for chunk in filter(None, map(self._pool.chunks.get, keys))
+            if chunk.state == FILLING and chunk.stored_by == request_id
+        ]
+        self.stray += len(keys) - len(ended)
         # A server may report a store as a set; rows were given in prefix order.
         ended.sort(key=operator.attrgetter("order"))
         if ok:
@@ -202,7 +202,12 @@ class Stores:
             self._uses.tell_host(host_keys, tier_keys)
             return
         # What the request has loaded and what it stores are one prompt.
-        prompt = list(dict.fromkeys([*tier_keys, *offered])) if tier_keys else offered
+        prompt = offered
+        if offered[: len(tier_keys)] != tier_keys:
+            prompt = list(dict.fromkeys([*tier_keys, *offered]))
+        if host_keys == tier_keys:
+            self._uses.tell_host(prompt, prompt)
+            return
         promoted = set(tier_keys).difference(host_keys)
         self._uses.tell_host([key for key in prompt if key not in promoted], prompt)
         # Their promotion may lie far back.
@@ -242,7 +247,7 @@ class Stores:
         if new and not self._victims.find_one():
             return _Entered(None, 0)
         chunks, all_asked = self._entrance.enter(
-            wanted, frozenset(unwanted), request_id, from_head=hindered
+            wanted, new, frozenset(unwanted), request_id, from_head=hindered
         )
         if not fits:
             pool.keep(wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvstore.core.budget import Budget
 from kvstore.core.chunk import READY, Chunk
@@ -100,12 +100,20 @@ class Victims:
         self._policy.evict(1, first)
         return found or not self._budget.cut_short
 
-    def protection(self, *, shed_unsaved: bool, bounded: bool) -> Protected:
-        """What the policy may ask; when `bounded`, not more often than the step allows."""
-        chunks, step = self._pool.chunks, self._pool.step
+    def protection(
+        self, *, shed_unsaved: bool, bounded: bool, staying: Collection[bytes] = ()
+    ) -> Protected:
+        """What the policy may ask; when `bounded`, not more often than the step allows.
+
+        Args:
+            staying: keys that may not leave now, whatever else is true of them.
+        """
+        chunk_of, step = self._pool.chunks.get, self._pool.step
 
         def protected(key: bytes) -> int:
-            chunk = chunks.get(key)
+            if key in staying:
+                return True
+            chunk = chunk_of(key)
             # Without one it is about to enter; it may be refused.
             if chunk is None or (
                 chunk.state == READY and chunk.step != step and (shed_unsaved or not chunk.unsaved)
