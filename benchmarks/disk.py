@@ -67,20 +67,21 @@ SEGMENTS = 2
 
 
 class Ours:
-    """The disk tier over `region`, all its slots written."""
+    """The disk tier over `region`, on as many paths below `folder`; `fill` writes all its slots."""
 
     def __init__(
-        self, folder: Path, region: PinnedRegion, loop: Any, io: str, *, fill: bool
+        self, folder: Path, region: PinnedRegion, loop: Any, io: str, *, fill: bool, paths: int = 1
     ) -> None:
         self.chunk_bytes = region.row_bytes
         self._folder = folder
         self._loop = loop
-        geometry = Geometry(-(-region.rows // SEGMENTS), region.row_bytes, region.row_bytes)
+        segments = max(SEGMENTS, paths)
+        geometry = Geometry(-(-region.rows // segments), region.row_bytes, region.row_bytes)
         self._tier = DiskTier(
-            folder,
+            [folder / str(path) for path in range(paths)],
             Namespace.of("bench", {"chunk": region.row_bytes}),
             region.row_bytes,
-            SEGMENTS * geometry.file_bytes,
+            segments * geometry.file_bytes,
             segment_bytes=geometry.file_bytes,
             io=io,
         )
@@ -89,7 +90,8 @@ class Ours:
         while loop.run_until_complete(self._tier.grow())[0] is not None:
             pass
         self.description = self._tier.description
-        self._keys = [b""] * SEGMENTS * geometry.slots
+        self.direct = self._tier.backend.name in ("aio", "direct", "uring")
+        self._keys = [b""] * segments * geometry.slots
         if fill:
             rows = list(range(region.rows))
             self.run([Job(False, rows, rows)])
@@ -197,7 +199,7 @@ class Column:
         region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
         ours = Ours(self._folder / "ours", region, self._loop, self._options.io, fill=True)
         print(f"# {size_text(self._chunk_bytes)}: {ours.description}; {region.description}")
-        if " direct " not in ours.description and " uring " not in ours.description:
+        if not ours.direct:
             print("# without O_DIRECT: the page cache is in play")
         peer = None
         if with_vllm:

@@ -85,7 +85,8 @@ class Sample:
 @contextmanager
 def meter(batch: Batch) -> Iterator[None]:
     """Fill `wall`, `cpu` and `caller` with what the body takes."""
-    wall, caller, cpu = time.perf_counter(), time.thread_time(), _cpu()
+    cpu = _cpu()
+    wall, caller = time.perf_counter(), time.thread_time()
     yield
     batch.caller = time.thread_time() - caller
     batch.wall = time.perf_counter() - wall

@@ -104,16 +104,20 @@ class Driver:
                 _answer(waiter, True)
         self._waiters = left
 
+    async def answered(self, request: str) -> None:
+        """Wait until a request that was deferred is so no longer."""
+        if not self._core.is_waiting(request):
+            # It was answered in the very step in which it asked.
+            await asyncio.sleep(0)
+        while self._core.is_waiting(request):
+            await self.moved(request)
+
     async def moved(self, request: str | None = None) -> None:
         """Wait until something has moved, or for a moment.
 
         Args:
             request: one that is deferred; then only its answer counts.
         """
-        if request is not None and not self._core.is_waiting(request):
-            # It was answered in the very step in which it asked.
-            await asyncio.sleep(0)
-            return
         waiter: asyncio.Future[bool] = self._home.loop.create_future()
         self._waiters[waiter] = request
         # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after

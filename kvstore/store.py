@@ -190,7 +190,7 @@ class Store:
             assert prompt is not None
             prompt.busy += 1
             try:
-                await self._driver.moved(prompt.id)
+                await self._driver.answered(prompt.id)
             except BaseException:
                 self._prompts.given_up(prompt)
                 raise
@@ -385,7 +385,7 @@ class Store:
                     break
                 if stepped:
                     self._driver.flush()
-                await self._driver.moved(prompt.id)
+                await self._driver.answered(prompt.id)
             rows = self._core.prepare_load(keys[:count], prompt.id)
         except BaseException:
             # Cancelled: what was fetched for this call may leave.
@@ -395,7 +395,8 @@ class Store:
         held.append((prompt, self._core.era))
         self._driver.transfers += 1
         self._prompts.had(prompt, count)
-        self._driver.flush()
+        if stepped:
+            self._driver.flush()
         return Chunks(keys[:count], [self._region.row(row) for row in rows], self.chunk_bytes)
 
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:

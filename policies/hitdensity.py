@@ -70,7 +70,7 @@ class HitDensity(EvictionPolicy):
     """
 
     name = "hit-density"
-    effort = 2.5
+    effort = 3.0
 
     def __init__(self, capacity: int, *, ghosts: float = 2.0, whole_stores: bool = False) -> None:
         super().__init__(capacity)

@@ -43,7 +43,7 @@ class Budget:
         self._wanted = 0.0
         self._whole = (
             *(pace.absorbed, pace.told, pace.granted, pace.linked),
-            *(pace.copied, pace.questions),
+            *(pace.copied, max(1, int(pace.questions / effort))),
         )
         self.begin_step()
         self._shortened = True
@@ -73,6 +73,7 @@ class Budget:
             self._copied[tier] = max(1, int(self._copied[tier] * share / effort))
         self.granted = max(1, int(self.granted * share / self._effort))
         self.linked = max(1, int(self.linked * share / self._effort))
+        self.given_up = max(1, int(self.given_up / self._effort))
         self.told = int(self.told * (share / self._effort))
 
     def absorb(self, chunks: int) -> None:

@@ -23,8 +23,8 @@ class Pace:
     """The work of one step, in chunks.
 
     What callers want is done at once. The more they want, the less else is done in the same
-    step: only a share of `told`, `granted`, `linked` and `copied`, divided again by the `effort`
-    of the policy.
+    step: only a share of `told`, `granted`, `linked` and `copied`. All of them, what is given up
+    and `questions` are divided again by the `effort` of the policy.
 
     Attributes:
         asked: keys that are looked up; after that many, further requests are answered "ask
@@ -47,7 +47,7 @@ class Pace:
     linked: int = 200
     absorbed: int = 320
     copied: int = 160
-    questions: int = 1000
+    questions: int = 400
     whole: int = 1300
     own: int = 1100
 
