@@ -22,6 +22,7 @@ import pytest
 from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
+from tiers.disk.index import IndexFile
 from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest
 from tiers.disk.io.buffered import BufferedIO
 
@@ -132,6 +133,47 @@ async def test_a_chunk_that_could_not_be_read_is_not_thrown_away(
     assert await bench.fetch(KEYS, ALL) == but(3)
     faulty.fail_reads = {}
     assert await bench.fetch(KEYS, ALL) == but()
+
+
+async def test_scattered_blocks_whose_records_cannot_be_read_fail_alone(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(io="buffered")
+    await bench.store(KEYS, ALL)
+    works, calls = IndexFile.read, 0
+
+    def fail_at_slot_3(index: IndexFile, first: int, count: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        if first <= 3 < first + count:
+            raise io_error()
+        return works(index, first, count)
+
+    monkeypatch.setattr(IndexFile, "read", fail_at_slot_3)
+    # Slot 3 lies between two of them: their records do not depend on its.
+    scattered = [0, 2, 4, 6]
+    assert await bench.fetch([KEYS[slot] for slot in scattered], scattered) == [True] * 4
+    odd = [1, 3, 5, 7]
+    assert await bench.fetch([KEYS[slot] for slot in odd], odd) == [True, False, True, True]
+    monkeypatch.setattr(IndexFile, "read", works)
+    assert await bench.fetch(KEYS, ALL) == but()
+    assert calls
+
+
+async def test_the_records_of_scattered_blocks_are_read_in_one_call(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(io="buffered", io_threads=1)
+    await bench.store(KEYS, ALL)
+    works, calls = IndexFile.read, []
+
+    def count(index: IndexFile, first: int, count: int) -> bytes:
+        calls.append((first, count))
+        return works(index, first, count)
+
+    monkeypatch.setattr(IndexFile, "read", count)
+    assert await bench.fetch([KEYS[slot] for slot in (1, 4, 6)], [1, 4, 6]) == [True] * 3
+    assert calls == [(1, 6)]
 
 
 @pytest.mark.parametrize("got", [0, 1, SLOT - 1, 2 * SLOT, 4 * SLOT + 500, SLOTS * SLOT - SLOT])

@@ -228,7 +228,10 @@ class Volume:
         read: dict[int, list[int]] = {}
         for extent, outcome in zip(extents, outcomes, strict=True):
             slots = read.setdefault(extent.segment.number, [])
-            slots.extend(extent.first + index for index, ok in enumerate(outcome.ok) if ok)
+            if outcome.error is None:
+                slots += range(extent.first, extent.first + len(outcome.ok))
+                continue
+            slots += [extent.first + index for index, ok in enumerate(outcome.ok) if ok]
             kept: list[int] = []
             for slot in outcome.wrong:
                 try:
