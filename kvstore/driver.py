@@ -111,6 +111,7 @@ class Driver:
             await asyncio.sleep(0)
         while self._core.is_waiting(request):
             await self.moved(request)
+            self._core.renew(request)
 
     async def moved(self, request: str | None = None) -> None:
         """Wait until something has moved, or for a moment.

@@ -124,6 +124,7 @@ class Core:
         self.lookup = self._lookups.lookup
         self.lookup_prefix = self._lookups.lookup_prefix
         self.is_waiting = self._lookups.is_waiting
+        self.renew = self._lookups.renew
         self._ended: deque[Completion] = deque()
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = 0

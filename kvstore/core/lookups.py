@@ -132,6 +132,12 @@ class Lookups:
         waits = known is not None and known.state is _WAITING
         return waits or request_id in self._unseen
 
+    def renew(self, request_id: str) -> None:
+        """The request waits still: its leases last as if it had asked again."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.ask(self._now)
+
     def _begin_asking(self, request_id: str) -> Request:
         """The request's first lookup in this step, or its first after another's."""
         step = self._pool.step

@@ -137,6 +137,21 @@ async def test_a_prompt_whose_lease_ended_is_answered_from_what_is_there(
         assert max(found) == 8
 
 
+@pytest.mark.parametrize("call", ["resolve", "get"])
+async def test_who_waits_longer_than_leases_last_keeps_what_was_fetched(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=8, disk=256, deadline_s=5.0, lease_s=0.2) as store:
+        gate = hold(monkeypatch, "read")
+        waits = store.resolve(PROMPT) if call == "resolve" else contents(store, PROMPT)
+        waiting = asyncio.ensure_future(waits)
+        await asyncio.sleep(0.5)
+        gate.set()
+        assert await waiting in (6, payloads(PROMPT))
+        assert store.stats().lapses == 0
+
+
 async def test_one_of_two_that_wait_for_the_same_can_be_cancelled(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
