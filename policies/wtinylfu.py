@@ -37,7 +37,7 @@ class WTinyLFU(EvictionPolicy):
     """
 
     name = "w-tinylfu"
-    effort = 2.5
+    effort = 2.6
 
     def __init__(self, capacity: int, *, window: float = 0.01, sample: float = 10.0) -> None:
         super().__init__(capacity)
