@@ -35,16 +35,16 @@ from meter import Batch, Job, median, meter, size_text, sizes
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
+from tiers.disk.extents import cut_extents
 from tiers.pinned import PinnedRegion
 
 CASES = ("write", "read", "random read")
 REQUESTS = 16
 THREADS = 4
-CALL_BYTES = 4 * 2**20
 
 
 class Copy:
-    """Plain calls of up to 4 MiB between one file and the rows, by four threads."""
+    """The tier's calls, plain, between one file and the rows, by four threads."""
 
     def __init__(self, folder: Path, region: PinnedRegion) -> None:
         self.chunk_bytes = region.row_bytes
@@ -79,15 +79,11 @@ class Copy:
         return batch
 
     def _calls(self, job: Job) -> list[tuple[bool, list[memoryview], int]]:
-        size, most = self.chunk_bytes, max(1, CALL_BYTES // self.chunk_bytes)
-        calls: list[tuple[bool, list[memoryview], int]] = []
-        for place, (slot, row) in enumerate(zip(job.slots, job.rows, strict=True)):
-            buffer = self._region.row(row)
-            if calls and job.slots[place - 1] == slot - 1 and len(calls[-1][1]) < most:
-                calls[-1][1].append(buffer)
-            else:
-                calls.append((job.load, [buffer], slot * size))
-        return calls
+        size, row = self.chunk_bytes, self._region.row
+        return [
+            (job.load, [row(job.rows[index]) for index in extent], job.slots[extent[0]] * size)
+            for extent in cut_extents(job.slots, self._region.rows, size, THREADS)
+        ]
 
     def settle(self) -> None:
         """Nothing is left to do."""

@@ -65,8 +65,7 @@ class Prompt:
         id: its name in the core.
         keys: the longest part of its prompt that was shown.
         stage: see `Stage`.
-        told: the answer to its last lookup; None while there is none. asked: the keys of that
-            lookup. told_in: the step and the era in which it was answered.
+        told: the answer to its last lookup; None while there is none.
         reach: leading keys that it has had or stored.
         since: when it was first heard of.
         used: when it was last heard of.
@@ -74,20 +73,7 @@ class Prompt:
         chains: its keys that are finished and not recorded yet, by group.
     """
 
-    __slots__ = (
-        "asked",
-        "busy",
-        "chains",
-        "id",
-        "keys",
-        "named",
-        "reach",
-        "since",
-        "stage",
-        "told",
-        "told_in",
-        "used",
-    )
+    __slots__ = ("busy", "chains", "id", "keys", "named", "reach", "since", "stage", "told", "used")
 
     def __init__(self, name: str, keys: Sequence[bytes], now: float, *, named: bool) -> None:
         self.id = name
@@ -95,8 +81,6 @@ class Prompt:
         self.keys = keys
         self.stage = Stage.ASKED
         self.told: int | None = None
-        self.asked: Sequence[bytes] = ()
-        self.told_in = (-1, -1)
         self.reach = 0
         self.since = self.used = now
         self.busy = 0
@@ -156,26 +140,14 @@ class Prompts:
         self._heard(prompt, now)
         return prompt
 
-    def told(self, prompt: Prompt, keys: Sequence[bytes], answer: int | None) -> None:
-        """A lookup of `keys` was answered."""
-        prompt.told, prompt.asked, prompt.told_in = answer, list(keys), self._moment
+    def told(self, prompt: Prompt, answer: int | None) -> None:
+        """A lookup was answered."""
+        prompt.told = answer
         if prompt.named or answer is None:
             self._leasing.pop(prompt.id, None)
         else:
             self._leasing[prompt.id] = prompt
             self._leasing.move_to_end(prompt.id)
-
-    def still_told(self, prompt: Prompt, keys: Sequence[bytes]) -> bool:
-        """Whether `keys` are just what its last lookup found, and can surely be loaded still."""
-        return (
-            prompt.told == len(keys)
-            and prompt.told_in == self._moment
-            and prompt.asked[: len(keys)] == keys
-        )
-
-    @property
-    def _moment(self) -> tuple[int, int]:
-        return self._core.pool.step, self._core.era
 
     def getting(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt:
         """The request that gets `keys`."""

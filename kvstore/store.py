@@ -353,7 +353,7 @@ class Store:
                 return None, 0
             prompt = self._prompts.asking(keys, request, now)
         answer, stepped = self._ask(keys, prompt)
-        self._prompts.told(prompt, keys, answer)
+        self._prompts.told(prompt, answer)
         if stepped:
             self._driver.flush()
         return prompt, answer
@@ -364,8 +364,6 @@ class Store:
         Returns:
             The answer, and whether a step was begun, which is for the caller to flush.
         """
-        if self._prompts.still_told(prompt, keys):
-            return len(keys), False
         waiting = self._core.is_waiting
         if self._driver.fresh and (prompt.told is not None or waiting(prompt.id)):
             answer = self._core.lookup_prefix(keys, prompt.id)

@@ -41,10 +41,9 @@ class Budget:
         light = {effort, *tier_efforts} == {1.0}
         self._light = pace.whole - pace.own if light else -1
         self._wanted = 0.0
-        self._whole = (
-            *(pace.absorbed, pace.told, pace.granted, pace.linked),
-            *(pace.copied, max(1, int(pace.questions / effort))),
-        )
+        # These two are the same in every step: they depend on the policy alone.
+        given_up, questions = (max(1, int(n / effort)) for n in (pace.copied, pace.questions))
+        self._whole = (pace.absorbed, pace.told, pace.granted, pace.linked, given_up, questions)
         self.begin_step()
         self._shortened = True
 
@@ -53,7 +52,7 @@ class Budget:
         self.absorbed, self.told, self.granted, self.linked, self.given_up, self.questions = (
             self._whole
         )
-        self._copied = [self.given_up] * len(self._tier_efforts)
+        self._copied = [self._pace.copied] * len(self._tier_efforts)
         self.cut_short = self.behind = self._shortened = False
 
     def want(self, keys: int, *, stored: bool = False) -> None:
@@ -73,7 +72,6 @@ class Budget:
             self._copied[tier] = max(1, int(self._copied[tier] * share / effort))
         self.granted = max(1, int(self.granted * share / self._effort))
         self.linked = max(1, int(self.linked * share / self._effort))
-        self.given_up = max(1, int(self.given_up / self._effort))
         self.told = int(self.told * (share / self._effort))
 
     def absorb(self, chunks: int) -> None:

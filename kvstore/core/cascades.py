@@ -55,7 +55,7 @@ class Cascades:
     def stored(self, chunks: list[Chunk], now: float) -> None:
         """The device has stored these chunks: they go to each tier that is written through."""
         # What a neighbour keeps on the same disk need not be written twice.
-        chunks = self._not_shared(chunks) if self._peers else chunks
+        chunks = self._not_shared(chunks)
         for target in self._through:
             if target.accepts(now):
                 self._queue(target, target.lacking(chunks), now)

@@ -147,8 +147,6 @@ def _read_records(extents: Sequence[Extent]) -> list[bytes | OSError]:
         if len(extents) == 1:
             return [error]
         return [record for extent in extents for record in _read_records([extent])]
-    if len(extents) == 1:
-        return [raw]
     begins = [(extent.first - first.first) * RECORD_BYTES for extent in extents]
     return [
         raw[begin : begin + len(extent.keys) * RECORD_BYTES]
