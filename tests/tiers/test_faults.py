@@ -23,7 +23,7 @@ from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
 from tiers.disk.index import IndexFile
-from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest
+from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved
 from tiers.disk.io.buffered import BufferedIO
 
 KEYS = [key_of(n) for n in range(SLOTS)]
@@ -510,11 +510,11 @@ class Held:
         self._works = backend.read_all
         patch.setattr(backend, "read_all", self._read_all)
 
-    def _read_all(self, runs: Sequence[IORequest]) -> list[int | OSError]:
+    def _read_all(self, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
         self.begun.set()
         assert self.go_on.wait(20)
         try:
-            return self._works(runs)
+            return self._works(runs, hashed)
         finally:
             self.ended.set()
 
@@ -529,7 +529,7 @@ async def test_a_read_that_breaks_on_one_path_ends_when_the_other_has_let_go_of_
     assert all((await bench.store(keys, slots)).ok)
     one, other = bench.tier.volumes  # type: ignore[attr-defined]
 
-    def breaks(runs: Sequence[IORequest]) -> list[int | OSError]:
+    def breaks(runs: Sequence[IORequest], hashed: int) -> list[Moved | OSError]:
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(one.backend, "read_all", breaks)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,22 +15,34 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, choose_backend
+from tiers.disk.digest import address, digest
+from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_backend
 from tiers.disk.io.base import read_whole
 from tiers.pinned import PAGE, PinnedRegion
 
 PAGES = 32
 
 
-@pytest.fixture(params=sorted(IO_BACKENDS))
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> IOBackend:
+UNCOMPILED = "aio without a compiler"
+
+
+@pytest.fixture(params=[*sorted(IO_BACKENDS), UNCOMPILED])
+def backend(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> IOBackend:
     """Each backend that works here."""
+    name = request.param
+    if name == UNCOMPILED:
+        monkeypatch.setattr(aio, "compiled", None)
+        name = "aio"
+    elif name == "aio" and aio.compiled is None:
+        pytest.skip("tiers.disk.io._aio is not compiled")
     try:
-        chosen = choose_backend(tmp_path, request.param)
+        chosen = choose_backend(tmp_path, name)
     except ConfigError as error:
         pytest.skip(str(error))
-    if chosen.name != request.param:
-        pytest.skip(f"{request.param} is refused here")
+    if chosen.name != name:
+        pytest.skip(f"{name} is refused here")
     return chosen
 
 
@@ -53,6 +65,16 @@ def file(backend: IOBackend, tmp_path: Path) -> Iterator[Path]:
         path = Path(place) / "file"
         path.write_bytes(bytes(PAGES * PAGE))
         yield path
+
+
+def lengths(outcomes: Sequence[Moved | OSError]) -> list[int | None]:
+    """The bytes moved of each run, None where it failed."""
+    return [None if isinstance(each, OSError) else each.length for each in outcomes]
+
+
+def digests_of(outcomes: Sequence[Moved | OSError]) -> list[list[bytes] | None]:
+    """The digests of each run, None where it failed."""
+    return [None if isinstance(each, OSError) else list(each.digests) for each in outcomes]
 
 
 def rows(memory: PinnedRegion, *numbers: int) -> list[memoryview]:
@@ -215,9 +237,9 @@ def test_runs_of_one_batch_are_moved_each_to_its_place(
 ) -> None:
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
-    assert backend.write_all(runs) == [2 * PAGE] * 10
+    assert lengths(backend.write_all(runs)) == [2 * PAGE] * 10
     back = [IORequest(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
-    assert backend.read_all(back) == [PAGE] * 10
+    assert lengths(backend.read_all(back)) == [PAGE] * 10
     backend.close(fd)
     for n in range(10):
         assert (memory.array[20 + n] == memory.array[n]).all()
@@ -235,11 +257,53 @@ def test_more_runs_than_the_kernel_takes_at_once_are_all_moved(
     path.write_bytes(bytes(many * PAGE))
     fd = backend.open(path)
     runs = [IORequest(fd, rows(memory, n % PAGES), n * PAGE) for n in range(many)]
-    assert backend.write_all(runs) == [PAGE] * many
+    assert lengths(backend.write_all(runs)) == [PAGE] * many
     backend.close(fd)
     content = np.frombuffer(path.read_bytes(), np.uint8).reshape(many, PAGE)
     for n in range(many):
         assert (content[n] == memory.array[n % PAGES]).all()
+
+
+@pytest.mark.parametrize("size", [1, 240, 241, 1000, PAGE])
+def test_digests_are_those_of_the_first_bytes_of_each_buffer(
+    backend: IOBackend, file: Path, memory: PinnedRegion, size: int
+) -> None:
+    fd = backend.open(file)
+    runs = [IORequest(fd, rows(memory, 3 * n, 3 * n + 1), 2 * n * PAGE) for n in range(8)]
+    expected = [[digest(row[:size]) for row in run.buffers] for run in runs]
+    assert digests_of(backend.write_all(runs, size)) == expected
+    memory.array[:] = 0
+    assert digests_of(backend.read_all(runs, size)) == expected
+    assert [[digest(row[:size]) for row in run.buffers] for run in runs] == expected
+    backend.close(fd)
+
+
+def test_no_digest_is_told_of_what_was_not_moved(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    runs = [
+        IORequest(fd, rows(memory, 0, 1, 2), (PAGES - 1) * PAGE),
+        IORequest(10**6, rows(memory, 3), 0),
+        IORequest(fd, rows(memory, 4), PAGES * PAGE),
+        IORequest(fd, rows(memory, 5), 0),
+    ]
+    outcomes = backend.read_all(runs, 100)
+    zeros = digest(memoryview(bytes(100)))
+    assert digests_of(outcomes) == [[zeros], None, [], [zeros]]
+    assert lengths(outcomes) == [PAGE, None, 0, PAGE]
+    (failed,) = backend.write_all(runs[1:2], 100)
+    assert isinstance(failed, OSError)
+    backend.close(fd)
+
+
+def test_digests_are_only_made_where_they_are_wanted(
+    backend: IOBackend, file: Path, memory: PinnedRegion
+) -> None:
+    fd = backend.open(file)
+    runs = [IORequest(fd, rows(memory, 0, 1), 0)]
+    assert digests_of(backend.write_all(runs)) == digests_of(backend.read_all(runs)) == [[]]
+    backend.close(fd)
 
 
 def test_a_run_that_fails_fails_alone(
@@ -255,7 +319,7 @@ def test_a_run_that_fails_fails_alone(
                 assert isinstance(outcome, OSError)
                 assert outcome.errno == errno.EBADF
             else:
-                assert outcome == PAGE
+                assert lengths([outcome]) == [PAGE]
     backend.close(fd)
 
 
@@ -268,7 +332,7 @@ def test_a_run_that_crosses_the_end_of_the_file_is_short_and_the_others_are_whol
         IORequest(fd, rows(memory, 2), PAGES * PAGE),
     ]
     runs = [*ends, IORequest(fd, rows(memory, 3), 0)]
-    assert backend.read_all(runs) == [PAGE, 0, PAGE]
+    assert lengths(backend.read_all(runs)) == [PAGE, 0, PAGE]
     backend.close(fd)
 
 
@@ -297,14 +361,14 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
     if backend.name != "aio":
         pytest.skip("aio is refused here")
 
-    def exhausted(numbers: object) -> None:
+    def exhausted() -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("tiers.disk.io.aio._Context", exhausted)
+    monkeypatch.setattr(backend, "_make", exhausted)
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, n), 2 * n * PAGE) for n in range(4)]
-    assert backend.write_all(runs) == [PAGE] * 4
-    assert backend.read_all([IORequest(fd, rows(memory, 9), 0), *runs[1:]]) == [PAGE] * 4
+    assert lengths(backend.write_all(runs)) == [PAGE] * 4
+    assert lengths(backend.read_all([IORequest(fd, rows(memory, 9), 0), *runs[1:]])) == [PAGE] * 4
     assert (memory.array[9] == memory.array[0]).all()
     backend.close(fd)
 
@@ -327,3 +391,76 @@ def test_a_package_that_crashes_on_this_processor_is_refused_and_does_not_crash_
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("aio", "direct", "buffered")
+
+
+# -- batches in C ---------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(
+    aio.compiled is None, reason="tiers.disk.io._aio is not compiled"
+)
+
+
+@needs_compiler
+def test_the_function_that_makes_digests_is_found() -> None:
+    assert address() is not None, "batches are moved in Python, though C is there"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("requests", "error"),
+    [
+        ([(0, [b"read only"], 0)], BufferError),
+        ([(0, [5], 0)], TypeError),
+        ([(0, 5, 0)], TypeError),
+        ([("no descriptor", [], 0)], TypeError),
+        ([(0, [], "no offset")], TypeError),
+        ([(0, [], 1 << 70)], OverflowError),
+        ([(0, [])], TypeError),
+        ([5], TypeError),
+        (5, TypeError),
+    ],
+)
+def test_what_is_no_request_is_refused_and_holds_no_memory(
+    requests: object, error: type[Exception]
+) -> None:
+    context = aio.compiled.Context(4, address() or 0)
+    view = memoryview(bytearray(PAGE))
+    good = (10**6, [view], 0)
+    with pytest.raises(error):
+        context.move([good, *requests] if isinstance(requests, list) else requests, True, 0)  # type: ignore[list-item, arg-type]
+    assert context.move([good], True, 10) == [(-errno.EBADF, [])]
+    # Raises while somebody holds it.
+    view.release()
+
+
+@needs_compiler
+def test_what_is_no_context_is_refused() -> None:
+    for depth, function in ((0, address()), (-1, address()), (1 << 20, address()), (4, 0)):
+        with pytest.raises(ValueError, match="depth: 1 to 65536; function: an address"):
+            aio.compiled.Context(depth, function or 0)
+    with pytest.raises(ValueError, match="size: must not be negative"):
+        aio.compiled.Context(4, address() or 0).move([], True, -1)
+
+
+@needs_compiler
+def test_batches_keep_no_reference(file: Path, memory: PinnedRegion, tmp_path: Path) -> None:
+    backend = choose_backend(tmp_path, "aio")
+    fd = backend.open(file)
+    run = IORequest(fd, rows(memory, 0, 1), 0)
+    before = [sys.getrefcount(each) for each in (run, run.buffers, run.buffers[0], fd)]
+    for _ in range(1000):
+        backend.write_all([run], 10)
+        backend.read_all([run], 10)
+        backend.read_all([IORequest(10**6, run.buffers, 0)], 10)
+    after = [sys.getrefcount(each) for each in (run, run.buffers, run.buffers[0], fd)]
+    assert after == before
+    backend.close(fd)
+
+
+@needs_compiler
+def test_contexts_that_are_let_go_of_are_given_back_to_the_system() -> None:
+    before = int(Path("/proc/sys/fs/aio-nr").read_text())
+    for _ in range(50):
+        aio.compiled.Context(128, address() or 0)
+    # Others may use native AIO at the same time, but not 50 contexts of it.
+    assert int(Path("/proc/sys/fs/aio-nr").read_text()) < before + 25 * 128

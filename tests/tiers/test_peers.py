@@ -155,7 +155,7 @@ async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
     backend = follower.bench.tier.backend  # type: ignore[attr-defined]
     slots = [follower.entries[key] for key in KEYS]
     assert (await follower.tier.read(KEYS, slots, ALL)).unread == []
-    fails = lambda runs: [OSError(errno.EIO, "as told") for _ in runs]  # noqa: E731
+    fails = lambda runs, hashed: [OSError(errno.EIO, "as told") for _ in runs]  # noqa: E731
     monkeypatch.setattr(backend, "read_all", fails)
     done = await follower.tier.read(KEYS, slots, ALL)
     assert done.ok == [False] * SLOTS

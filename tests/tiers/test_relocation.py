@@ -16,7 +16,7 @@ from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SLOT, SLOTS, flip, segment_of
 from tiers.disk.index import IndexFile, read_index
-from tiers.disk.io.base import IOBackend, IORequest
+from tiers.disk.io import IOBackend, IORequest, Moved
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 ELSEWHERE = [SLOTS + number for number in range(SLOTS)]
@@ -86,8 +86,8 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     works = {"reading": backend.read_all, "writing": backend.write_all}
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(self: IOBackend, runs: Sequence[IORequest]) -> list[int | OSError]:
-        done = works[fails](self, runs)
+    def fail(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        done = works[fails](self, runs, hashed)
         bad = GEOMETRY.blocks_offset + 2 * SLOT
         return [error if run.offset == bad else one for run, one in zip(runs, done, strict=True)]
 
@@ -119,7 +119,7 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
     await bench.tier.grow()
     began, hangs = threading.Event(), threading.Event()
 
-    def hang(self: IOBackend, runs: Sequence[IORequest]) -> list[int | OSError]:
+    def hang(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
         began.set()
         hangs.wait(30)
         return [OSError(errno.EIO, "gave up") for _ in runs]

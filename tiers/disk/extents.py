@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from xxhash import xxh3_128_digest
-
 from tiers.disk.format import RECORD_BYTES, encode_records
-from tiers.disk.io import IOV_MAX, IOBackend, IORequest
+from tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
 from tiers.disk.segment import Segment
 
 __all__ = [
@@ -119,10 +117,11 @@ def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]
     records: list[bytes | OSError] = []
     while len(records) < len(extents):
         records += _read_records(_near(extents, len(records)))
-    moved = backend.read_all([extent.request for extent in extents])
+    size = extents[0].segment.geometry.chunk_bytes if extents else 0
+    moved = backend.read_all([extent.request for extent in extents], size)
     return [
-        _verified(backend, extent, raw, got)
-        for extent, raw, got in zip(extents, records, moved, strict=True)
+        _verified(backend, extent, raw, done)
+        for extent, raw, done in zip(extents, records, moved, strict=True)
     ]
 
 
@@ -171,13 +170,14 @@ def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) 
         except OSError as refused:
             erased.append(refused)
     sound = [extent for extent, refused in zip(extents, erased, strict=True) if refused is None]
-    moved = iter(backend.write_all([extent.request for extent in sound]))
+    size = extents[0].segment.geometry.chunk_bytes if extents else 0
+    moved = iter(backend.write_all([extent.request for extent in sound], size))
     outcomes: list[Outcome] = []
     for extent, failed in zip(extents, erased, strict=True):
         done = failed if failed is not None else next(moved)
         if not isinstance(done, OSError):
             try:
-                _write_records(extent, sequence)
+                _write_records(extent, sequence, done.digests)
             except OSError as refused:
                 done = refused
         if isinstance(done, OSError):
@@ -188,9 +188,8 @@ def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) 
     return outcomes
 
 
-def _write_records(extent: Extent, sequence: int) -> None:
+def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> None:
     segment, size = extent.segment, extent.segment.geometry.chunk_bytes
-    digests = [xxh3_128_digest(buffer[:size]) for buffer in extent.buffers]
     segment.index.write(
         extent.first,
         encode_records(
@@ -209,24 +208,24 @@ def _write_failed(backend: IOBackend, extent: Extent, sequence: int, error: OSEr
 
 
 def _verified(
-    backend: IOBackend, extent: Extent, raw: bytes | OSError, got: int | OSError
+    backend: IOBackend, extent: Extent, raw: bytes | OSError, done: Moved | OSError
 ) -> Outcome:
     """Compare what was read with the records that were there just before."""
-    error = raw if isinstance(raw, OSError) else got
+    error = raw if isinstance(raw, OSError) else done
     if isinstance(error, OSError):
         if len(extent.keys) == 1:
             return Outcome([False], [], _told("read of", extent, error))
         return _joined(read_extents(backend, [one])[0] for one in extent.one_by_one())
     assert isinstance(raw, bytes)
-    assert isinstance(got, int)
+    assert isinstance(done, Moved)
     segment, first = extent.segment, extent.first
-    size, slot_bytes = segment.geometry.chunk_bytes, segment.geometry.slot_bytes
     known = segment.index.chunks(first, raw, segment.epoch)
-    ok: list[bool] = []
-    for index, (key, buffer) in enumerate(zip(extent.keys, extent.buffers, strict=True)):
-        whole = got >= index * slot_bytes + size
-        expected = (key, xxh3_128_digest(buffer[:size])) if whole else None
-        ok.append(expected is not None and known.get(first + index) == expected)
+    ok = [
+        known.get(slot) == each
+        for slot, each in enumerate(zip(extent.keys, done.digests, strict=False), first)
+    ]
+    # What was not moved whole has no digest.
+    ok += [False] * (len(extent.keys) - len(ok))
     if all(ok):
         return Outcome(ok, [], None)
     wrong = [first + index for index, one in enumerate(ok) if not one]

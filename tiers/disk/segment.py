@@ -56,6 +56,8 @@ class Segment:
         self.backend = backend
         self.data = data
         self.index = index
+        self._blocks_offset = header.geometry.blocks_offset
+        self._slot_bytes = header.geometry.slot_bytes
 
     @classmethod
     def create(
@@ -174,7 +176,7 @@ class Segment:
 
     def offset_of(self, slot: int) -> int:
         """Where a slot begins in the file."""
-        return self.geometry.blocks_offset + slot * self.geometry.slot_bytes
+        return self._blocks_offset + slot * self._slot_bytes
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["IOV_MAX", "IOBackend", "IORequest", "read_whole", "write_whole"]
+from tiers.disk.digest import digests
+
+__all__ = ["IOV_MAX", "IOBackend", "IORequest", "Moved", "moved", "read_whole", "write_whole"]
 
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers that one vectored call takes."""
@@ -21,6 +23,19 @@ class IORequest(NamedTuple):
     fd: int
     buffers: Sequence[memoryview]
     offset: int
+
+
+class Moved(NamedTuple):
+    """What a request has moved.
+
+    Attributes:
+        length: bytes; of a read fewer than asked for at the end of the file.
+        digests: of the first bytes of each buffer, where they were asked for, as far as
+            these were moved.
+    """
+
+    length: int
+    digests: Sequence[bytes] = ()
 
 
 class IOBackend(ABC):
@@ -56,26 +71,39 @@ class IOBackend(ABC):
             OSError: as the system says; part may have been written then.
         """
 
-    def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
-        """`read` for each request: the bytes read, or what was raised. One fails alone."""
-        outcomes: list[int | OSError] = []
-        for request in requests:
-            try:
-                outcomes.append(self.read(request.fd, request.buffers, request.offset))
-            except OSError as error:
-                outcomes.append(error)
-        return outcomes
+    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        """`read` for each request: what was moved, or what was raised. One fails alone.
 
-    def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
-        """`write` for each request: the bytes written, or what was raised. One fails alone."""
-        outcomes: list[int | OSError] = []
-        for request in requests:
-            try:
-                self.write(request.fd, request.buffers, request.offset)
-                outcomes.append(sum(len(buffer) for buffer in request.buffers))
-            except OSError as error:
-                outcomes.append(error)
-        return outcomes
+        Args:
+            hashed: the bytes of each buffer, from its first on, whose digest is wanted.
+        """
+        return [self._read_one(request, hashed) for request in requests]
+
+    def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        """`write` for each request: what was moved, or what was raised. One fails alone.
+
+        Args:
+            hashed: as with `read_all`.
+        """
+        return [self._write_one(request, hashed) for request in requests]
+
+    def _read_one(self, request: IORequest, hashed: int) -> Moved | OSError:
+        try:
+            return moved(request, self.read(request.fd, request.buffers, request.offset), hashed)
+        except OSError as error:
+            return error
+
+    def _write_one(self, request: IORequest, hashed: int) -> Moved | OSError:
+        try:
+            self.write(request.fd, request.buffers, request.offset)
+        except OSError as error:
+            return error
+        return moved(request, sum(map(len, request.buffers)), hashed)
+
+
+def moved(request: IORequest, count: int, hashed: int) -> Moved:
+    """`count` bytes of a request were moved; their digests are made, if `hashed` bytes are."""
+    return Moved(count, digests(request.buffers, hashed, count) if hashed else ())
 
 
 def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from aiofiles.threadpool import wrap
 
-from tiers.disk.io.base import IOBackend, IORequest
+from tiers.disk.io.base import IOBackend, IORequest, Moved, moved
 
 __all__ = ["PortableIO"]
 
@@ -65,11 +65,23 @@ class PortableIO(IOBackend):
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self._run(self._write(fd, buffers, offset))
 
-    def read_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
-        return self._run(self._all(partial(self._move, "readinto"), requests))
+    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        return self._move_all(partial(self._move, "readinto"), requests, hashed)
 
-    def write_all(self, requests: Sequence[IORequest]) -> list[int | OSError]:
-        return self._run(self._all(self._write, requests))
+    def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        return self._move_all(self._write, requests, hashed)
+
+    def _move_all(
+        self,
+        move: Callable[[int, Sequence[memoryview], int], Awaitable[int]],
+        requests: Sequence[IORequest],
+        hashed: int,
+    ) -> list[Moved | OSError]:
+        outcomes = self._run(self._all(move, requests))
+        return [
+            outcome if isinstance(outcome, OSError) else moved(request, outcome, hashed)
+            for request, outcome in zip(requests, outcomes, strict=True)
+        ]
 
     async def _all(
         self,
