@@ -6,10 +6,9 @@ FOLDER is a file system in memory, /dev/shm by default. It is what the software
 could do with faster devices: an operator with many drives finds here where the
 processors, and not the drives, become the limit. A drive moves its bytes itself; here
 the processors copy them as well, so a real ceiling lies higher. What that costs is
-told by `copy`: the same calls on the same file, without the tier, its digests and
-records, by as many threads.
+told by `plain`: the same calls without the tier, its digests and records.
 
-16 requests at once, cases as in `disk.py`. The tiers and `copy` take turns, round by
+16 requests at once, cases as in `disk.py`. The tiers and `plain` take turns, round by
 round; figures are medians. `cores` is the processor time of the process per second.
 """
 
@@ -18,11 +17,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,66 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 from disk import Ours, Plan, Sample, measure
-from meter import Batch, Job, median, meter, size_text, sizes
+from meter import median, size_text, sizes
+from plain import Plain
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
-from tiers.disk.extents import cut_extents
 from tiers.pinned import PinnedRegion
 
 CASES = ("write", "read", "random read")
 REQUESTS = 16
 THREADS = 4
-
-
-class Copy:
-    """The tier's calls, plain, between one file and the rows, by four threads."""
-
-    def __init__(self, folder: Path, region: PinnedRegion) -> None:
-        self.chunk_bytes = region.row_bytes
-        self._region = region
-        self._path = folder / "copy"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, region.rows * region.row_bytes)
-
-    def run(self, jobs: Sequence[Job]) -> Batch:
-        """Run jobs that begin at the same time."""
-        batch = Batch()
-        calls = [call for job in jobs for call in self._calls(job)]
-        todo, lock = iter(calls), threading.Lock()
-
-        def work() -> None:
-            while True:
-                with lock:
-                    call = next(todo, None)
-                if call is None:
-                    return
-                load, buffers, offset = call
-                (os.preadv if load else os.pwritev)(self._fd, buffers, offset)
-
-        threads = [threading.Thread(target=work) for _ in range(THREADS)]
-        began = time.perf_counter()
-        with meter(batch):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        batch.seconds = [time.perf_counter() - began] * len(jobs)
-        return batch
-
-    def _calls(self, job: Job) -> list[tuple[bool, list[memoryview], int]]:
-        size, row = self.chunk_bytes, self._region.row
-        return [
-            (job.load, [row(job.rows[index]) for index in extent], job.slots[extent[0]] * size)
-            for extent in cut_extents(job.slots, self._region.rows, size, THREADS)
-        ]
-
-    def settle(self) -> None:
-        """Nothing is left to do."""
-
-    def close(self) -> None:
-        os.close(self._fd)
-        self._path.unlink()
 
 
 def column(
@@ -101,7 +47,7 @@ def column(
     loop = new_event_loop()
     region = PinnedRegion.private(chunks, chunk_bytes)
     region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
-    contestants: dict[str, Any] = {"copy": Copy(folder, region)}
+    contestants: dict[str, Any] = {"plain": Plain(folder, region)}
     for count in counts:
         name = f"{count} path{'s' if count > 1 else ''}"
         contestants[name] = Ours(folder / name, region, loop, options.io, fill=True, paths=count)
@@ -116,7 +62,7 @@ def column(
     rows: list[dict[str, Any]] = []
     for (case, name), samples in found.items():
         speeds = [sample.gbps for sample in samples]
-        plain = [sample.gbps for sample in found[case, "copy"]]
+        plain = [sample.gbps for sample in found[case, "plain"]]
         rows.append(
             {
                 "chunk": size_text(chunk_bytes),
@@ -125,7 +71,7 @@ def column(
                 "GBps": round(median(speeds), 2),
                 "cores": round(median([s.cpu / s.wall for s in samples]), 2),
                 "cpu_s_per_gb": round(median([s.cpu_per_gb for s in samples]), 3),
-                "of_copy": round(median([a / b for a, b in zip(speeds, plain, strict=True)]), 2),
+                "of_plain": round(median([a / b for a, b in zip(speeds, plain, strict=True)]), 2),
             }
         )
         print(json.dumps(rows[-1]), flush=True)

@@ -18,15 +18,15 @@ Cases, each with one request alone (a job of a quarter of the footprint) and wit
 What is driven is `DiskTier` itself over a private `PinnedRegion`, by `await tier.read`
 and `await tier.write` on the loop that the engine uses. Payloads are random bytes,
 digests are made and checked, the rows of a job lie anywhere in the region, and
-O_DIRECT keeps the page cache out. The peers and how they are treated: see `fio.py`
-and `peer_fs.py`. `write` of vLLM's tier, which cannot overwrite, stands beside both of
-our kinds of write.
+O_DIRECT keeps the page cache out. The peers and how they are treated: see `fio.py`,
+`plain.py` (the same calls on the same memory, without digests) and `peer_fs.py`. `write`
+of vLLM's tier, which cannot overwrite, stands beside both of our kinds of write.
 
-The contestants take turns, round by round. Figures are medians over the rounds,
-and ratios are medians of the ratio within a round, so that a disk that is shared
-with others moves them less. p50 and p99 are of the time from the beginning until a
-job's caller knows; in a mixed case of the reads. `loop_us` is the processor time of
-the event loop's thread per job.
+The contestants take turns, round by round, in another order each time. Figures are
+medians over the rounds, and ratios are medians of the ratio within a round, so that a
+disk that is shared with others moves them less. p50 and p99 are of the time from the
+beginning until a job's caller knows; in a mixed case of the reads. `loop_us` is the
+processor time of the event loop's thread per job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ import numpy as np
 from fio import Fio, FioResult, Way
 from meter import Batch, Job, Sample, median, meter, percentile, size_text, sizes
 from peer_fs import VllmFs
+from plain import Plain
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
@@ -191,6 +193,7 @@ class Column:
         self._fio_seconds = max(0.2, self._seconds)
         self._ours: dict[tuple[str, int], list[Sample]] = {}
         self._peer: dict[tuple[str, int], list[Sample]] = {}
+        self._calls: dict[tuple[str, int], list[Sample]] = {}
         self._fio: dict[tuple[str, str], list[FioResult]] = {}
 
     def rows(self, fio: Fio | None, with_vllm: bool) -> list[dict[str, Any]]:
@@ -216,15 +219,22 @@ class Column:
         # looked at by every full collection that a measurement happens to cause.
         gc.collect()
         gc.freeze()
+        plain = Plain(self._folder, region)
+        order = random.Random(0)
         for _ in range(self._options.rounds):
             for case in CASES:
+                turns: list[Callable[[], None]] = [partial(self._measure_fio, case, fio, ways)]
                 for requests in REQUESTS:
-                    self._measure_ours(case, requests, ours, region)
-                self._measure_fio(case, fio, ways)
-                for requests in REQUESTS if peer and case != "first write" else ():
-                    sample = measure(peer, self._plan.batches(case, requests), self._seconds)
-                    self._peer.setdefault((case, requests), []).append(sample)
+                    turns.append(partial(self._measure_ours, case, requests, ours, region))
+                    turns.append(partial(self._measure_calls, case, requests, plain, region))
+                    if peer and case != "first write":
+                        turns.append(partial(self._measure_peer, case, requests, peer))
+                # Who comes after whom must not make a difference.
+                order.shuffle(turns)
+                for turn in turns:
+                    turn()
         gc.unfreeze()
+        plain.close()
         if peer:
             peer.close()
         ours.close()
@@ -241,6 +251,20 @@ class Column:
         else:
             sample = measure(ours, batches, self._seconds)
         self._ours.setdefault((case, requests), []).append(sample)
+
+    def _measure_calls(self, case: str, requests: int, plain: Plain, region: PinnedRegion) -> None:
+        batches = self._plan.batches(case, requests)
+        if case == "first write":
+            fresh = Plain(self._folder, region, fill=False)
+            sample = measure(fresh, batches, math.inf)
+            fresh.close()
+        else:
+            sample = measure(plain, batches, self._seconds)
+        self._calls.setdefault((case, requests), []).append(sample)
+
+    def _measure_peer(self, case: str, requests: int, peer: VllmFs) -> None:
+        sample = measure(peer, self._plan.batches(case, requests), self._seconds)
+        self._peer.setdefault((case, requests), []).append(sample)
 
     def _choose(self, fio: Fio) -> dict[str, dict[str, Way]]:
         """For writing and reading the best pooled and the best warm way, by a short run of each."""
@@ -309,6 +333,9 @@ class Column:
             row["fio_cpu_s_per_gb"] = _round(median(cpu))
             row["fio_way"] = str(ways[_direction(case)][best])
             row.pop("ratio_to_fio_any", None)
+        calls = self._calls[case, requests]
+        row["plain_GBps"] = _round(median([sample.gbps for sample in calls]))
+        row["ratio_to_plain"] = _ratio([s.gbps for s in ours], [s.gbps for s in calls])
         peer = self._peer.get(("write" if case == "first write" else case, requests))
         if peer:
             row["ratio_to_vllm"] = _ratio([s.gbps for s in ours], [s.gbps for s in peer])
@@ -389,6 +416,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("ratio_to_fio", "/fio", 6),
         ("ratio_to_fio_pooled", "/pool", 6),
         ("ratio_to_fio_large", "/2MiB", 6),
+        ("ratio_to_plain", "/plain", 6),
         ("ratio_to_vllm", "/vllm", 6),
         ("p50_s", "p50 s", 8),
         ("p99_s", "p99 s", 8),
@@ -434,7 +462,7 @@ def main() -> int:
     for chunk_bytes in options.sizes:
         if chunk_bytes % 4096 or options.footprint % (chunk_bytes * 64):
             parser.error("the footprint must be a multiple of 64 chunks, a chunk one of 4096 bytes")
-    needed = 6 * options.footprint
+    needed = 8 * options.footprint
     if shutil.disk_usage(options.folder).free < needed:
         parser.error(f"{options.folder} has less than {size_text(needed)} free")
 

@@ -145,7 +145,10 @@ def _assemble(
         core.chains.listen(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
-        parts.append("installed without a C compiler: steps over large tiers have pauses")
+        parts.append(
+            "installed without a C compiler: steps over large tiers have pauses, "
+            "and fast disks are slower"
+        )
     return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder)
 
 

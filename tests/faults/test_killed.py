@@ -36,9 +36,10 @@ Start = Callable[..., Neighbour]
 
 INDEX = "tiers.disk.index:IndexFile"
 PAYLOAD = (
-    "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
+    "tiers.disk.io.aio:AioIO.begin_writes tiers.disk.io.direct:DirectIO.write "
     "tiers.disk.io.buffered:BufferedIO.write"
 )
+WRITTEN = PAYLOAD.replace("AioIO.begin_writes", "_Writes.end")
 COMPACTION = "kvstore.compaction:_Lane"
 
 
@@ -64,7 +65,7 @@ WRITE = [
     Point("amid erasing the old records", f"{INDEX}.write", "half"),
     Point("after the old records are erased", f"{INDEX}.erase", "after"),
     Point("amid the payload", PAYLOAD, "half", 1),
-    Point("after the payload", PAYLOAD, "after", 1),
+    Point("after the payload", WRITTEN, "after", 1),
     Point("amid the records", f"{INDEX}.write", "half", 2),
     Point("after the records, not reported yet", f"{INDEX}.write", "after", 2),
     Point("after the digests", "tiers.disk.extents:encode_records", "before"),

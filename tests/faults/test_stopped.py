@@ -28,13 +28,14 @@ from tests.faults.support import (
 Start = Callable[..., Neighbour]
 
 READ = (
-    "tiers.disk.io.aio:AioIO.read_all tiers.disk.io.direct:DirectIO.read "
+    "tiers.disk.io.aio:AioIO.begin_reads tiers.disk.io.direct:DirectIO.read "
     "tiers.disk.io.buffered:BufferedIO.read"
 )
 WRITE = (
-    "tiers.disk.io.aio:AioIO.write_all tiers.disk.io.direct:DirectIO.write "
+    "tiers.disk.io.aio:AioIO.begin_writes tiers.disk.io.direct:DirectIO.write "
     "tiers.disk.io.buffered:BufferedIO.write"
 )
+WRITTEN = WRITE.replace("AioIO.begin_writes", "_Writes.end")
 RECORDS = "tiers.disk.index:IndexFile.write"
 ALL = range(SLOTS)
 
@@ -112,7 +113,7 @@ async def test_a_follower_that_is_stopped_at_random_moments_gets_right_bytes_or_
         (RECORDS, "half", 1),
         (WRITE, "before", 1),
         (WRITE, "half", 1),
-        (WRITE, "after", 1),
+        (WRITTEN, "after", 1),
         (RECORDS, "half", 2),
         (RECORDS, "after", 2),
     ],

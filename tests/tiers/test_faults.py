@@ -15,6 +15,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from kvstore.testing.tier import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
 from tiers.disk.index import IndexFile
-from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved
+from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
 from tiers.disk.io.buffered import BufferedIO
 
 KEYS = [key_of(n) for n in range(SLOTS)]
@@ -502,19 +503,26 @@ async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(
 # -- whose rows and files they are ---------------------------------------------------------
 
 
-class Held:
-    """The `read_all` of a backend, waiting until it may go on."""
+class Held(UnderWay):
+    """The reads of a backend, waiting until they may go on."""
 
     def __init__(self, backend: IOBackend, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on, self.ended = (threading.Event() for _ in range(3))
-        self._works = backend.read_all
-        patch.setattr(backend, "read_all", self._read_all)
+        self._works = partial(IOBackend.read_all, backend)
+        patch.setattr(backend, "begin_reads", self._begin)
 
-    def _read_all(self, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+    def _begin(self, runs: Sequence[IORequest], hashed: int) -> UnderWay:
+        self._asked = (runs, hashed)
+        return self
+
+    def waits(self) -> bool:
+        return False
+
+    def end(self) -> list[Moved | OSError]:
         self.begun.set()
         assert self.go_on.wait(20)
         try:
-            return self._works(runs, hashed)
+            return self._works(*self._asked)
         finally:
             self.ended.set()
 
@@ -529,10 +537,10 @@ async def test_a_read_that_breaks_on_one_path_ends_when_the_other_has_let_go_of_
     assert all((await bench.store(keys, slots)).ok)
     one, other = bench.tier.volumes  # type: ignore[attr-defined]
 
-    def breaks(runs: Sequence[IORequest], hashed: int) -> list[Moved | OSError]:
+    def breaks(runs: Sequence[IORequest], hashed: int) -> UnderWay:
         raise RuntimeError("nobody thought of this")
 
-    monkeypatch.setattr(one.backend, "read_all", breaks)
+    monkeypatch.setattr(one.backend, "begin_reads", breaks)
     held = Held(other.backend, monkeypatch)
     reading = asyncio.ensure_future(bench.tier.read(keys, slots, slots))
     assert await asyncio.to_thread(held.begun.wait, 10)

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
 from tiers.disk import DiskTier, PeerLanes, watch
+from tiers.disk.io import IOBackend
 from tiers.disk.places import Places
 from tiers.disk.watch import IN_TURN
 
@@ -155,8 +157,10 @@ async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
     backend = follower.bench.tier.backend  # type: ignore[attr-defined]
     slots = [follower.entries[key] for key in KEYS]
     assert (await follower.tier.read(KEYS, slots, ALL)).unread == []
-    fails = lambda runs, hashed: [OSError(errno.EIO, "as told") for _ in runs]  # noqa: E731
-    monkeypatch.setattr(backend, "read_all", fails)
+    fails = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(IOBackend, "read_one", lambda *_: fails)
+    for name in ("begin_reads", "read_all"):
+        monkeypatch.setattr(backend, name, partial(getattr(IOBackend, name), backend))
     done = await follower.tier.read(KEYS, slots, ALL)
     assert done.ok == [False] * SLOTS
     assert done.unread == ALL

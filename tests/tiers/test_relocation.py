@@ -83,7 +83,7 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     await bench.store(KEYS, range(SLOTS))
     await bench.tier.grow()
     backend = type(bench.tier.backend)
-    works = {"reading": backend.read_all, "writing": backend.write_all}
+    works = {"reading": IOBackend.read_all, "writing": IOBackend.write_all}
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
     def fail(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
@@ -103,6 +103,8 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     else:
         name = "read_all" if fails == "reading" else "write_all"
         monkeypatch.setattr(backend, name, fail)
+        if fails == "reading":
+            monkeypatch.setattr(backend, "begin_reads", IOBackend.begin_reads)
     done = await bench.tier.relocate(KEYS, range(SLOTS), ELSEWHERE)
     assert [place for place, ok in enumerate(done.ok) if not ok] == list(done.unread) == [2]
     assert "Input/output error" in (done.error or "")
@@ -125,6 +127,7 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
         return [OSError(errno.EIO, "gave up") for _ in runs]
 
     monkeypatch.setattr(type(bench.tier.backend), "read_all", hang)
+    monkeypatch.setattr(type(bench.tier.backend), "begin_reads", IOBackend.begin_reads)
     copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
     await asyncio.to_thread(began.wait, 30)
     bench.tier.detach()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tiers.disk.threads import IOThreads
+from tiers.disk.threads import IOThreads, Parts
 
 Pool = Callable[[int], IOThreads]
 
@@ -66,6 +66,132 @@ async def test_operations_of_one_job_run_at_the_same_time(pool: Pool) -> None:
     together = threading.Barrier(3)
     results = await pool(3).run([lambda: together.wait(10)] * 3, load=False)
     assert sorted(results) == [0, 1, 2]
+
+
+# -- operations of two parts ------------------------------------------------------------------
+
+
+class Halves:
+    """An operation of two parts: the second one ends when the test says so."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> Parts[str]:
+        self.told.append(f"{self.name} begins")
+        self.begun.set()
+        yield
+        assert self.opened.wait(10)
+        self.told.append(f"{self.name} ends")
+        return self.name
+
+    async def has_begun(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, 10)
+
+
+def told_of(told: list[str], *names: str) -> list[Halves]:
+    return [Halves(name, told) for name in names]
+
+
+async def test_the_next_operation_begins_before_the_last_one_has_ended(pool: Pool) -> None:
+    told: list[str] = []
+    one, two, three = told_of(told, "one", "two", "three")
+    job = asyncio.ensure_future(pool(1).run_cut(lambda: [one, two, three], load=True))
+    await two.has_begun()
+    assert told == ["one begins", "two begins"]
+    for each in (one, two, three):
+        each.opened.set()
+    assert await job == ["one", "two", "three"]
+    assert told == [
+        "one begins",
+        "two begins",
+        "one ends",
+        "three begins",
+        "two ends",
+        "three ends",
+    ]
+
+
+async def test_what_an_idle_thread_can_begin_is_left_to_it(pool: Pool) -> None:
+    told: list[str] = []
+    threads = pool(3)
+    halves = told_of(told, "one", "two", "three")
+    job = asyncio.ensure_future(threads.run_cut(lambda: halves, load=True))
+    for each in halves:
+        await each.has_begun()
+    # Each ends although the others do not: no thread has two of them.
+    for each in reversed(halves):
+        each.opened.set()
+        while f"{each.name} ends" not in told:
+            await asyncio.sleep(0.001)
+    assert await job == ["one", "two", "three"]
+
+
+async def test_a_long_operation_does_not_begin_before_the_last_one_has_ended(pool: Pool) -> None:
+    told: list[str] = []
+    threads, (one,) = pool(1), told_of(told, "one")
+    first = asyncio.ensure_future(threads.run_cut(lambda: [one], load=False))
+    await one.has_begun()
+    second = asyncio.ensure_future(threads.run([lambda: told.append("long")], load=False))
+    await asyncio.sleep(0.05)
+    one.opened.set()
+    await asyncio.gather(first, second)
+    assert told == ["one begins", "one ends", "long"]
+
+
+async def test_a_load_that_comes_while_a_store_is_moved_begins_at_once(pool: Pool) -> None:
+    told: list[str] = []
+    threads = pool(1)
+    stores, (load,) = told_of(told, "store", "next store"), told_of(told, "load")
+    storing = asyncio.ensure_future(threads.run_cut(lambda: stores, load=False))
+    await stores[1].has_begun()
+    loading = asyncio.ensure_future(threads.run_cut(lambda: [load], load=True))
+    await asyncio.sleep(0)
+    stores[0].opened.set()
+    await load.has_begun()
+    assert "next store ends" not in told
+    stores[1].opened.set()
+    load.opened.set()
+    await asyncio.gather(storing, loading)
+
+
+@pytest.mark.parametrize("part", ["first", "second"])
+async def test_what_either_part_raises_is_told_after_all_have_ended(pool: Pool, part: str) -> None:
+    told: list[str] = []
+    (sound,) = told_of(told, "sound")
+    sound.opened.set()
+
+    def fails() -> Parts[str]:
+        if part == "second":
+            yield
+        raise OSError("as told")
+
+    with pytest.raises(OSError, match="as told"):
+        await pool(1).run_cut(lambda: [fails, sound], load=True)
+    assert told == ["sound begins", "sound ends"]
+
+
+async def test_an_operation_of_three_parts_is_a_mistake(pool: Pool) -> None:
+    def goes_on() -> Parts[str]:
+        yield
+        yield
+        return "too long"
+
+    with pytest.raises(RuntimeError, match="two parts at most"):
+        await pool(1).run_cut(lambda: [goes_on], load=True)
+
+
+async def test_threads_that_are_closed_end_what_they_have_begun() -> None:
+    told: list[str] = []
+    threads, (one,) = IOThreads(1, "test"), told_of(told, "one")
+    job = asyncio.ensure_future(threads.run_cut(lambda: [one], load=True))
+    await one.has_begun()
+    closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
+    await asyncio.sleep(0.05)
+    one.opened.set()
+    assert await closing
+    assert await job == ["one"]
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -244,7 +370,7 @@ async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool
 def test_an_operation_that_outlives_its_loop_does_no_harm() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads
+from tiers.disk.threads import IOThreads, Parts
 threads, begun, gate = IOThreads(1, "test"), threading.Event(), threading.Event()
 async def main():
     job = asyncio.ensure_future(threads.run([begun.set, gate.wait], load=True))
@@ -267,7 +393,7 @@ print(asyncio.run(threads.run([lambda: "alive"], load=True)), job.done())
 def test_a_stuck_operation_does_not_keep_the_process_from_exiting() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads
+from tiers.disk.threads import IOThreads, Parts
 async def main():
     threads = IOThreads(2, "stuck")
     asyncio.ensure_future(threads.run([threading.Event().wait], load=True))

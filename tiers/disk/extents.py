@@ -12,11 +12,12 @@ from tiers.disk.segment import Segment
 __all__ = [
     "Extent",
     "Outcome",
+    "Reading",
+    "Writing",
     "cut_batches",
     "cut_extents",
     "gravest",
     "read_extents",
-    "write_extents",
 ]
 
 MIN_CALL_BYTES = 1024 * 1024
@@ -112,17 +113,42 @@ def _call_bytes(total: int, threads: int) -> int:
     return min(MAX_CALL_BYTES, max(MIN_CALL_BYTES, total // threads))
 
 
+class Reading:
+    """Extents that are being read, into memory that is in use until `end`.
+
+    Records are read before their payloads: what is written in between is a mismatch.
+
+    Attributes:
+        waits: whether the system still moves bytes, and the thread may do something else.
+    """
+
+    def __init__(self, backend: IOBackend, extents: Sequence[Extent]) -> None:
+        self._backend = backend
+        self._extents = extents
+        self._records: list[bytes | OSError] = []
+        while len(self._records) < len(extents):
+            self._records += _read_records(_near(extents, len(self._records)))
+        requests = [extent.request for extent in extents]
+        self._under_way = backend.begin_reads(requests, _hashed(extents))
+        self.waits = self._under_way.waits()
+
+    def end(self) -> list[Outcome]:
+        """Verify each block against its key. A failed block fails alone."""
+        moved = self._under_way.end()
+        return [
+            _verified(self._backend, extent, raw, done)
+            for extent, raw, done in zip(self._extents, self._records, moved, strict=True)
+        ]
+
+
 def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]:
     """Read `extents` and verify each block against its key. A failed block fails alone."""
-    records: list[bytes | OSError] = []
-    while len(records) < len(extents):
-        records += _read_records(_near(extents, len(records)))
-    size = extents[0].segment.geometry.chunk_bytes if extents else 0
-    moved = backend.read_all([extent.request for extent in extents], size)
-    return [
-        _verified(backend, extent, raw, done)
-        for extent, raw, done in zip(extents, records, moved, strict=True)
-    ]
+    return Reading(backend, extents).end()
+
+
+def _hashed(extents: Sequence[Extent]) -> int:
+    """The bytes of a slot whose digest is wanted."""
+    return extents[0].segment.geometry.chunk_bytes if extents else 0
 
 
 def _near(extents: Sequence[Extent], start: int) -> Sequence[Extent]:
@@ -153,39 +179,56 @@ def _read_records(extents: Sequence[Extent]) -> list[bytes | OSError]:
     ]
 
 
-def write_extents(backend: IOBackend, extents: Sequence[Extent], sequence: int) -> list[Outcome]:
-    """Write `extents` and their records. A failed block fails alone.
+class Writing:
+    """Extents that are being written, from memory that is in use until `end`.
 
     Old records out, payload in, new records in: in this order, so that a crash
     between any two of them leaves slots that hold nothing.
 
+    Attributes:
+        waits: as with `Reading`.
+
     Args:
         sequence: that of the first record; the others count on from it.
     """
-    erased: list[OSError | None] = []
-    for extent in extents:
-        try:
-            extent.segment.index.erase(extent.first, len(extent.keys))
-            erased.append(None)
-        except OSError as refused:
-            erased.append(refused)
-    sound = [extent for extent, refused in zip(extents, erased, strict=True) if refused is None]
-    size = extents[0].segment.geometry.chunk_bytes if extents else 0
-    moved = iter(backend.write_all([extent.request for extent in sound], size))
-    outcomes: list[Outcome] = []
-    for extent, failed in zip(extents, erased, strict=True):
-        done = failed if failed is not None else next(moved)
-        if not isinstance(done, OSError):
+
+    def __init__(self, backend: IOBackend, extents: Sequence[Extent], sequence: int) -> None:
+        self._backend = backend
+        self._extents = extents
+        self._sequence = sequence
+        self._erased: list[OSError | None] = []
+        for extent in extents:
             try:
-                _write_records(extent, sequence, done.digests)
+                extent.segment.index.erase(extent.first, len(extent.keys))
+                self._erased.append(None)
             except OSError as refused:
-                done = refused
-        if isinstance(done, OSError):
-            outcomes.append(_write_failed(backend, extent, sequence, done))
-        else:
-            outcomes.append(Outcome([True] * len(extent.keys), [], None))
-        sequence += len(extent.keys)
-    return outcomes
+                self._erased.append(refused)
+        requests = [
+            extent.request
+            for extent, refused in zip(extents, self._erased, strict=True)
+            if refused is None
+        ]
+        self._under_way = backend.begin_writes(requests, _hashed(extents))
+        self.waits = self._under_way.waits()
+
+    def end(self) -> list[Outcome]:
+        """Write the records of what was written. A failed block fails alone."""
+        moved = iter(self._under_way.end())
+        outcomes: list[Outcome] = []
+        sequence = self._sequence
+        for extent, failed in zip(self._extents, self._erased, strict=True):
+            done = failed if failed is not None else next(moved)
+            if not isinstance(done, OSError):
+                try:
+                    _write_records(extent, sequence, done.digests)
+                except OSError as refused:
+                    done = refused
+            if isinstance(done, OSError):
+                outcomes.append(_write_failed(self._backend, extent, sequence, done))
+            else:
+                outcomes.append(Outcome([True] * len(extent.keys), [], None))
+            sequence += len(extent.keys)
+        return outcomes
 
 
 def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> None:
@@ -202,7 +245,7 @@ def _write_failed(backend: IOBackend, extent: Extent, sequence: int, error: OSEr
     if len(extent.keys) == 1:
         return Outcome([False], [], _told("write to", extent, error))
     return _joined(
-        write_extents(backend, [one], sequence + index)[0]
+        Writing(backend, [one], sequence + index).end()[0]
         for index, one in enumerate(extent.one_by_one())
     )
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from kvstore.types import Changes, RecoveredTier
 from tiers.base import Tier, Transfer
-from tiers.disk.extents import Extent, cut_batches, cut_extents, read_extents
+from tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
 from tiers.disk.places import Places
+from tiers.disk.threads import Parts
 from tiers.disk.tier import DiskTier
 from tiers.disk.volume import Volume
 from tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
@@ -140,7 +141,7 @@ class PeerLanes(Tier):
 
         def cut(
             volume: Volume, watch: Watch, share: Sequence[int]
-        ) -> list[Callable[[], str | None]]:
+        ) -> list[Callable[[], Parts[str | None]]]:
             size, threads = self._region.row_bytes, volume.threads.count
             extents = cut_extents(
                 [slots[index] for index in share], SLOTS_PER_SEGMENT, size, threads
@@ -181,7 +182,7 @@ class PeerLanes(Tier):
         watch: Watch,
         batch: Sequence[Sequence[int]],
         job: tuple[Sequence[bytes], Sequence[int], Sequence[int], list[bool], set[int]],
-    ) -> str | None:
+    ) -> Parts[str | None]:
         keys, slots, rows, ok, unread = job
         reached: list[Sequence[int]] = []
         wanted: list[Extent] = []
@@ -199,8 +200,11 @@ class PeerLanes(Tier):
                     [self._region.row(rows[index]) for index in extent],
                 )
             )
+        reading = Reading(volume.backend, wanted)
+        if reading.waits:
+            yield
         told: str | None = None
-        for extent, outcome in zip(reached, read_extents(volume.backend, wanted), strict=True):
+        for extent, outcome in zip(reached, reading.end(), strict=True):
             for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
                 ok[index] = one
                 if not one and slots[extent[0]] % SLOTS_PER_SEGMENT + place not in outcome.wrong:

@@ -3,6 +3,11 @@
 One job is many operations, one hop to the threads and one back: a thread cuts the
 job into its operations, and the last of them to end wakes the loop, once. What
 the loop does for a job does not depend on its size.
+
+Where the system moves bytes in the background, an operation has two parts: it hands
+over, and it waits and verifies. While everybody is busy, a thread hands over the next
+operation before it waits for the one that it has begun, so that the device has something to
+do while digests are made.
 """
 
 from __future__ import annotations
@@ -12,24 +17,33 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from types import GeneratorType
 from typing import Any, TypeVar
 
-__all__ = ["IOThreads"]
+__all__ = ["IOThreads", "Parts"]
 
 _T = TypeVar("_T")
 
+Parts = Generator[None, None, _T]
+"""What an operation of two parts returns: it yields in between, if the system goes on alone."""
 
 Operation = Callable[[], object]
 
 
 class _Job:
-    """The operations of one job and where their outcome goes."""
+    """The operations of one job and where their outcome goes.
 
-    __slots__ = ("ended", "error", "future", "left", "lock", "loop", "results")
+    Attributes:
+        short: whether no operation takes longer than a transfer of one batch.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("ended", "error", "future", "left", "lock", "loop", "results", "short")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, short: bool = False) -> None:
         self.loop = loop
+        self.short = short
         self.future: asyncio.Future[None] = loop.create_future()
         self.ended = False
         self.results: list[object] = []
@@ -50,11 +64,32 @@ class _Job:
             self.end()
         return operations
 
-    def perform(self, index: int, operation: Operation) -> None:
+    def begin(self, index: int, operation: Operation) -> Callable[[], None] | None:
+        """Run an operation, or the first part of one that has two: then returns the second."""
         try:
-            self.results[index] = operation()
+            outcome = operation()
+            if isinstance(outcome, GeneratorType):
+                next(outcome)
+                return partial(self._finish, index, outcome)
+            self.results[index] = outcome
+        except StopIteration as stop:
+            self.results[index] = stop.value
         except Exception as error:
             self.error = error
+        self._count()
+        return None
+
+    def _finish(self, index: int, parts: Parts[object]) -> None:
+        try:
+            next(parts)
+            raise RuntimeError("an operation has two parts at most")
+        except StopIteration as stop:
+            self.results[index] = stop.value
+        except Exception as error:
+            self.error = error
+        self._count()
+
+    def _count(self) -> None:
         with self.lock:
             self.left -= 1
             last = not self.left
@@ -79,6 +114,10 @@ class _Job:
             self.future.set_result(None)
 
 
+_Queue = deque[tuple[_Job, int, Any]]
+"""Operations by job and number; -1 stands before what cuts the job."""
+
+
 class IOThreads:
     """`count` threads named after `name`.
 
@@ -88,9 +127,10 @@ class IOThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
-        self._loads: deque[tuple[_Job, int, Any]] = deque()
-        self._stores: deque[tuple[_Job, int, Any]] = deque()
-        self._before_stores: deque[tuple[_Job, int, Any]] = deque()
+        self._loads: _Queue = deque()
+        self._stores: _Queue = deque()
+        self._before_stores: _Queue = deque()
+        self._waiting = 0
         self._wake = threading.Condition()
         self._closed = False
         self._detached = False
@@ -111,13 +151,17 @@ class IOThreads:
         """Run `operations` and return their results in order; see `run_cut`."""
         if not operations:
             return []
-        return await self.run_cut(lambda: operations, load=load, ahead=ahead)
+        job = _Job(asyncio.get_running_loop())
+        queue = self._before_stores if ahead else self._loads if load else self._stores
+        done: list[_T] = await self._run(job, lambda: operations, queue)
+        return done
 
     async def run_cut(
-        self, cut: Callable[[], Sequence[Callable[[], _T]]], *, load: bool, ahead: bool = False
+        self, cut: Callable[[], Sequence[Callable[[], Parts[_T]]]], *, load: bool
     ) -> list[_T]:
-        """Run the operations that `cut` returns, which is itself called by a thread.
+        """Move what the operations that `cut` returns move; it is itself called by a thread.
 
+        An operation may have two parts, and takes no longer than a transfer of one batch.
         Loads come first, then what is `ahead` of stores, then stores.
 
         Returns their results in order. Waits for all, even when cancelled: the
@@ -127,17 +171,20 @@ class IOThreads:
         Raises:
             TimeoutError: after `detach`; operations may still be under way.
         """
-        job = _Job(asyncio.get_running_loop())
+        job = _Job(asyncio.get_running_loop(), short=True)
+        done: list[_T] = await self._run(job, cut, self._loads if load else self._stores)
+        return done
+
+    async def _run(self, job: _Job, cut: Callable[[], Sequence[Operation]], queue: _Queue) -> Any:
         with self._wake:
             if self._detached:
                 raise TimeoutError("an earlier I/O call did not return")
             if self._closed:
                 raise RuntimeError("the I/O threads have been closed")
-            queue = self._before_stores if ahead else self._loads if load else self._stores
             queue.append((job, -1, cut))
             self._wake.notify()
         await self._ended(job)
-        return job.results  # type: ignore[return-value]
+        return job.results
 
     async def _ended(self, job: _Job) -> None:
         """Wait for the end of `job`, cancelled or not.
@@ -225,31 +272,54 @@ class IOThreads:
             at_end()
 
     def _work(self) -> None:
+        rest: Callable[[], None] | None = None
         while True:
-            with self._wake:
-                while not (self._loads or self._before_stores or self._stores):
-                    if self._closed:
-                        return
-                    self._wake.wait()
-                queue = self._loads or self._before_stores or self._stores
-                job, index, operation = queue.popleft()
-            if index < 0:
-                operations = job.cut(operation)
-                if not operations:
-                    del job, operation, operations
-                    continue
-                index, operation = 0, operations[0]
-                self._share(job, operations, queue)
-                del operations
-            job.perform(index, operation)
+            taken = self._take(beside=rest is not None)
+            if taken is None and rest is None:
+                return
+            following = self._begin(*taken) if taken is not None else None
+            if rest is not None:
+                rest()
+            rest = following
             # Nothing of the job may be kept alive while the thread waits.
-            del job, operation
+            del taken, following
+
+    def _take(self, *, beside: bool) -> tuple[_Queue, _Job, int, Any] | None:
+        """What is to be done next; None at the end.
+
+        Args:
+            beside: an operation that has begun waits for the thread: nothing is waited
+                for, and what an idle thread can do, or may take long, is not taken.
+        """
+        with self._wake:
+            while not (self._loads or self._before_stores or self._stores):
+                if beside or self._closed:
+                    return None
+                self._waiting += 1
+                self._wake.wait()
+                self._waiting -= 1
+            queue = self._loads or self._before_stores or self._stores
+            if beside and (self._waiting or not queue[0][0].short):
+                return None
+            return queue, *queue.popleft()
+
+    def _begin(
+        self, queue: _Queue, job: _Job, index: int, operation: Any
+    ) -> Callable[[], None] | None:
+        """Begin an operation, the first one if the job is to be cut: what is left of it to do."""
+        if index < 0:
+            operations = job.cut(operation)
+            if not operations:
+                return None
+            index, operation = 0, operations[0]
+            self._share(job, operations, queue)
+        return job.begin(index, operation)
 
     def _share(
         self,
         job: _Job,
         operations: Sequence[Operation],
-        queue: deque[tuple[_Job, int, Any]],
+        queue: _Queue,
     ) -> None:
         """Offer all but the first to every thread, before the jobs that came later."""
         if len(operations) == 1:

@@ -18,22 +18,14 @@ import numpy.typing as npt
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
 from tiers.disk.epoch import raise_epoch, read_epoch
-from tiers.disk.extents import (
-    Extent,
-    Outcome,
-    cut_batches,
-    cut_extents,
-    gravest,
-    read_extents,
-    write_extents,
-)
+from tiers.disk.extents import Extent, Outcome, Reading, Writing, cut_batches, cut_extents, gravest
 from tiers.disk.format import Geometry, Records
 from tiers.disk.io import choose_backend
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import Namespace
 from tiers.disk.recovery import Recovered, lane_geometry, recover
 from tiers.disk.segment import Segment
-from tiers.disk.threads import IOThreads
+from tiers.disk.threads import IOThreads, Parts
 from tiers.disk.trust import Trust
 from tiers.pinned import PinnedRegion
 
@@ -181,11 +173,11 @@ class Volume:
 
     def _cut(
         self, job: Job, indices: Sequence[int], region: PinnedRegion
-    ) -> list[Callable[[], str | None]]:
+    ) -> list[Callable[[], Parts[str | None]]]:
         geometry, threads = self.geometry, self.threads.count
         slots = [job.slots[index] for index in indices]
         extents = cut_extents(slots, geometry.slots, geometry.slot_bytes, threads)
-        operations: list[Callable[[], str | None]] = []
+        operations: list[Callable[[], Parts[str | None]]] = []
         sequence = job.sequence + (indices[0] if indices else 0)
         for batch in cut_batches(extents, geometry.slot_bytes, threads):
             places = [[indices[index] for index in extent] for extent in batch]
@@ -195,17 +187,23 @@ class Volume:
 
     def _move_batch(
         self, job: Job, places: Sequence[Sequence[int]], region: PinnedRegion, sequence: int
-    ) -> str | None:
+    ) -> Parts[str | None]:
         extents = [self._extent(job, indices, region) for indices in places]
         if job.load:
-            outcomes = read_extents(self.backend, extents)
+            reading = Reading(self.backend, extents)
+            if reading.waits:
+                yield
+            outcomes = reading.end()
             self._count_reads(extents, outcomes)
             for extent, indices, outcome in zip(extents, places, outcomes, strict=True):
                 for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True)):
                     if not ok and extent.first + slot not in outcome.wrong:
                         job.unread.add(index)
         else:
-            outcomes = write_extents(self.backend, extents, sequence)
+            writing = Writing(self.backend, extents, sequence)
+            if writing.waits:
+                yield
+            outcomes = writing.end()
             self.lane.touch()
         for indices, outcome in zip(places, outcomes, strict=True):
             for index, ok in zip(indices, outcome.ok, strict=True):

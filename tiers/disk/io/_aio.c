@@ -1,8 +1,8 @@
-/* A batch of calls through Linux native AIO, with digests, in one call without the GIL.
+/* Batches through Linux native AIO, with digests, without the GIL.
 
-   What it is for, and what it guarantees, is told in tiers/disk/io/aio.py, which does the same in
-   Python where this is not compiled. The digest is a function of the xxhash package, handed over
-   as an address: this module has no hash of its own. */
+   What it is for, and what it guarantees, is told in tiers/disk/io/aio.py; aio_context.py does the
+   same in Python where this is not compiled. The digest is a function of the xxhash package, handed
+   over as an address: this module has no hash of its own. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,9 +12,13 @@
 #include <string.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { DIGEST_BYTES = 16 };
+enum {
+    DIGEST_BYTES = 16,
+    CALL_BYTES = 512 * 1024,
+};
 
 typedef struct {
     uint64_t low;
@@ -28,23 +32,38 @@ typedef struct {
     aio_context_t context;
     HashFunction hash;
     long depth;
-    int busy;
+    long flying; /* calls that the kernel has, of all batches */
+    int busy;    /* a thread is at work without the GIL */
     struct io_event *events;
 } Context;
 
-/* One call: neighbouring bytes of a file, and the memory they go to or come from. */
+struct Batch;
+
+/* Neighbouring bytes of a file, and the memory they go to or come from. */
 typedef struct {
+    struct Batch *batch;
     Py_ssize_t first; /* its first buffer */
     Py_ssize_t count;
+    Py_ssize_t last; /* the calls that it is cut into end before this one */
+    Py_ssize_t left; /* calls that have not ended */
     int64_t bytes;
-    int64_t moved; /* or the error's number, negated */
-} Call;
+    int64_t moved;
+    int error;
+} Request;
 
-typedef struct {
+typedef struct Batch {
+    PyObject_HEAD
+    Context *context;
+    int load;
+    int told;
+    size_t size; /* bytes of each buffer to make a digest of, or 0 */
+    Py_ssize_t requests;
     Py_ssize_t calls;
-    Py_ssize_t buffers;
-    Py_ssize_t held; /* views to release */
-    Call *call;
+    Py_ssize_t held;   /* views to release */
+    Py_ssize_t begun;  /* calls */
+    Py_ssize_t ended;  /* calls */
+    Py_ssize_t hashed; /* requests */
+    Request *request;
     struct iocb *block;
     struct iocb **pointer;
     struct iovec *vector;
@@ -52,19 +71,128 @@ typedef struct {
     unsigned char *digest;
 } Batch;
 
+static PyTypeObject *batch_type;
+
+/* -- without the GIL ------------------------------------------------------------------------- */
+
 static void
-batch_release(Batch *batch)
+call_ended(const struct iocb *block, int64_t moved)
 {
-    for (Py_ssize_t index = 0; index < batch->held; index++) {
-        PyBuffer_Release(&batch->view[index]);
+    Request *request = (Request *)(uintptr_t)block->aio_data;
+    request->left--;
+    if (moved >= 0) {
+        request->moved += moved;
+    } else if (!request->error) {
+        request->error = (int)-moved;
     }
-    PyMem_Free(batch->call);
-    PyMem_Free(batch->block);
-    PyMem_Free(batch->pointer);
-    PyMem_Free(batch->vector);
-    PyMem_Free(batch->view);
-    PyMem_Free(batch->digest);
+    request->batch->ended++;
 }
+
+/* How many calls to hand over at once: no neighbours, because the system would join them. */
+static long
+batch_group(const Batch *self, long room)
+{
+    struct iocb **pointer = self->pointer + self->begun;
+    long count = 1;
+    while (count < room && self->begun + count < self->calls &&
+           !(pointer[count]->aio_data == pointer[count - 1]->aio_data)) {
+        count++;
+    }
+    return count;
+}
+
+static void
+batch_submit(Batch *self)
+{
+    Context *context = self->context;
+    while (self->begun < self->calls && context->flying < context->depth) {
+        long count = batch_group(self, context->depth - context->flying);
+        errno = 0;
+        long taken = syscall(SYS_io_submit, context->context, count, self->pointer + self->begun);
+        if (taken > 0) {
+            self->begun += taken;
+            context->flying += taken;
+        } else if (errno == EAGAIN && context->flying) {
+            return;
+        } else {
+            /* The first of those that were handed over is refused, alone. */
+            call_ended(self->pointer[self->begun++], errno ? -errno : -EIO);
+        }
+    }
+}
+
+static void
+request_hash(Batch *self, const Request *request)
+{
+    for (Py_ssize_t at = request->first; at < request->first + request->count; at++) {
+        const Py_buffer *view = &self->view[at];
+        size_t length = (size_t)view->len < self->size ? (size_t)view->len : self->size;
+        Hash hash = self->context->hash(view->buf, length);
+        unsigned char *out = self->digest + at * DIGEST_BYTES;
+        for (int byte = 0; byte < 8; byte++) {
+            out[byte] = (unsigned char)(hash.high >> (56 - 8 * byte));
+            out[8 + byte] = (unsigned char)(hash.low >> (56 - 8 * byte));
+        }
+    }
+}
+
+/* Make the digests that can be made now: of a store all that the system was told of, of a load
+   what has come. */
+static void
+batch_hash_some(Batch *self)
+{
+    while (self->size && self->hashed < self->requests) {
+        const Request *request = &self->request[self->hashed];
+        if (self->load ? request->left > 0 : self->begun < request->last) {
+            return;
+        }
+        if (!self->load || (!request->error && request->moved == request->bytes)) {
+            request_hash(self, request);
+        }
+        self->hashed++;
+    }
+}
+
+/* Take in the ends of at least `enough` calls, of whichever batch; 0 or an error's number. */
+static int
+context_reap(Context *self, long enough)
+{
+    struct timespec at_once = {0, 0};
+    long got;
+    do {
+        errno = 0;
+        got = syscall(SYS_io_getevents, self->context, enough, self->depth, self->events,
+                      enough ? NULL : &at_once);
+    } while (got < 0 && errno == EINTR);
+    if (got < 0) {
+        return errno ? errno : EIO;
+    }
+    for (long at = 0; at < got; at++) {
+        call_ended((struct iocb *)(uintptr_t)self->events[at].obj, self->events[at].res);
+    }
+    self->flying -= got;
+    return 0;
+}
+
+/* Wait for all calls; 0 or an error's number, which a valid context does not give. */
+static int
+batch_finish(Batch *self)
+{
+    for (;;) {
+        batch_submit(self);
+        batch_hash_some(self);
+        Py_ssize_t flying = self->begun - self->ended;
+        if (!flying && self->ended == self->calls) {
+            return 0;
+        }
+        int failed = context_reap(self->context, flying > 1 ? (long)(flying / 2) : 1);
+        if (failed) {
+            return failed;
+        }
+    }
+}
+
+/* -- batches --------------------------------------------------------------------------------- */
 
 /* The items of a request: descriptor, buffers as a tuple (a new reference), offset. */
 static PyObject *
@@ -86,211 +214,276 @@ request_parts(PyObject *request, int *fd, long long *offset)
 }
 
 static int
-batch_fill(Batch *batch, PyObject *requests, int load)
+batch_allocate(Batch *self, Py_ssize_t requests, Py_ssize_t buffers)
 {
-    Py_ssize_t calls = batch->calls = PyTuple_Size(requests);
-    Py_ssize_t buffers = 0;
-    for (Py_ssize_t index = 0; index < calls; index++) {
-        int fd;
-        long long offset;
-        PyObject *its = request_parts(PyTuple_GetItem(requests, index), &fd, &offset);
-        if (its == NULL) {
-            return -1;
-        }
-        buffers += PyTuple_Size(its);
-        Py_DECREF(its);
-    }
-    batch->buffers = buffers;
-    batch->call = PyMem_Calloc(calls + 1, sizeof(Call));
-    batch->block = PyMem_Calloc(calls + 1, sizeof(struct iocb));
-    batch->pointer = PyMem_Calloc(calls + 1, sizeof(struct iocb *));
-    batch->vector = PyMem_Calloc(buffers + 1, sizeof(struct iovec));
-    batch->view = PyMem_Calloc(buffers + 1, sizeof(Py_buffer));
-    batch->digest = PyMem_Calloc(buffers + 1, DIGEST_BYTES);
-    if (!batch->call || !batch->block || !batch->pointer || !batch->vector || !batch->view ||
-        !batch->digest) {
+    self->request = PyMem_Calloc(requests + 1, sizeof(Request));
+    self->view = PyMem_Calloc(buffers + 1, sizeof(Py_buffer));
+    self->digest = PyMem_Calloc(buffers + 1, DIGEST_BYTES);
+    if (!self->request || !self->view || !self->digest) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t index = 0; index < calls; index++) {
-        int fd;
-        long long offset;
-        PyObject *its = request_parts(PyTuple_GetItem(requests, index), &fd, &offset);
-        if (its == NULL) {
+    return 0;
+}
+
+/* Take over the memory of one request. `buffers` is a tuple. */
+static int
+batch_add(Batch *self, Request *request, PyObject *buffers)
+{
+    request->batch = self;
+    request->first = self->held;
+    request->count = PyTuple_Size(buffers);
+    for (Py_ssize_t at = 0; at < request->count; at++) {
+        Py_buffer *view = &self->view[self->held];
+        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, at), view,
+                               self->load ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
             return -1;
         }
-        Call *call = &batch->call[index];
-        call->first = batch->held;
-        call->count = PyTuple_Size(its);
-        if (call->count > buffers - batch->held) {
-            Py_DECREF(its);
-            PyErr_SetString(PyExc_ValueError, "buffers have been added meanwhile");
-            return -1;
-        }
-        for (Py_ssize_t at = 0; at < call->count; at++) {
-            Py_buffer *view = &batch->view[batch->held];
-            if (PyObject_GetBuffer(
-                    PyTuple_GetItem(its, at), view, load ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
-                Py_DECREF(its);
-                return -1;
-            }
-            batch->vector[batch->held].iov_base = view->buf;
-            batch->vector[batch->held].iov_len = (size_t)view->len;
-            call->bytes += view->len;
-            batch->held++;
-        }
-        Py_DECREF(its);
-        struct iocb *block = &batch->block[index];
-        block->aio_data = (uint64_t)index;
-        block->aio_lio_opcode = load ? IOCB_CMD_PREADV : IOCB_CMD_PWRITEV;
-        block->aio_fildes = (uint32_t)fd;
-        block->aio_buf = (uint64_t)(uintptr_t)&batch->vector[call->first];
-        block->aio_nbytes = (uint64_t)call->count;
-        block->aio_offset = offset;
-        batch->pointer[index] = block;
+        request->bytes += view->len;
+        self->held++;
     }
     return 0;
 }
 
-static void
-call_hash(const Context *self, Batch *batch, Py_ssize_t index, size_t size)
-{
-    const Call *call = &batch->call[index];
-    for (Py_ssize_t at = call->first; at < call->first + call->count; at++) {
-        const struct iovec *vector = &batch->vector[at];
-        size_t length = vector->iov_len < size ? vector->iov_len : size;
-        Hash hash = self->hash(vector->iov_base, length);
-        unsigned char *out = batch->digest + at * DIGEST_BYTES;
-        for (int byte = 0; byte < 8; byte++) {
-            out[byte] = (unsigned char)(hash.high >> (56 - 8 * byte));
-            out[8 + byte] = (unsigned char)(hash.low >> (56 - 8 * byte));
-        }
-    }
-}
-
-/* Run all calls. Returns when none is in flight any more, 0 or the number of an error which left
-   calls in flight that nobody can wait for: that does not happen with a valid context. */
+/* Cut each request into calls of CALL_BYTES at most. */
 static int
-batch_run(const Context *self, Batch *batch, int load, size_t size)
+batch_cut(Batch *self, const int *fds, const long long *offsets)
 {
-    Py_ssize_t total = batch->calls, begun = 0, ended = 0, hashed = 0;
-    while (ended < total) {
-        Py_ssize_t room = self->depth - (begun - ended);
-        if (room > total - begun) {
-            room = total - begun;
-        }
-        if (room > 0) {
-            errno = 0;
-            long taken =
-                syscall(SYS_io_submit, self->context, (long)room, batch->pointer + begun);
-            if (taken > 0) {
-                begun += taken;
-            } else if (errno != EAGAIN || begun == ended) {
-                /* The first of those that were handed over is refused, alone. */
-                batch->call[begun].moved = errno ? -errno : -EIO;
-                begun++;
-                ended++;
-            }
-        }
-        if (!load && size) {
-            /* While the device reads the same memory. */
-            for (; hashed < begun; hashed++) {
-                call_hash(self, batch, hashed, size);
-            }
-        }
-        if (begun == ended) {
-            continue;
-        }
-        long flying = (long)(begun - ended);
-        long got = syscall(SYS_io_getevents, self->context, flying > 1 ? flying / 2 : 1,
-                           self->depth, self->events, NULL);
-        if (got < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            return errno ? errno : EIO;
-        }
-        for (long at = 0; at < got; at++) {
-            batch->call[self->events[at].data].moved = self->events[at].res;
-        }
-        ended += got;
-        if (load && size) {
-            /* While the device moves the rest. */
-            for (long at = 0; at < got; at++) {
-                Py_ssize_t index = (Py_ssize_t)self->events[at].data;
-                if (batch->call[index].moved == batch->call[index].bytes) {
-                    call_hash(self, batch, index, size);
+    Py_ssize_t calls = 0, vectors = 0;
+    for (Py_ssize_t index = 0; index < self->requests; index++) {
+        calls += 1 + self->request[index].bytes / CALL_BYTES;
+    }
+    self->block = PyMem_Calloc(calls + 1, sizeof(struct iocb));
+    self->pointer = PyMem_Calloc(calls + 1, sizeof(struct iocb *));
+    self->vector = PyMem_Calloc(calls + self->held + 1, sizeof(struct iovec));
+    if (!self->block || !self->pointer || !self->vector) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t index = 0; index < self->requests; index++) {
+        Request *request = &self->request[index];
+        Py_ssize_t at = request->first, end = request->first + request->count;
+        int64_t done = 0, used = 0; /* of the request, of the buffer */
+        do {
+            struct iocb *block = &self->block[self->calls];
+            block->aio_data = (uint64_t)(uintptr_t)request;
+            block->aio_lio_opcode = self->load ? IOCB_CMD_PREADV : IOCB_CMD_PWRITEV;
+            block->aio_fildes = (uint32_t)fds[index];
+            block->aio_buf = (uint64_t)(uintptr_t)&self->vector[vectors];
+            block->aio_offset = offsets[index] + done;
+            int64_t room = CALL_BYTES;
+            while (at < end && room) {
+                int64_t length = self->view[at].len - used;
+                if (length > room) {
+                    length = room;
+                }
+                self->vector[vectors].iov_base = (char *)self->view[at].buf + used;
+                self->vector[vectors].iov_len = (size_t)length;
+                vectors++;
+                block->aio_nbytes++;
+                room -= length;
+                done += length;
+                used += length;
+                if (used == self->view[at].len) {
+                    at++;
+                    used = 0;
                 }
             }
-        }
+            self->pointer[self->calls] = block;
+            self->calls++;
+            request->left++;
+        } while (at < end);
+        request->last = self->calls;
     }
     return 0;
 }
 
-/* (bytes moved or the error's number negated, digests) of one call. */
-static PyObject *
-call_outcome(const Batch *batch, const Call *call, int hashed)
+static int
+batch_fill(Batch *self, PyObject *given)
 {
-    int whole = hashed && call->moved == call->bytes;
-    PyObject *digests = PyList_New(whole ? call->count : 0);
+    Py_ssize_t requests = PyTuple_Size(given), buffers = 0;
+    PyObject *parts = PyTuple_New(requests);
+    int *fds = PyMem_Calloc(requests + 1, sizeof(int));
+    long long *offsets = PyMem_Calloc(requests + 1, sizeof(long long));
+    int failed = parts == NULL || fds == NULL || offsets == NULL ? -1 : 0;
+    if (failed && !PyErr_Occurred()) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t index = 0; !failed && index < requests; index++) {
+        PyObject *its =
+            request_parts(PyTuple_GetItem(given, index), &fds[index], &offsets[index]);
+        if (its == NULL) {
+            failed = -1;
+        } else {
+            buffers += PyTuple_Size(its);
+            PyTuple_SetItem(parts, index, its);
+        }
+    }
+    if (!failed) {
+        failed = batch_allocate(self, requests, buffers);
+    }
+    for (Py_ssize_t index = 0; !failed && index < requests; index++) {
+        failed = batch_add(self, &self->request[index], PyTuple_GetItem(parts, index));
+    }
+    if (!failed) {
+        self->requests = requests;
+        failed = batch_cut(self, fds, offsets);
+    }
+    Py_XDECREF(parts);
+    PyMem_Free(fds);
+    PyMem_Free(offsets);
+    return failed;
+}
+
+/* (bytes moved or the error's number negated, digests) of one request. */
+static PyObject *
+request_outcome(const Batch *batch, const Request *request)
+{
+    long long moved = request->error ? -request->error : request->moved;
+    int whole = batch->size && moved == request->bytes;
+    PyObject *digests = PyList_New(whole ? request->count : 0);
     if (digests == NULL) {
         return NULL;
     }
-    for (Py_ssize_t at = 0; at < (whole ? call->count : 0); at++) {
-        const unsigned char *digest = batch->digest + (call->first + at) * DIGEST_BYTES;
+    for (Py_ssize_t at = 0; at < (whole ? request->count : 0); at++) {
+        const unsigned char *digest = batch->digest + (request->first + at) * DIGEST_BYTES;
         PyObject *bytes = PyBytes_FromStringAndSize((const char *)digest, DIGEST_BYTES);
         if (bytes == NULL || PyList_SetItem(digests, at, bytes) < 0) {
             Py_DECREF(digests);
             return NULL;
         }
     }
-    return Py_BuildValue("(LN)", (long long)call->moved, digests);
+    return Py_BuildValue("(LN)", moved, digests);
+}
+
+static int
+context_enter(Context *self)
+{
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "a context serves one thread");
+        return -1;
+    }
+    self->busy = 1;
+    return 0;
 }
 
 static PyObject *
-context_move(Context *self, PyObject *args)
+batch_end(Batch *self, PyObject *Py_UNUSED(none))
+{
+    if (self->told) {
+        PyErr_SetString(PyExc_RuntimeError, "the batch has ended before");
+        return NULL;
+    }
+    if (context_enter(self->context) < 0) {
+        return NULL;
+    }
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = batch_finish(self);
+    Py_END_ALLOW_THREADS
+    self->context->busy = 0;
+    if (failed) {
+        errno = failed;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    self->told = 1;
+    PyObject *outcomes = PyList_New(self->requests);
+    for (Py_ssize_t index = 0; outcomes != NULL && index < self->requests; index++) {
+        PyObject *outcome = request_outcome(self, &self->request[index]);
+        if (outcome == NULL || PyList_SetItem(outcomes, index, outcome) < 0) {
+            Py_CLEAR(outcomes);
+        }
+    }
+    for (; self->held; self->held--) {
+        PyBuffer_Release(&self->view[self->held - 1]);
+    }
+    return outcomes;
+}
+
+static void
+batch_dealloc(Batch *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    int lost = 0;
+    if (self->begun > self->ended) {
+        /* Nobody has waited for them. */
+        self->calls = self->begun;
+        if (self->context->busy) {
+            lost = 1;
+        } else {
+            self->context->busy = 1;
+            self->size = 0;
+            Py_BEGIN_ALLOW_THREADS
+            lost = batch_finish(self);
+            Py_END_ALLOW_THREADS
+            self->context->busy = 0;
+        }
+    }
+    if (lost) {
+        /* The kernel may still use all of it, so nobody else may have it. */
+        return;
+    }
+    for (Py_ssize_t index = 0; index < self->held; index++) {
+        PyBuffer_Release(&self->view[index]);
+    }
+    PyMem_Free(self->request);
+    PyMem_Free(self->block);
+    PyMem_Free(self->pointer);
+    PyMem_Free(self->vector);
+    PyMem_Free(self->view);
+    PyMem_Free(self->digest);
+    Py_XDECREF((PyObject *)self->context);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* -- contexts -------------------------------------------------------------------------------- */
+
+static PyObject *
+context_begin(Context *self, PyObject *args)
 {
     PyObject *given;
     int load;
     Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "Opn:move", &given, &load, &size)) {
+    if (!PyArg_ParseTuple(args, "Opn:begin", &given, &load, &size)) {
         return NULL;
     }
     if (size < 0) {
-        PyErr_SetString(PyExc_ValueError, "size: must not be negative");
+        PyErr_SetString(PyExc_ValueError, "hashed: must not be negative");
         return NULL;
     }
     PyObject *requests = PySequence_Tuple(given);
     if (requests == NULL) {
         return NULL;
     }
-    Batch batch = {0};
-    PyObject *outcomes = NULL;
-    if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "a context serves one thread");
-    } else if (batch_fill(&batch, requests, load) == 0) {
-        int failed;
-        self->busy = 1;
-        Py_BEGIN_ALLOW_THREADS
-        failed = batch_run(self, &batch, load, (size_t)size);
-        Py_END_ALLOW_THREADS
-        self->busy = 0;
-        if (failed) {
-            errno = failed;
-            PyErr_SetFromErrno(PyExc_OSError);
-        } else {
-            outcomes = PyList_New(batch.calls);
-        }
-        for (Py_ssize_t index = 0; outcomes != NULL && index < batch.calls; index++) {
-            PyObject *outcome = call_outcome(&batch, &batch.call[index], size > 0);
-            if (outcome == NULL || PyList_SetItem(outcomes, index, outcome) < 0) {
-                Py_CLEAR(outcomes);
-            }
-        }
+    Batch *batch = (Batch *)((allocfunc)PyType_GetSlot(batch_type, Py_tp_alloc))(batch_type, 0);
+    if (batch == NULL) {
+        Py_DECREF(requests);
+        return NULL;
     }
-    batch_release(&batch);
+    Py_INCREF((PyObject *)self);
+    batch->context = self;
+    batch->load = load;
+    batch->size = (size_t)size;
+    int failed = batch_fill(batch, requests);
     Py_DECREF(requests);
-    return outcomes;
+    if (failed < 0 || context_enter(self) < 0) {
+        Py_DECREF((PyObject *)batch);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    batch_submit(batch);
+    if (!load) {
+        batch_hash_some(batch);
+    }
+    /* Files in memory have been copied by now. */
+    if (batch->begun == batch->calls && context_reap(self, 0) == 0 &&
+        batch->ended == batch->calls) {
+        batch_hash_some(batch);
+    }
+    Py_END_ALLOW_THREADS
+    self->busy = 0;
+    return (PyObject *)batch;
 }
 
 static PyObject *
@@ -317,13 +510,13 @@ context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->hash = (HashFunction)(uintptr_t)function;
     self->events = PyMem_Calloc(depth, sizeof(struct io_event));
     if (self->events == NULL) {
-        Py_DECREF(self);
+        Py_DECREF((PyObject *)self);
         return PyErr_NoMemory();
     }
     if (syscall(SYS_io_setup, depth, &self->context) < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
         self->context = 0;
-        Py_DECREF(self);
+        Py_DECREF((PyObject *)self);
         return NULL;
     }
     return (PyObject *)self;
@@ -342,7 +535,7 @@ context_dealloc(Context *self)
 }
 
 static PyMethodDef context_methods[] = {
-    {"move", (PyCFunction)context_move, METH_VARARGS, NULL},
+    {"begin", (PyCFunction)context_begin, METH_VARARGS, NULL},
     {NULL},
 };
 
@@ -360,6 +553,31 @@ static PyType_Spec context_spec = {
     .slots = context_slots,
 };
 
+static PyObject *
+batch_waits(Batch *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(self->ended < self->calls);
+}
+
+static PyMethodDef batch_methods[] = {
+    {"waits", (PyCFunction)batch_waits, METH_NOARGS, NULL},
+    {"end", (PyCFunction)batch_end, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyType_Slot batch_slots[] = {
+    {Py_tp_dealloc, batch_dealloc},
+    {Py_tp_methods, batch_methods},
+    {0, NULL},
+};
+
+static PyType_Spec batch_spec = {
+    .name = "tiers.disk.io._aio.Batch",
+    .basicsize = sizeof(Batch),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = batch_slots,
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "tiers.disk.io._aio",
@@ -371,7 +589,9 @@ PyInit__aio(void)
 {
     PyObject *made = PyModule_Create(&module);
     PyObject *context = PyType_FromSpec(&context_spec);
-    if (made == NULL || context == NULL || PyModule_AddObjectRef(made, "Context", context) < 0) {
+    batch_type = (PyTypeObject *)PyType_FromSpec(&batch_spec);
+    if (made == NULL || context == NULL || batch_type == NULL ||
+        PyModule_AddObjectRef(made, "Context", context) < 0) {
         Py_XDECREF(context);
         Py_XDECREF(made);
         return NULL;

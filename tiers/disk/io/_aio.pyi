@@ -1,11 +1,11 @@
-"""Batches of calls through Linux native AIO, moved without the GIL."""
+"""Batches of requests through Linux native AIO, without the GIL."""
 
 from collections.abc import Sequence
 
 from tiers.disk.io.base import IORequest
 
 class Context:
-    """The AIO context of one thread: see `tiers.disk.io.aio`.
+    """See `tiers.disk.io.aio.Context`.
 
     Args:
         depth: most calls in flight.
@@ -16,6 +16,8 @@ class Context:
     """
 
     def __new__(cls, depth: int, function: int, /) -> Context: ...
-    def move(
-        self, requests: Sequence[IORequest], load: bool, hashed: int, /
-    ) -> list[tuple[int, list[bytes]]]: ...
+    def begin(self, requests: Sequence[IORequest], load: bool, hashed: int, /) -> Batch: ...
+
+class Batch:
+    def waits(self) -> bool: ...
+    def end(self) -> list[tuple[int, list[bytes]]]: ...

@@ -17,13 +17,14 @@ import errno
 import logging
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from tiers.disk.digest import address
 from tiers.disk.io import aio_context
-from tiers.disk.io.base import IORequest, Moved
+from tiers.disk.io.base import IORequest, Moved, UnderWay
 from tiers.disk.io.direct import DirectIO
 
 try:
@@ -39,18 +40,26 @@ DEPTH = 128
 """Most calls of one thread that are in flight."""
 
 
-class Context(Protocol):
-    """The AIO context of one thread: the kernel moves what it is told to."""
+class Batch(Protocol):
+    """Requests that the kernel moves."""
 
-    def move(
-        self, requests: Sequence[IORequest], load: bool, hashed: int, /
-    ) -> list[tuple[int, list[bytes]]]:
-        """Run all requests: for each the bytes moved, or the error's number negated, and digests.
+    def waits(self) -> bool:
+        """Whether any of them has not ended, as far as is known."""
+
+    def end(self) -> list[tuple[int, list[bytes]]]:
+        """Wait for all: the bytes moved of each, or the error's number negated, and digests.
 
         The digests are those of the first `hashed` bytes of each buffer, if that is not 0,
-        and only of a request that was moved whole. Returns when no request is in flight any
-        more: the kernel has let go of the memory.
+        and only of a request that was moved whole. When this returns, the kernel has let go
+        of the memory.
         """
+
+
+class Context(Protocol):
+    """The AIO context of one thread, which may have several batches under way."""
+
+    def begin(self, requests: Sequence[IORequest], load: bool, hashed: int, /) -> Batch:
+        """Hand over as many requests as the depth allows; `Batch.end` sees to the others."""
 
 
 class AioIO(DirectIO):
@@ -70,26 +79,27 @@ class AioIO(DirectIO):
             self._make = partial(compiled.Context, DEPTH, function)
         self._make()
 
-    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+    def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
         context = self._context()
         if context is None:
+            return super().begin_reads(requests, hashed)
+        return _Reads(self, requests, hashed, context.begin(requests, True, hashed))
+
+    def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
+        context = self._context()
+        if context is None:
+            return super().begin_writes(requests, hashed)
+        return _Writes(self, requests, hashed, context.begin(requests, False, hashed))
+
+    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        if self._context() is None:
             return super().read_all(requests, hashed)
-        return [
-            # Of a short transfer plain calls tell the end of the file from a fault.
-            _told(request, moved, hashed) or self._read_one(request, hashed)
-            for request, moved in zip(requests, context.move(requests, True, hashed), strict=True)
-        ]
+        return self.begin_reads(requests, hashed).end()
 
     def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        context = self._context()
-        if context is None:
+        if self._context() is None:
             return super().write_all(requests, hashed)
-        return [
-            # FUSE says EIO of a short write, too.
-            (_told(request, moved, hashed) if moved[0] != -errno.EIO else None)
-            or self._write_one(request, hashed)
-            for request, moved in zip(requests, context.move(requests, False, hashed), strict=True)
-        ]
+        return self.begin_writes(requests, hashed).end()
 
     def _context(self) -> Context | None:
         """The context of this thread; None where the system has none left for it."""
@@ -106,13 +116,46 @@ class AioIO(DirectIO):
         return context
 
 
-def _told(
-    request: IORequest, moved: tuple[int, list[bytes]], hashed: int
-) -> Moved | OSError | None:
-    """What became of a request, or None where it was moved in part."""
-    length, digests = moved
-    if digests:
-        return Moved(length, digests)
-    if length < 0:
-        return OSError(-length, os.strerror(-length))
-    return Moved(length) if length == sum(map(len, request.buffers)) else None
+class _UnderWay(UnderWay):
+    """A batch of `requests`."""
+
+    def __init__(
+        self, backend: AioIO, requests: Sequence[IORequest], hashed: int, batch: Batch
+    ) -> None:
+        self._backend = backend
+        self._requests = requests
+        self._hashed = hashed
+        self._batch = batch
+
+    def waits(self) -> bool:
+        return self._batch.waits()
+
+    def end(self) -> list[Moved | OSError]:
+        return [
+            Moved(length, digests)
+            if digests or length == sum(map(len, request.buffers))
+            else self._again(request, length)
+            for request, (length, digests) in zip(self._requests, self._batch.end(), strict=True)
+        ]
+
+    @abstractmethod
+    def _again(self, request: IORequest, length: int) -> Moved | OSError:
+        """What becomes of a request that was moved in part, or not at all."""
+
+
+class _Reads(_UnderWay):
+    def _again(self, request: IORequest, length: int) -> Moved | OSError:
+        # Of a short transfer plain calls tell the end of the file from a fault.
+        return _error(length) if length < 0 else self._backend.read_one(request, self._hashed)
+
+
+class _Writes(_UnderWay):
+    def _again(self, request: IORequest, length: int) -> Moved | OSError:
+        # FUSE says EIO of a short write, too.
+        if length < 0 and length != -errno.EIO:
+            return _error(length)
+        return self._backend.write_one(request, self._hashed)
+
+
+def _error(length: int) -> OSError:
+    return OSError(-length, os.strerror(-length))

@@ -12,12 +12,13 @@ import platform
 import struct
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from tiers.disk.digest import digests
 from tiers.disk.io.base import IORequest
 
-__all__ = ["Context"]
+__all__ = ["Batch", "Context"]
 
 _CALL = struct.Struct("<QIIHhIQQqQII")
 """``iocb``: data, key, rw_flags, opcode, priority, fd, buffer, count, offset, and the rest."""
@@ -29,6 +30,9 @@ _VECTOR_BYTES = 16
 """``iovec``: address and length."""
 
 _PREADV, _PWRITEV = 7, 8
+
+CALL_BYTES = 512 * 1024
+"""Most bytes of one call: see docs/design.md."""
 
 _NUMBERS = {
     "x86_64": (206, 207, 208, 209),
@@ -82,86 +86,181 @@ class Context:
         self._get.restype = ctypes.c_long
         self._events = ctypes.create_string_buffer(depth * _EVENT.size)
         self._events_at = ctypes.addressof(self._events)
+        self._flying = 0
+        self._batches: dict[int, Batch] = {}
 
-    def move(
-        self, requests: Sequence[IORequest], load: bool, hashed: int
-    ) -> list[tuple[int, list[bytes]]]:
+    def begin(self, requests: Sequence[IORequest], load: bool, hashed: int) -> Batch:
         """See `tiers.disk.io.aio.Context`."""
-        total = len(requests)
-        calls, vectors = _calls(requests, _PREADV if load else _PWRITEV)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(calls)) if calls else 0
-        pointers = array("Q", range(base, base + len(calls), _CALL.size))
-        first_pointer, _ = pointers.buffer_info()
-        lengths = [0] * total
-        found: list[list[bytes]] = [[] for _ in requests]
-        begun = ended = made = 0
-        try:
-            while ended < total:
-                room = min(total - begun, self._depth - (begun - ended))
-                if room:
-                    taken = self._submit(
-                        self._submit_number, self._handle, room, first_pointer + 8 * begun
-                    )
-                    if taken > 0:
-                        begun += taken
-                    else:
-                        number = ctypes.get_errno()
-                        if number != errno.EAGAIN or begun == ended:
-                            # The first of those that were handed over is refused, alone.
-                            lengths[begun] = -(number or errno.EIO)
-                            begun += 1
-                            ended += 1
-                while hashed and not load and made < begun:
-                    # While the device takes the bytes.
-                    found[made] = digests(requests[made].buffers, hashed, _size(requests[made]))
-                    made += 1
-                if begun > ended:
-                    moved = self._wait(max(1, (begun - ended) // 2))
-                    ended += len(moved)
-                    for index, length in moved:
-                        lengths[index] = length
-                        if hashed and load and length == _size(requests[index]):
-                            # While the device moves the rest.
-                            found[index] = digests(requests[index].buffers, hashed, length)
-        finally:
-            while begun > ended:
-                ended += len(self._wait(begun - ended))
-        # Until here the kernel has read from them.
-        del vectors
-        return [
-            (length, its if length == _size(request) else [])
-            for request, length, its in zip(requests, lengths, found, strict=True)
-        ]
+        return Batch(self, self._batches, requests, load, hashed)
 
-    def _wait(self, enough: int) -> list[tuple[int, int]]:
-        """At least `enough` requests that have ended: their numbers, and what the kernel says."""
+    def submit(self, pointers: int, count: int) -> int:
+        """Hand over the calls behind `pointers`, in order.
+
+        Returns:
+            How many were taken; 0 where there is no room now; the error's number, negated, of the
+            first, which is refused.
+        """
+        room = self._depth - self._flying
+        if not room:
+            return 0
+        taken: int = self._submit(self._submit_number, self._handle, min(room, count), pointers)
+        if taken > 0:
+            self._flying += taken
+            return taken
+        number = ctypes.get_errno()
+        return 0 if number == errno.EAGAIN and self._flying else -(number or errno.EIO)
+
+    def reap(self, enough: int) -> None:
+        """Take in the ends of at least `enough` calls, of whichever batch."""
         while True:
-            count: int = self._get(
+            ended: int = self._get(
                 self._events_number, self._handle, enough, self._depth, self._events_at, None
             )
-            if count >= 0:
-                ends = range(0, count * _EVENT.size, _EVENT.size)
-                events = [_EVENT.unpack_from(self._events, at) for at in ends]
-                return [(event[0], event[2]) for event in events]
+            if ended >= 0:
+                break
             if ctypes.get_errno() != errno.EINTR:
                 raise _last_error()
+        self._flying -= ended
+        for at in range(0, ended * _EVENT.size, _EVENT.size):
+            number, _, length, _ = _EVENT.unpack_from(self._events, at)
+            batch = self._batches[number >> 32]
+            batch.flying -= 1
+            batch.ended(number & 0xFFFFFFFF, length)
 
 
-def _calls(requests: Sequence[IORequest], opcode: int) -> tuple[bytearray, array[int]]:
-    """The ``iocb`` of each request, and the addresses and lengths that they refer to."""
-    addressof, from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
-    vectors = array("Q")
-    for request in requests:
-        for buffer in request.buffers:
-            vectors.append(addressof(from_buffer(buffer)))
-            vectors.append(len(buffer))
-    at, _ = vectors.buffer_info()
-    calls = bytearray()
-    for index, (fd, buffers, offset) in enumerate(requests):
-        count = len(buffers)
-        calls += _CALL.pack(index, 0, 0, opcode, 0, fd, at, count, offset, 0, 0, 0)
-        at += _VECTOR_BYTES * count
-    return calls, vectors
+class Batch:
+    """See `tiers.disk.io.aio.Batch`.
+
+    Attributes:
+        flying: calls that the kernel has.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        batches: dict[int, Batch],
+        requests: Sequence[IORequest],
+        load: bool,
+        hashed: int,
+    ) -> None:
+        self._context = context
+        self._batches = batches
+        self._requests = requests
+        self._load = load
+        self._hashed = hashed
+        self._number = next(number for number in count() if number not in batches)
+        vectors, self._calls, self._left = array("Q"), bytearray(), [0] * len(requests)
+        self._request_of: list[int] = []
+        places: list[tuple[int, int, int, int]] = []
+        for index, request in enumerate(requests):
+            for vector, length, offset in _cut(request, vectors):
+                places.append((request.fd, vector, length, offset))
+                self._request_of.append(index)
+                self._left[index] += 1
+        at, _ = vectors.buffer_info()
+        opcode = _PREADV if load else _PWRITEV
+        for call, (fd, vector, length, offset) in enumerate(places, self._number << 32):
+            address = at + _VECTOR_BYTES * vector
+            self._calls += _CALL.pack(call, 0, 0, opcode, 0, fd, address, length, offset, 0, 0, 0)
+        # The kernel reads from them.
+        self._vectors = vectors
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._calls)) if places else 0
+        self._pointers = array("Q", range(base, base + len(self._calls), _CALL.size))
+        self._begun = self._made = 0
+        self._moved = [0] * len(requests)
+        self._errors = [0] * len(requests)
+        self._digests: list[list[bytes]] = [[] for _ in requests]
+        self.flying = 0
+        # From here on the kernel writes into memory that this keeps alive.
+        batches[self._number] = self
+        self._submit()
+        if not load:
+            self._make_digests()
+
+    def waits(self) -> bool:
+        """See `tiers.disk.io.aio.Batch`."""
+        return self.flying > 0 or self._begun < len(self._request_of)
+
+    def end(self) -> list[tuple[int, list[bytes]]]:
+        """See `tiers.disk.io.aio.Batch`."""
+        try:
+            while self.waits():
+                self._submit()
+                self._make_digests()
+                if self.waits():
+                    self._context.reap(max(1, self.flying // 2))
+            self._make_digests()
+        finally:
+            while self.flying:
+                self._context.reap(self.flying)
+            del self._batches[self._number]
+        outcomes = []
+        for index, request in enumerate(self._requests):
+            moved = -self._errors[index] or self._moved[index]
+            its = self._digests[index] if moved == _size(request) else []
+            outcomes.append((moved, its))
+        return outcomes
+
+    def ended(self, call: int, length: int) -> None:
+        """A call has ended: the bytes that it moved, or the error's number negated."""
+        index = self._request_of[call]
+        self._left[index] -= 1
+        if length >= 0:
+            self._moved[index] += length
+        else:
+            self._errors[index] = self._errors[index] or -length
+
+    def _submit(self) -> None:
+        total = len(self._request_of)
+        first, _ = self._pointers.buffer_info()
+        while self._begun < total:
+            taken = self._context.submit(first + 8 * self._begun, self._group())
+            if not taken:
+                return
+            if taken < 0:
+                self.ended(self._begun, taken)
+                self._begun += 1
+            else:
+                self._begun += taken
+                self.flying += taken
+
+    def _group(self) -> int:
+        """How many calls to hand over at once: no neighbours, for the system would join them."""
+        request_of, end = self._request_of, self._begun + 1
+        while end < len(request_of) and request_of[end] != request_of[end - 1]:
+            end += 1
+        return end - self._begun
+
+    def _make_digests(self) -> None:
+        """Those that can be made now: of a store what was handed over, of a load what has come."""
+        while self._hashed and self._made < len(self._requests):
+            index, request = self._made, self._requests[self._made]
+            if self._load:
+                if self._left[index]:
+                    return
+            elif self._begun < len(self._request_of) and self._request_of[self._begun] <= index:
+                return
+            if not self._load or (not self._errors[index] and self._moved[index] == _size(request)):
+                self._digests[index] = digests(request.buffers, self._hashed, _size(request))
+            self._made += 1
+
+
+def _cut(request: IORequest, vectors: array[int]) -> Iterator[tuple[int, int, int]]:
+    """Calls of `CALL_BYTES` at most: the first of its vectors, how many, and the offset.
+
+    The addresses and lengths are added to `vectors`.
+    """
+    begin, room, offset = len(vectors) // 2, CALL_BYTES, request.offset
+    for buffer in request.buffers:
+        address, left = ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)
+        while left:
+            if not room:
+                yield begin, len(vectors) // 2 - begin, offset
+                begin, room, offset = len(vectors) // 2, CALL_BYTES, offset + CALL_BYTES
+            length = min(left, room)
+            vectors.extend((address, length))
+            address, left, room = address + length, left - length, room - length
+    yield begin, len(vectors) // 2 - begin, offset
 
 
 def _size(request: IORequest) -> int:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tiers.disk.digest import digests
 
-__all__ = ["IOV_MAX", "IOBackend", "IORequest", "Moved", "moved", "read_whole", "write_whole"]
+__all__ = [
+    "IOV_MAX",
+    "IOBackend",
+    "IORequest",
+    "Moved",
+    "UnderWay",
+    "moved",
+    "read_whole",
+    "write_whole",
+]
 
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers that one vectored call takes."""
@@ -36,6 +46,18 @@ class Moved(NamedTuple):
 
     length: int
     digests: Sequence[bytes] = ()
+
+
+class UnderWay(ABC):
+    """Requests that have begun."""
+
+    @abstractmethod
+    def waits(self) -> bool:
+        """Whether the system still moves bytes, and the thread may do something else."""
+
+    @abstractmethod
+    def end(self) -> list[Moved | OSError]:
+        """Wait for all: what each has moved, or what it raised. One fails alone."""
 
 
 class IOBackend(ABC):
@@ -71,34 +93,56 @@ class IOBackend(ABC):
             OSError: as the system says; part may have been written then.
         """
 
-    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        """`read` for each request: what was moved, or what was raised. One fails alone.
+    def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
+        """Begin to read all requests, in the background where that is possible.
 
         Args:
             hashed: the bytes of each buffer, from its first on, whose digest is wanted.
+
+        Returns:
+            What ends it, by the same thread. Until then the memory is in use.
         """
-        return [self._read_one(request, hashed) for request in requests]
+        return _Later(partial(self.read_all, requests, hashed))
+
+    def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
+        """Begin to write all requests; see `begin_reads`."""
+        return _Later(partial(self.write_all, requests, hashed))
+
+    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+        """`read` for each request: what was moved, or what was raised. One fails alone."""
+        return [self.read_one(request, hashed) for request in requests]
 
     def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        """`write` for each request: what was moved, or what was raised. One fails alone.
+        """`write` for each request: what was moved, or what was raised. One fails alone."""
+        return [self.write_one(request, hashed) for request in requests]
 
-        Args:
-            hashed: as with `read_all`.
-        """
-        return [self._write_one(request, hashed) for request in requests]
-
-    def _read_one(self, request: IORequest, hashed: int) -> Moved | OSError:
+    def read_one(self, request: IORequest, hashed: int = 0) -> Moved | OSError:
+        """`read` for one request, in plain calls."""
         try:
             return moved(request, self.read(request.fd, request.buffers, request.offset), hashed)
         except OSError as error:
             return error
 
-    def _write_one(self, request: IORequest, hashed: int) -> Moved | OSError:
+    def write_one(self, request: IORequest, hashed: int = 0) -> Moved | OSError:
+        """`write` for one request, in plain calls."""
         try:
             self.write(request.fd, request.buffers, request.offset)
         except OSError as error:
             return error
         return moved(request, sum(map(len, request.buffers)), hashed)
+
+
+class _Later(UnderWay):
+    """For backends that only move bytes while somebody waits."""
+
+    def __init__(self, move: Callable[[], list[Moved | OSError]]) -> None:
+        self._move = move
+
+    def waits(self) -> bool:
+        return False
+
+    def end(self) -> list[Moved | OSError]:
+        return self._move()
 
 
 def moved(request: IORequest, count: int, hashed: int) -> Moved:
