@@ -48,12 +48,12 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
         tmp_path / "engine",
         {
             "kvstore": {
-                "cpu_bytes_to_use": 200 * CHUNK,
+                "cpu_bytes_to_use": 400 * CHUNK,
                 "eviction_policy": {"name": "elsewhere", "label": "host"},
                 "record_trace": str(trace),
-                # All but the newest is copied ahead: a load takes rows from chunks that wait for
-                # their copies where a slow disk has left it no others, and those are lost.
-                "demote_ahead": 0.9,
+                # Room for three prompts: where a slow disk has left it no others, a load takes
+                # rows from chunks that wait for their copies, and those are lost.
+                "demote_ahead": 0.5,
                 "tiers": disk(
                     tmp_path / "cache",
                     flow="demote",
