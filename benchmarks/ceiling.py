@@ -36,7 +36,6 @@ from tiers.pinned import PinnedRegion
 
 CASES = ("write", "read", "random read")
 REQUESTS = 16
-THREADS = 4
 
 
 def column(

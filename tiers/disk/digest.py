@@ -9,12 +9,10 @@ from importlib.util import find_spec
 
 from xxhash import xxh3_128_digest
 
-__all__ = ["DIGEST_BYTES", "address", "digest", "digests"]
-
-DIGEST_BYTES = 16
+__all__ = ["address", "digest", "digests"]
 
 _NAMES = ("XXH3_128bits_dispatch", "XXH3_128bits")
-"""The C function, and the same with the widest instructions that this processor has, first."""
+"""What the C function is called: first the one that uses the widest instructions there are."""
 
 _SAMPLE = bytes(range(251)) * 5
 
@@ -38,7 +36,7 @@ def digests(buffers: Sequence[memoryview], size: int, count: int) -> list[bytes]
     for buffer in buffers:
         if count < min(size, len(buffer)):
             break
-        found.append(xxh3_128_digest(buffer[:size]))
+        found.append(digest(buffer[:size]))
         count -= len(buffer)
     return found
 
