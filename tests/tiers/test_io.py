@@ -376,6 +376,46 @@ def test_batches_that_are_under_way_at_once_end_in_any_order(
     backend.close(fd)
 
 
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whatever_may_be_in_flight_all_is_moved(
+    tmp_path: Path,
+    memory: PinnedRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    depth: int,
+    compiled: bool,
+) -> None:
+    if compiled and aio.compiled is None:
+        pytest.skip("tiers.disk.io._aio is not compiled")
+    if not compiled:
+        monkeypatch.setattr(aio, "compiled", None)
+    monkeypatch.setattr(aio, "DEPTH", depth)
+    monkeypatch.setattr(aio, "CALL_BYTES", 5 * PAGE)
+    backend = choose_backend(tmp_path, "aio")
+    if backend.name != "aio":
+        pytest.skip("aio is refused here")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGES * PAGE))
+    fd = backend.open(path)
+    # Runs of 1 to 7 pages, in batches of two: calls of more buffers than there is depth, too.
+    starts = [sum(range(1, n)) for n in range(1, 8)]
+    runs = [
+        IORequest(fd, rows(memory, *range(start, start + n)), start * PAGE)
+        for n, start in enumerate(starts, 1)
+    ]
+    bad = IORequest(10**6, rows(memory, 31), 0)
+    batches = [[*runs[0:2], bad], [bad, *runs[2:4]], [*runs[4:6]], [*runs[6:]]]
+    expected = [[None if run is bad else len(run.buffers) * PAGE for run in its] for its in batches]
+    under_way = [backend.begin_writes(batch, 9) for batch in batches]
+    assert [lengths(each.end()) for each in reversed(under_way)] == expected[::-1]
+    before = memory.array.copy()
+    memory.array[:28] = 0
+    under_way = [backend.begin_reads(batch, 9) for batch in batches]
+    assert [lengths(each.end()) for each in under_way] == expected
+    assert (memory.array == before).all()
+    backend.close(fd)
+
+
 def test_a_batch_that_fails_leaves_the_one_beside_it_whole(
     backend: IOBackend, file: Path, memory: PinnedRegion
 ) -> None:
@@ -521,7 +561,7 @@ def test_the_function_that_makes_digests_is_found() -> None:
 def test_what_is_no_request_is_refused_and_holds_no_memory(
     requests: object, error: type[Exception]
 ) -> None:
-    context = aio.compiled.Context(4, address() or 0)
+    context = aio.compiled.Context(4, PAGE, address() or 0)
     view = memoryview(bytearray(PAGE))
     good = (10**6, [view], 0)
     with pytest.raises(error):
@@ -533,18 +573,19 @@ def test_what_is_no_request_is_refused_and_holds_no_memory(
 
 @needs_compiler
 def test_what_is_no_context_is_refused() -> None:
-    for depth, function in ((0, address()), (-1, address()), (1 << 20, address()), (4, 0)):
-        with pytest.raises(ValueError, match="depth: 1 to 65536; function: an address"):
-            aio.compiled.Context(depth, function or 0)
+    wrong = ((0, PAGE, address()), (-1, PAGE, address()), (1 << 20, PAGE, address()), (4, PAGE, 0))
+    for depth, call_bytes, function in (*wrong, (4, 0, address())):
+        with pytest.raises(ValueError, match="depth: 1 to 65536; call_bytes: from 1; function: an"):
+            aio.compiled.Context(depth, call_bytes, function or 0)
     with pytest.raises(ValueError, match="hashed: must not be negative"):
-        aio.compiled.Context(4, address() or 0).begin([], True, -1)
+        aio.compiled.Context(4, PAGE, address() or 0).begin([], True, -1)
 
 
 @needs_compiler
 def test_a_batch_that_nobody_ends_is_waited_for_before_its_memory_is_given_back(
     memory: PinnedRegion, tmp_path: Path
 ) -> None:
-    context = aio.compiled.Context(128, address() or 0)
+    context = aio.compiled.Context(128, PAGE, address() or 0)
     (tmp_path / "file").write_bytes(bytes(PAGES * PAGE))
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
     for _ in range(200):
@@ -557,7 +598,7 @@ def test_a_batch_that_nobody_ends_is_waited_for_before_its_memory_is_given_back(
 
 @needs_compiler
 def test_a_batch_ends_once() -> None:
-    batch = aio.compiled.Context(4, address() or 0).begin([], True, 0)
+    batch = aio.compiled.Context(4, PAGE, address() or 0).begin([], True, 0)
     assert batch.end() == []
     with pytest.raises(RuntimeError, match="ended before"):
         batch.end()
@@ -584,4 +625,4 @@ def test_contexts_that_are_let_go_of_are_given_back_to_the_system() -> None:
     # More than the system has, if none came back.
     most, depth = int(Path("/proc/sys/fs/aio-max-nr").read_text()), 8192
     for _ in range(min(most, 2**20) // depth + 1):
-        aio.compiled.Context(depth, address() or 0)
+        aio.compiled.Context(depth, PAGE, address() or 0)

@@ -15,10 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum {
-    DIGEST_BYTES = 16,
-    CALL_BYTES = 512 * 1024,
-};
+enum { DIGEST_BYTES = 16 };
 
 typedef struct {
     uint64_t low;
@@ -27,17 +24,19 @@ typedef struct {
 
 typedef Hash (*HashFunction)(const void *, size_t);
 
+struct Batch;
+
 typedef struct {
     PyObject_HEAD
     aio_context_t context;
     HashFunction hash;
-    long depth;
-    long flying; /* calls that the kernel has, of all batches */
-    int busy;    /* a thread is at work without the GIL */
+    int64_t call_bytes; /* most of one call */
+    long depth;         /* most buffers that the kernel has, a single call excepted */
+    long flying;        /* buffers that the kernel has, of all batches */
+    int busy;           /* a thread is at work without the GIL */
+    struct Batch *oldest;
     struct io_event *events;
 } Context;
-
-struct Batch;
 
 /* Neighbouring bytes of a file, and the memory they go to or come from. */
 typedef struct {
@@ -54,6 +53,7 @@ typedef struct {
 typedef struct Batch {
     PyObject_HEAD
     Context *context;
+    struct Batch *next; /* the one begun after it, of the same context */
     int load;
     int told;
     size_t size; /* bytes of each buffer to make a digest of, or 0 */
@@ -88,14 +88,18 @@ call_ended(const struct iocb *block, int64_t moved)
     request->batch->ended++;
 }
 
-/* How many calls to hand over at once: no neighbours, because the system would join them. */
+/* How many calls to hand over at once: no neighbours, because the system would join them, and no
+   more buffers than there is room for. */
 static long
 batch_group(const Batch *self, long room)
 {
     struct iocb **pointer = self->pointer + self->begun;
-    long count = 1;
-    while (count < room && self->begun + count < self->calls &&
-           !(pointer[count]->aio_data == pointer[count - 1]->aio_data)) {
+    long count = 0;
+    while (self->begun + count < self->calls) {
+        room -= (long)pointer[count]->aio_nbytes;
+        if (room < 0 || (count && pointer[count]->aio_data == pointer[count - 1]->aio_data)) {
+            break;
+        }
         count++;
     }
     return count;
@@ -105,19 +109,33 @@ static void
 batch_submit(Batch *self)
 {
     Context *context = self->context;
-    while (self->begun < self->calls && context->flying < context->depth) {
+    while (self->begun < self->calls) {
         long count = batch_group(self, context->depth - context->flying);
+        if (!count && context->flying) {
+            return;
+        }
         errno = 0;
-        long taken = syscall(SYS_io_submit, context->context, count, self->pointer + self->begun);
+        long taken = syscall(SYS_io_submit, context->context, count ? count : 1,
+                             self->pointer + self->begun);
         if (taken > 0) {
-            self->begun += taken;
-            context->flying += taken;
+            for (; taken; taken--) {
+                context->flying += (long)self->pointer[self->begun++]->aio_nbytes;
+            }
         } else if (errno == EAGAIN && context->flying) {
             return;
         } else {
             /* The first of those that were handed over is refused, alone. */
             call_ended(self->pointer[self->begun++], errno ? -errno : -EIO);
         }
+    }
+}
+
+/* Hand over what there is room for, of the oldest batch first. */
+static void
+context_submit(Context *self)
+{
+    for (Batch *batch = self->oldest; batch != NULL; batch = batch->next) {
+        batch_submit(batch);
     }
 }
 
@@ -168,9 +186,10 @@ context_reap(Context *self, long enough)
         return errno ? errno : EIO;
     }
     for (long at = 0; at < got; at++) {
-        call_ended((struct iocb *)(uintptr_t)self->events[at].obj, self->events[at].res);
+        const struct iocb *block = (struct iocb *)(uintptr_t)self->events[at].obj;
+        self->flying -= (long)block->aio_nbytes;
+        call_ended(block, self->events[at].res);
     }
-    self->flying -= got;
     return 0;
 }
 
@@ -179,7 +198,7 @@ static int
 batch_finish(Batch *self)
 {
     for (;;) {
-        batch_submit(self);
+        context_submit(self->context);
         batch_hash_some(self);
         Py_ssize_t flying = self->begun - self->ended;
         if (!flying && self->ended == self->calls) {
@@ -245,13 +264,13 @@ batch_add(Batch *self, Request *request, PyObject *buffers)
     return 0;
 }
 
-/* Cut each request into calls of CALL_BYTES at most. */
+/* Cut each request into calls. */
 static int
 batch_cut(Batch *self, const int *fds, const long long *offsets)
 {
     Py_ssize_t calls = 0, vectors = 0;
     for (Py_ssize_t index = 0; index < self->requests; index++) {
-        calls += 1 + self->request[index].bytes / CALL_BYTES;
+        calls += 1 + self->request[index].bytes / self->context->call_bytes;
     }
     self->block = PyMem_Calloc(calls + 1, sizeof(struct iocb));
     self->pointer = PyMem_Calloc(calls + 1, sizeof(struct iocb *));
@@ -271,7 +290,7 @@ batch_cut(Batch *self, const int *fds, const long long *offsets)
             block->aio_fildes = (uint32_t)fds[index];
             block->aio_buf = (uint64_t)(uintptr_t)&self->vector[vectors];
             block->aio_offset = offsets[index] + done;
-            int64_t room = CALL_BYTES;
+            int64_t room = self->context->call_bytes;
             while (at < end && room) {
                 int64_t length = self->view[at].len - used;
                 if (length > room) {
@@ -356,6 +375,28 @@ request_outcome(const Batch *batch, const Request *request)
     return Py_BuildValue("(LN)", moved, digests);
 }
 
+/* The newest of a context is the last in its list. */
+static void
+context_add(Context *self, Batch *batch)
+{
+    Batch **at = &self->oldest;
+    while (*at != NULL) {
+        at = &(*at)->next;
+    }
+    *at = batch;
+}
+
+static void
+context_remove(Context *self, const Batch *batch)
+{
+    for (Batch **at = &self->oldest; *at != NULL; at = &(*at)->next) {
+        if (*at == batch) {
+            *at = batch->next;
+            return;
+        }
+    }
+}
+
 static int
 context_enter(Context *self)
 {
@@ -387,6 +428,7 @@ batch_end(Batch *self, PyObject *Py_UNUSED(none))
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     self->told = 1;
+    context_remove(self->context, self);
     PyObject *outcomes = PyList_New(self->requests);
     for (Py_ssize_t index = 0; outcomes != NULL && index < self->requests; index++) {
         PyObject *outcome = request_outcome(self, &self->request[index]);
@@ -422,6 +464,9 @@ batch_dealloc(Batch *self)
     if (lost) {
         /* The kernel may still use all of it, so nobody else may have it. */
         return;
+    }
+    if (self->context != NULL) {
+        context_remove(self->context, self);
     }
     for (Py_ssize_t index = 0; index < self->held; index++) {
         PyBuffer_Release(&self->view[index]);
@@ -471,8 +516,9 @@ context_begin(Context *self, PyObject *args)
         Py_DECREF((PyObject *)batch);
         return NULL;
     }
+    context_add(self, batch);
     Py_BEGIN_ALLOW_THREADS
-    batch_submit(batch);
+    context_submit(self);
     if (!load) {
         batch_hash_some(batch);
     }
@@ -490,16 +536,18 @@ static PyObject *
 context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     long depth;
+    long long call_bytes;
     unsigned long long function;
     if (kwargs != NULL && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Context takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "lK:Context", &depth, &function)) {
+    if (!PyArg_ParseTuple(args, "lLK:Context", &depth, &call_bytes, &function)) {
         return NULL;
     }
-    if (depth < 1 || depth > 65536 || !function) {
-        PyErr_SetString(PyExc_ValueError, "depth: 1 to 65536; function: an address");
+    if (depth < 1 || depth > 65536 || call_bytes < 1 || !function) {
+        PyErr_SetString(PyExc_ValueError,
+                        "depth: 1 to 65536; call_bytes: from 1; function: an address");
         return NULL;
     }
     Context *self = (Context *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -507,6 +555,7 @@ context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     self->depth = depth;
+    self->call_bytes = call_bytes;
     self->hash = (HashFunction)(uintptr_t)function;
     self->events = PyMem_Calloc(depth, sizeof(struct io_event));
     if (self->events == NULL) {

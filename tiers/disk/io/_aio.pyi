@@ -8,14 +8,15 @@ class Context:
     """See `tiers.disk.io.aio.Context`.
 
     Args:
-        depth: most calls in flight.
+        depth: most buffers in flight, a single call excepted.
+        call_bytes: most bytes of one call.
         function: address of the C function that makes a digest.
 
     Raises:
         OSError: when the system has none left, or refuses the calls.
     """
 
-    def __new__(cls, depth: int, function: int, /) -> Context: ...
+    def __new__(cls, depth: int, call_bytes: int, function: int, /) -> Context: ...
     def begin(self, requests: Sequence[IORequest], load: bool, hashed: int, /) -> Batch: ...
 
 class Batch:

@@ -36,8 +36,12 @@ __all__ = ["AioIO"]
 
 logger = logging.getLogger("kvstore.disk")
 
-DEPTH = 128
-"""Most calls of one thread that are in flight."""
+DEPTH = 48
+"""Most buffers of one thread that are in flight, a single call excepted. A virtual device has
+a place for each of them in a queue of 256, and loses a tenth where that is full."""
+
+CALL_BYTES = 512 * 1024
+"""Most bytes of one call: see docs/design.md."""
 
 
 class Batch(Protocol):
@@ -59,7 +63,7 @@ class Context(Protocol):
     """The AIO context of one thread, which may have several batches under way."""
 
     def begin(self, requests: Sequence[IORequest], load: bool, hashed: int, /) -> Batch:
-        """Hand over as many requests as the depth allows; `Batch.end` sees to the others."""
+        """Hand over as much as the depth allows; `Batch.end`, of any batch, sees to the rest."""
 
 
 class AioIO(DirectIO):
@@ -73,10 +77,10 @@ class AioIO(DirectIO):
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._make: Callable[[], Context] = partial(aio_context.Context, DEPTH)
+        self._make: Callable[[], Context] = partial(aio_context.Context, DEPTH, CALL_BYTES)
         function = address() if compiled is not None else None
         if function is not None:
-            self._make = partial(compiled.Context, DEPTH, function)
+            self._make = partial(compiled.Context, DEPTH, CALL_BYTES, function)
         self._make()
 
     def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:

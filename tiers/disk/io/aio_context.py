@@ -31,9 +31,6 @@ _VECTOR_BYTES = 16
 
 _PREADV, _PWRITEV = 7, 8
 
-CALL_BYTES = 512 * 1024
-"""Most bytes of one call: see docs/design.md."""
-
 _NUMBERS = {
     "x86_64": (206, 207, 208, 209),
     "aarch64": (0, 1, 4, 2),
@@ -46,13 +43,14 @@ class Context:
     """The AIO context of one thread: see `tiers.disk.io.aio.Context`.
 
     Args:
-        depth: most calls in flight.
+        depth: most buffers in flight, a single call excepted.
+        call_bytes: most bytes of one call.
 
     Raises:
         OSError: when the system has none left, or refuses the calls.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, call_bytes: int) -> None:
         numbers = _NUMBERS.get(platform.machine())
         if numbers is None:
             raise OSError(errno.ENOSYS, f"not known for {platform.machine()}")
@@ -62,6 +60,7 @@ class Context:
         if library.syscall(ctypes.c_long(setup), ctypes.c_long(depth), ctypes.byref(handle)):
             raise _last_error()
         self._depth = depth
+        self._call_bytes = call_bytes
         self._handle = handle.value
         weakref.finalize(self, library.syscall, ctypes.c_long(destroy), handle)
         # Functions of their own, with types declared: calls are converted faster.
@@ -91,21 +90,36 @@ class Context:
 
     def begin(self, requests: Sequence[IORequest], load: bool, hashed: int) -> Batch:
         """See `tiers.disk.io.aio.Context`."""
-        return Batch(self, self._batches, requests, load, hashed)
+        return Batch(self, self._batches, requests, load, hashed, self._call_bytes)
 
-    def submit(self, pointers: int, count: int) -> int:
+    @property
+    def room(self) -> int:
+        """How many buffers may be handed over now, if not those of one call that is alone."""
+        return self._depth - self._flying
+
+    @property
+    def idle(self) -> bool:
+        """Whether the kernel has none."""
+        return not self._flying
+
+    def submit_all(self) -> None:
+        """Hand over what there is room for, of the oldest batch first."""
+        for batch in self._batches.values():
+            batch.submit()
+
+    def submit(self, pointers: int, buffers: Sequence[int]) -> int:
         """Hand over the calls behind `pointers`, in order.
+
+        Args:
+            buffers: how many each has.
 
         Returns:
             How many were taken; 0 where there is no room now; the error's number, negated, of the
             first, which is refused.
         """
-        room = self._depth - self._flying
-        if not room:
-            return 0
-        taken: int = self._submit(self._submit_number, self._handle, min(room, count), pointers)
+        taken: int = self._submit(self._submit_number, self._handle, len(buffers), pointers)
         if taken > 0:
-            self._flying += taken
+            self._flying += sum(buffers[:taken])
             return taken
         number = ctypes.get_errno()
         return 0 if number == errno.EAGAIN and self._flying else -(number or errno.EIO)
@@ -120,12 +134,10 @@ class Context:
                 break
             if ctypes.get_errno() != errno.EINTR:
                 raise _last_error()
-        self._flying -= ended
         for at in range(0, ended * _EVENT.size, _EVENT.size):
             number, _, length, _ = _EVENT.unpack_from(self._events, at)
             batch = self._batches[number >> 32]
-            batch.flying -= 1
-            batch.ended(number & 0xFFFFFFFF, length)
+            self._flying -= batch.ended(number & 0xFFFFFFFF, length)
 
 
 class Batch:
@@ -142,6 +154,7 @@ class Batch:
         requests: Sequence[IORequest],
         load: bool,
         hashed: int,
+        call_bytes: int,
     ) -> None:
         self._context = context
         self._batches = batches
@@ -151,11 +164,13 @@ class Batch:
         self._number = next(number for number in count() if number not in batches)
         vectors, self._calls, self._left = array("Q"), bytearray(), [0] * len(requests)
         self._request_of: list[int] = []
+        self._buffers: list[int] = []
         places: list[tuple[int, int, int, int]] = []
         for index, request in enumerate(requests):
-            for vector, length, offset in _cut(request, vectors):
+            for vector, length, offset in _cut(request, vectors, call_bytes):
                 places.append((request.fd, vector, length, offset))
                 self._request_of.append(index)
+                self._buffers.append(length)
                 self._left[index] += 1
         at, _ = vectors.buffer_info()
         opcode = _PREADV if load else _PWRITEV
@@ -173,7 +188,7 @@ class Batch:
         self.flying = 0
         # From here on the kernel writes into memory that this keeps alive.
         batches[self._number] = self
-        self._submit()
+        context.submit_all()
         if not load:
             self._make_digests()
 
@@ -185,7 +200,7 @@ class Batch:
         """See `tiers.disk.io.aio.Batch`."""
         try:
             while self.waits():
-                self._submit()
+                self._context.submit_all()
                 self._make_digests()
                 if self.waits():
                     self._context.reap(max(1, self.flying // 2))
@@ -201,8 +216,33 @@ class Batch:
             outcomes.append((moved, its))
         return outcomes
 
-    def ended(self, call: int, length: int) -> None:
-        """A call has ended: the bytes that it moved, or the error's number negated."""
+    def ended(self, call: int, length: int) -> int:
+        """A call has ended: the bytes that it moved, or the error's number negated.
+
+        Returns:
+            How many buffers it had.
+        """
+        self.flying -= 1
+        self._told(call, length)
+        return self._buffers[call]
+
+    def submit(self) -> None:
+        """Hand over what there is room for."""
+        total = len(self._request_of)
+        first, _ = self._pointers.buffer_info()
+        while self._begun < total:
+            group = self._group()
+            taken = self._context.submit(first + 8 * self._begun, group) if group else 0
+            if not taken:
+                return
+            if taken < 0:
+                self._told(self._begun, taken)
+                self._begun += 1
+            else:
+                self._begun += taken
+                self.flying += taken
+
+    def _told(self, call: int, length: int) -> None:
         index = self._request_of[call]
         self._left[index] -= 1
         if length >= 0:
@@ -210,26 +250,21 @@ class Batch:
         else:
             self._errors[index] = self._errors[index] or -length
 
-    def _submit(self) -> None:
-        total = len(self._request_of)
-        first, _ = self._pointers.buffer_info()
-        while self._begun < total:
-            taken = self._context.submit(first + 8 * self._begun, self._group())
-            if not taken:
-                return
-            if taken < 0:
-                self.ended(self._begun, taken)
-                self._begun += 1
-            else:
-                self._begun += taken
-                self.flying += taken
+    def _group(self) -> list[int]:
+        """The buffers of each call to hand over at once.
 
-    def _group(self) -> int:
-        """How many calls to hand over at once: no neighbours, for the system would join them."""
-        request_of, end = self._request_of, self._begun + 1
-        while end < len(request_of) and request_of[end] != request_of[end - 1]:
+        They are no neighbours, because the system would join them, and all fit in.
+        """
+        begun, end, room = self._begun, self._begun, self._context.room
+        while end < len(self._buffers):
+            room -= self._buffers[end]
+            neighbours = end > begun and self._request_of[end] == self._request_of[end - 1]
+            if room < 0 or neighbours:
+                break
             end += 1
-        return end - self._begun
+        if end == begun and self._context.idle:
+            end += 1
+        return self._buffers[begun:end]
 
     def _make_digests(self) -> None:
         """Those that can be made now: of a store what was handed over, of a load what has come."""
@@ -245,18 +280,20 @@ class Batch:
             self._made += 1
 
 
-def _cut(request: IORequest, vectors: array[int]) -> Iterator[tuple[int, int, int]]:
-    """Calls of `CALL_BYTES` at most: the first of its vectors, how many, and the offset.
+def _cut(
+    request: IORequest, vectors: array[int], call_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """Calls of `call_bytes` at most: the first of its vectors, how many, and the offset.
 
     The addresses and lengths are added to `vectors`.
     """
-    begin, room, offset = len(vectors) // 2, CALL_BYTES, request.offset
+    begin, room, offset = len(vectors) // 2, call_bytes, request.offset
     for buffer in request.buffers:
         address, left = ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)
         while left:
             if not room:
                 yield begin, len(vectors) // 2 - begin, offset
-                begin, room, offset = len(vectors) // 2, CALL_BYTES, offset + CALL_BYTES
+                begin, room, offset = len(vectors) // 2, call_bytes, offset + call_bytes
             length = min(left, room)
             vectors.extend((address, length))
             address, left, room = address + length, left - length, room - length
