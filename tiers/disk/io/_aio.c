@@ -31,8 +31,8 @@ typedef struct {
     aio_context_t context;
     HashFunction hash;
     int64_t call_bytes; /* most of one call */
-    long depth;         /* most buffers that the kernel has, a single call excepted */
-    long flying;        /* buffers that the kernel has, of all batches */
+    long depth;         /* most places in the device's queue, a single call excepted */
+    long flying;        /* places of the calls that the kernel has, of all batches */
     int busy;           /* a thread is at work without the GIL */
     struct Batch *oldest;
     struct io_event *events;
@@ -75,6 +75,13 @@ static PyTypeObject *batch_type;
 
 /* -- without the GIL ------------------------------------------------------------------------- */
 
+/* The places that a call takes in the queue of a device: one for each buffer, two for itself. */
+static long
+call_places(const struct iocb *block)
+{
+    return (long)block->aio_nbytes + 2;
+}
+
 static void
 call_ended(const struct iocb *block, int64_t moved)
 {
@@ -89,14 +96,14 @@ call_ended(const struct iocb *block, int64_t moved)
 }
 
 /* How many calls to hand over at once: no neighbours, because the system would join them, and no
-   more buffers than there is room for. */
+   more than there are places for. */
 static long
 batch_group(const Batch *self, long room)
 {
     struct iocb **pointer = self->pointer + self->begun;
     long count = 0;
     while (self->begun + count < self->calls) {
-        room -= (long)pointer[count]->aio_nbytes;
+        room -= call_places(pointer[count]);
         if (room < 0 || (count && pointer[count]->aio_data == pointer[count - 1]->aio_data)) {
             break;
         }
@@ -119,7 +126,7 @@ batch_submit(Batch *self)
                              self->pointer + self->begun);
         if (taken > 0) {
             for (; taken; taken--) {
-                context->flying += (long)self->pointer[self->begun++]->aio_nbytes;
+                context->flying += call_places(self->pointer[self->begun++]);
             }
         } else if (errno == EAGAIN && context->flying) {
             return;
@@ -187,7 +194,7 @@ context_reap(Context *self, long enough)
     }
     for (long at = 0; at < got; at++) {
         const struct iocb *block = (struct iocb *)(uintptr_t)self->events[at].obj;
-        self->flying -= (long)block->aio_nbytes;
+        self->flying -= call_places(block);
         call_ended(block, self->events[at].res);
     }
     return 0;

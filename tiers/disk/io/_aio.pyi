@@ -8,7 +8,7 @@ class Context:
     """See `tiers.disk.io.aio.Context`.
 
     Args:
-        depth: most buffers in flight, a single call excepted.
+        depth: most places in a device's queue, a single call excepted.
         call_bytes: most bytes of one call.
         function: address of the C function that makes a digest.
 

@@ -36,9 +36,10 @@ __all__ = ["AioIO"]
 
 logger = logging.getLogger("kvstore.disk")
 
-DEPTH = 48
-"""Most buffers of one thread that are in flight, a single call excepted. A virtual device has
-a place for each of them in a queue of 256, and loses a tenth where that is full."""
+DEPTH = 64
+"""Most places in a device's queue that one thread takes, a single call excepted: one for each
+buffer and two for each call. A virtual device has 256 of them, and loses up to a fifth where
+they are all taken."""
 
 CALL_BYTES = 512 * 1024
 """Most bytes of one call: see docs/design.md."""

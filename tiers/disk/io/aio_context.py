@@ -43,7 +43,7 @@ class Context:
     """The AIO context of one thread: see `tiers.disk.io.aio.Context`.
 
     Args:
-        depth: most buffers in flight, a single call excepted.
+        depth: most places in a device's queue, a single call excepted.
         call_bytes: most bytes of one call.
 
     Raises:
@@ -94,7 +94,7 @@ class Context:
 
     @property
     def room(self) -> int:
-        """How many buffers may be handed over now, if not those of one call that is alone."""
+        """How many places are left; one call that is alone needs none."""
         return self._depth - self._flying
 
     @property
@@ -107,19 +107,19 @@ class Context:
         for batch in self._batches.values():
             batch.submit()
 
-    def submit(self, pointers: int, buffers: Sequence[int]) -> int:
+    def submit(self, pointers: int, places: Sequence[int]) -> int:
         """Hand over the calls behind `pointers`, in order.
 
         Args:
-            buffers: how many each has.
+            places: how many each takes in the queue of a device.
 
         Returns:
             How many were taken; 0 where there is no room now; the error's number, negated, of the
             first, which is refused.
         """
-        taken: int = self._submit(self._submit_number, self._handle, len(buffers), pointers)
+        taken: int = self._submit(self._submit_number, self._handle, len(places), pointers)
         if taken > 0:
-            self._flying += sum(buffers[:taken])
+            self._flying += sum(places[:taken])
             return taken
         number = ctypes.get_errno()
         return 0 if number == errno.EAGAIN and self._flying else -(number or errno.EIO)
@@ -164,13 +164,14 @@ class Batch:
         self._number = next(number for number in count() if number not in batches)
         vectors, self._calls, self._left = array("Q"), bytearray(), [0] * len(requests)
         self._request_of: list[int] = []
-        self._buffers: list[int] = []
+        self._places: list[int] = []
         places: list[tuple[int, int, int, int]] = []
         for index, request in enumerate(requests):
             for vector, length, offset in _cut(request, vectors, call_bytes):
                 places.append((request.fd, vector, length, offset))
                 self._request_of.append(index)
-                self._buffers.append(length)
+                # Of a device's queue: one for each buffer, two for itself.
+                self._places.append(length + 2)
                 self._left[index] += 1
         at, _ = vectors.buffer_info()
         opcode = _PREADV if load else _PWRITEV
@@ -220,11 +221,11 @@ class Batch:
         """A call has ended: the bytes that it moved, or the error's number negated.
 
         Returns:
-            How many buffers it had.
+            How many places it took.
         """
         self.flying -= 1
         self._told(call, length)
-        return self._buffers[call]
+        return self._places[call]
 
     def submit(self) -> None:
         """Hand over what there is room for."""
@@ -251,20 +252,20 @@ class Batch:
             self._errors[index] = self._errors[index] or -length
 
     def _group(self) -> list[int]:
-        """The buffers of each call to hand over at once.
+        """The places of each call to hand over at once.
 
         They are no neighbours, because the system would join them, and all fit in.
         """
         begun, end, room = self._begun, self._begun, self._context.room
-        while end < len(self._buffers):
-            room -= self._buffers[end]
+        while end < len(self._places):
+            room -= self._places[end]
             neighbours = end > begun and self._request_of[end] == self._request_of[end - 1]
             if room < 0 or neighbours:
                 break
             end += 1
         if end == begun and self._context.idle:
             end += 1
-        return self._buffers[begun:end]
+        return self._places[begun:end]
 
     def _make_digests(self) -> None:
         """Those that can be made now: of a store what was handed over, of a load what has come."""
