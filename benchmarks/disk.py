@@ -24,9 +24,12 @@ of vLLM's tier, which cannot overwrite, stands beside both of our kinds of write
 
 The contestants take turns, round by round, in another order each time. Figures are
 medians over the rounds, and ratios are medians of the ratio within a round, so that a
-disk that is shared with others moves them less. p50 and p99 are of the time from the
-beginning until a job's caller knows; in a mixed case of the reads. `loop_us` is the
-processor time of the event loop's thread per job.
+disk that is shared with others moves them less. /fio is against fio with the same memory
+footprint, /warm against fio with a few buffers that stay in the processor's cache, /later
+a first write against a later one. p50 and p99 are of the time from the beginning until a
+job's caller knows; in a mixed case of the reads. `loop us` is the processor time of the
+event loop's thread per job; a bare sleep of that loop, told at the end, is what waking up
+costs.
 """
 
 from __future__ import annotations
@@ -190,11 +193,11 @@ class Column:
         self._loop = new_event_loop()
         self._plan = Plan(self._chunks, chunk_bytes)
         self._seconds = options.seconds / options.rounds
-        self._fio_seconds = max(0.2, self._seconds)
         self._ours: dict[tuple[str, int], list[Sample]] = {}
         self._peer: dict[tuple[str, int], list[Sample]] = {}
         self._calls: dict[tuple[str, int], list[Sample]] = {}
         self._fio: dict[tuple[str, str], list[FioResult]] = {}
+        self._sleeps: list[float] = []
 
     def rows(self, fio: Fio | None, with_vllm: bool) -> list[dict[str, Any]]:
         """Measure and report."""
@@ -222,6 +225,7 @@ class Column:
         plain = Plain(self._folder, region)
         order = random.Random(0)
         for _ in range(self._options.rounds):
+            self._sleeps += [self._sleep() for _ in range(8)]
             for case in CASES:
                 turns: list[Callable[[], None]] = [partial(self._measure_fio, case, fio, ways)]
                 for requests in REQUESTS:
@@ -266,40 +270,44 @@ class Column:
         sample = measure(peer, self._plan.batches(case, requests), self._seconds)
         self._peer.setdefault((case, requests), []).append(sample)
 
+    def _sleep(self) -> float:
+        """Seconds of processor time that the loop's thread takes for a sleep of 20 ms."""
+        batch = Batch()
+
+        async def sleep() -> None:
+            with meter(batch):
+                await asyncio.sleep(0.02)
+
+        self._loop.run_until_complete(sleep())
+        return batch.caller
+
     def _choose(self, fio: Fio) -> dict[str, dict[str, Way]]:
-        """For writing and reading the best pooled and the best warm way, by a short run of each."""
+        """For each way of moving the best pooled and the best warm one, by a short run of each."""
         chosen: dict[str, dict[str, Way]] = {}
-        for direction in ("write", "read"):
-            speeds: dict[Way, float] = {}
-            chosen[direction] = {}
+        for workload in ("write", "read", "random read"):
+            chosen[workload] = {"large": LARGE_WAY}
             for kind, ways in (
                 ("pooled", fio.pooled(self._chunk_bytes)),
                 ("warm", fio.warm(self._chunk_bytes)),
             ):
-                found = fio.sweep(ways, direction, self._chunk_bytes, self._fio_seconds)
+                found = fio.sweep(ways, workload, self._chunk_bytes)
                 told = ", ".join(f"{way} {gbps:.2f}" for way, gbps in found.items())
-                print(f"# fio {direction} {kind}: {told or 'does not work'} GB/s", flush=True)
+                print(f"# fio {workload} {kind}: {told or 'does not work'} GB/s", flush=True)
                 if found:
-                    chosen[direction][kind] = next(iter(found))
-                    speeds.update(found)
-            if speeds:
-                chosen[direction]["any"] = max(speeds, key=lambda way: speeds[way])
+                    chosen[workload][kind] = next(iter(found))
         return chosen
 
     def _measure_fio(self, case: str, fio: Fio | None, ways: dict[str, dict[str, Way]]) -> None:
         if fio is None:
             return
-        known = ways[_direction(case)]
-        runs = {"any": self._chunk_bytes}
-        if case in ("read", "write", "random read"):
-            runs = {"pooled": self._chunk_bytes, "warm": self._chunk_bytes}
+        runs = {"pooled": self._chunk_bytes, "warm": self._chunk_bytes}
         if case in ("read", "write"):
             # Neighbours that move together are held against what large blocks give.
             runs["large"] = LARGE
-            known = {**known, "large": LARGE_WAY}
         for kind, block in runs.items():
-            if kind in known:
-                result = fio.run(known[kind], case, block, self._fio_seconds)
+            way = ways[_workload(case)].get(kind)
+            if way is not None:
+                result = fio.run(way, case, block)
                 self._fio.setdefault((case, kind), []).append(result)
 
     def _row(self, case: str, requests: int, ways: dict[str, dict[str, Way]]) -> dict[str, Any]:
@@ -317,28 +325,30 @@ class Column:
             "loop_us": round(median([sample.caller_us for sample in ours]), 1),
             "digests": True,
         }
-        speeds = {
-            kind: [result.gbps for result in results]
-            for (its_case, kind), results in self._fio.items()
-            if its_case == case
-        }
-        for kind, gbps in speeds.items():
-            row[f"ratio_to_fio_{kind}"] = _ratio([sample.gbps for sample in ours], gbps)
-        kinds = [kind for kind in speeds if kind != "large"]
-        if kinds:
-            best = max(kinds, key=lambda kind: median(speeds[kind]))
-            row["ratio_to_fio"] = row[f"ratio_to_fio_{best}"]
-            row["fio_GBps"] = _round(median(speeds[best]))
-            cpu = [result.cpu_per_gb for result in self._fio[case, best]]
-            row["fio_cpu_s_per_gb"] = _round(median(cpu))
-            row["fio_way"] = str(ways[_direction(case)][best])
-            row.pop("ratio_to_fio_any", None)
+        speeds = [sample.gbps for sample in ours]
+        for kind, name in (
+            ("pooled", "ratio_to_fio"),
+            ("warm", "ratio_to_fio_warm"),
+            ("large", "ratio_to_fio_large"),
+        ):
+            results = self._fio.get((case, kind))
+            if results:
+                row[name] = _ratio(speeds, [result.gbps for result in results])
+        pooled = self._fio.get((case, "pooled"))
+        if pooled:
+            row["fio_GBps"] = _round(median([result.gbps for result in pooled]))
+            row["fio_cpu_s_per_gb"] = _round(median([result.cpu_per_gb for result in pooled]))
+            row["fio_way"] = str(ways[_workload(case)]["pooled"])
+        if case == "first write":
+            later = [sample.gbps for sample in self._ours["write", requests]]
+            row["ratio_to_later"] = _ratio(speeds, later)
+        row["sleep_us"] = round(median(self._sleeps) * 1e6, 1)
         calls = self._calls[case, requests]
         row["plain_GBps"] = _round(median([sample.gbps for sample in calls]))
-        row["ratio_to_plain"] = _ratio([s.gbps for s in ours], [s.gbps for s in calls])
+        row["ratio_to_plain"] = _ratio(speeds, [s.gbps for s in calls])
         peer = self._peer.get(("write" if case == "first write" else case, requests))
         if peer:
-            row["ratio_to_vllm"] = _ratio([s.gbps for s in ours], [s.gbps for s in peer])
+            row["ratio_to_vllm"] = _ratio(speeds, [s.gbps for s in peer])
             row["cpu_ratio_to_vllm"] = _ratio(
                 [s.cpu_per_gb for s in ours], [s.cpu_per_gb for s in peer]
             )
@@ -351,7 +361,10 @@ class Column:
         return row
 
 
-def _direction(case: str) -> str:
+def _workload(case: str) -> str:
+    """Of those whose ways are chosen."""
+    if case == "random read":
+        return case
     return "write" if "write" in case else "read"
 
 
@@ -379,9 +392,12 @@ def verdicts(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[tuple[
             found.append((f"{told} {row[name]:g} (<= {budget:g})", row[name] <= budget))
 
     case, chunk = row["case"], parse_size(row["chunk"])
-    if case in ("read", "write"):
-        if chunk >= 2**20:
-            least("ratio_to_fio", 0.95, "of fio")
+    least("ratio_to_fio", 0.95 if chunk >= 2 * 2**20 else 0.9, "of fio")
+    least("ratio_to_vllm", 1.2, "x vLLM")
+    if "vllm_p99_s" in row:
+        most("p99_s", row["vllm_p99_s"], "p99 s")
+    least("ratio_to_later", 0.9, "of later writes")
+    if case in ("read", "write") and chunk < 2**20:
         large = [
             other["ratio_to_fio_large"]
             for other in rows
@@ -389,18 +405,9 @@ def verdicts(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[tuple[
             and "ratio_to_fio_large" in other
             and parse_size(other["chunk"]) == LARGE
         ]
-        if chunk < 2**20 and large:
+        if large:
             share = _round(row["ratio_to_fio_large"] / large[0])
             found.append((f"of the speed of large chunks {share:g} (>= 0.95)", share >= 0.95))
-        budgets = {
-            ("write", LARGE): 2.5,
-            ("write", 256 * 2**10): 10.0,
-            ("read", LARGE): 1.0,
-            ("read", 256 * 2**10): 1.3,
-        }
-        if (case, chunk) in budgets:
-            least("ratio_to_vllm", budgets[case, chunk], "x vLLM")
-        most("cpu_ratio_to_vllm", 0.5, "CPU x vLLM's")
     most("cpu_s_per_gb", 0.2, "CPU s/GB")
     most("loop_us", 100.0, "loop us/job")
     return found
@@ -414,10 +421,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         ("chunk", "chunk", 7),
         ("GBps", "GB/s", 6),
         ("ratio_to_fio", "/fio", 6),
-        ("ratio_to_fio_pooled", "/pool", 6),
+        ("ratio_to_fio_warm", "/warm", 6),
         ("ratio_to_fio_large", "/2MiB", 6),
         ("ratio_to_plain", "/plain", 6),
         ("ratio_to_vllm", "/vllm", 6),
+        ("ratio_to_later", "/later", 6),
         ("p50_s", "p50 s", 8),
         ("p99_s", "p99 s", 8),
         ("cpu_s_per_gb", "cpu/GB", 7),
@@ -433,7 +441,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         kept += len(outcome) - len(missed)
         total += len(outcome)
         lines.append(" ".join(cells) + "  " + ("; ".join(missed) or "pass"))
-    lines.append(f"{kept} of {total} budgets kept")
+    sleep = median([row["sleep_us"] for row in rows])
+    lines.append(f"{kept} of {total} budgets kept; a bare sleep of the event loop: {sleep:g} us")
     return "\n".join(lines)
 
 

@@ -390,6 +390,7 @@ def test_whatever_may_be_in_flight_all_is_moved(
     if not compiled:
         monkeypatch.setattr(aio, "compiled", None)
     monkeypatch.setattr(aio, "DEPTH", depth)
+    monkeypatch.setattr(aio, "STORE_DEPTH", depth)
     monkeypatch.setattr(aio, "CALL_BYTES", 5 * PAGE)
     backend = choose_backend(tmp_path, "aio")
     if backend.name != "aio":
@@ -499,7 +500,7 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
     if backend.name != "aio":
         pytest.skip("aio is refused here")
 
-    def exhausted() -> None:
+    def exhausted(*_: int) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(backend, "_make", exhausted)

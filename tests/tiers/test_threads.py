@@ -64,8 +64,41 @@ async def test_results_come_in_the_order_of_the_operations(pool: Pool) -> None:
 
 async def test_operations_of_one_job_run_at_the_same_time(pool: Pool) -> None:
     together = threading.Barrier(3)
-    results = await pool(3).run([lambda: together.wait(10)] * 3, load=False)
+    results = await pool(3).run([lambda: together.wait(10)] * 3, load=True)
     assert sorted(results) == [0, 1, 2]
+
+
+async def test_stores_take_all_threads_but_one(pool: Pool) -> None:
+    threads, together = pool(4), threading.Barrier(3)
+    results = await threads.run([lambda: together.wait(10)] * 3, load=False)
+    assert sorted(results) == [0, 1, 2]
+    gates = [Gate() for _ in range(4)]
+    stores = asyncio.ensure_future(threads.run(gates, load=False))
+    for gate in gates[:3]:
+        await begun(gate)
+    await asyncio.sleep(0.02)
+    assert not gates[3].begun.is_set()
+    for gate in gates:
+        gate.opened.set()
+    assert await stores == ["through"] * 4
+
+
+async def test_a_load_begins_at_once_however_many_stores_have_begun(pool: Pool) -> None:
+    threads, gates = pool(3), [Gate() for _ in range(5)]
+    stores = asyncio.ensure_future(threads.run(gates, load=False))
+    await begun(gates[1])
+    for _ in range(3):
+        assert await threads.run([lambda: "loaded"] * 7, load=True) == ["loaded"] * 7
+    assert not any(gate.ended for gate in gates)
+    for gate in gates:
+        gate.opened.set()
+    assert await stores == ["through"] * 5
+
+
+async def test_one_thread_alone_loads_and_stores(pool: Pool) -> None:
+    threads = pool(1)
+    assert await threads.run([lambda: "stored"], load=False) == ["stored"]
+    assert await threads.run([lambda: "loaded"], load=True) == ["loaded"]
 
 
 # -- operations of two parts ------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """A few plain threads that do blocking I/O, loads before stores.
 
+One of them does nothing but loads, so that a load begins at once, however long the stores are
+that the others have begun.
+
 One job is many operations, one hop to the threads and one back: a thread cuts the
 job into its operations, and the last of them to end wakes the loop, once. What
 the loop does for a job does not depend on its size.
@@ -114,12 +117,26 @@ class _Job:
             self.future.set_result(None)
 
 
+class _Idle:
+    """Threads that wait for something to do; those of one kind."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.condition = threading.Condition(lock)
+        self.count = 0
+
+    def wait(self) -> None:
+        """Wait to be notified; the lock is held."""
+        self.count += 1
+        self.condition.wait()
+        self.count -= 1
+
+
 _Queue = deque[tuple[_Job, int, Any]]
 """Operations by job and number; -1 stands before what cuts the job."""
 
 
 class IOThreads:
-    """`count` threads named after `name`.
+    """`count` threads named after `name`; unless there is one alone, the first only loads.
 
     Threads are daemons: a disk that never answers cannot keep a process from
     exiting.
@@ -130,8 +147,8 @@ class IOThreads:
         self._loads: _Queue = deque()
         self._stores: _Queue = deque()
         self._before_stores: _Queue = deque()
-        self._waiting = 0
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._for_loads, self._for_all = _Idle(self._lock), _Idle(self._lock)
         self._closed = False
         self._detached = False
         self._alive = count
@@ -139,7 +156,12 @@ class IOThreads:
         self._running: set[_Job] = set()
         self._idle = asyncio.Event()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-io-{index}", daemon=True)
+            threading.Thread(
+                target=self._serve,
+                args=(self._for_loads if index == 0 and count > 1 else self._for_all,),
+                name=f"{name}-io-{index}",
+                daemon=True,
+            )
             for index in range(count)
         ]
         for thread in self._threads:
@@ -176,13 +198,13 @@ class IOThreads:
         return done
 
     async def _run(self, job: _Job, cut: Callable[[], Sequence[Operation]], queue: _Queue) -> Any:
-        with self._wake:
+        with self._lock:
             if self._detached:
                 raise TimeoutError("an earlier I/O call did not return")
             if self._closed:
                 raise RuntimeError("the I/O threads have been closed")
             queue.append((job, -1, cut))
-            self._wake.notify()
+            self._notify(queue, 1)
         await self._ended(job)
         return job.results
 
@@ -254,27 +276,28 @@ class IOThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _close(self, at_end: Callable[[], None] | None) -> None:
-        with self._wake:
+        with self._lock:
             self._closed = True
             alive = self._alive > 0
             if alive and self._at_end is None:
                 self._at_end = at_end
-            self._wake.notify_all()
+            for idle in (self._for_loads, self._for_all):
+                idle.condition.notify_all()
         if not alive and at_end is not None:
             at_end()
 
-    def _serve(self) -> None:
-        self._work()
-        with self._wake:
+    def _serve(self, idle: _Idle) -> None:
+        self._work(idle)
+        with self._lock:
             self._alive -= 1
             at_end = self._at_end if not self._alive else None
         if at_end is not None:
             at_end()
 
-    def _work(self) -> None:
+    def _work(self, idle: _Idle) -> None:
         rest: Callable[[], None] | None = None
         while True:
-            taken = self._take(beside=rest is not None)
+            taken = self._take(idle, beside=rest is not None)
             if taken is None and rest is None:
                 return
             following = self._begin(*taken) if taken is not None else None
@@ -284,24 +307,38 @@ class IOThreads:
             # Nothing of the job may be kept alive while the thread waits.
             del taken, following
 
-    def _take(self, *, beside: bool) -> tuple[_Queue, _Job, int, Any] | None:
+    def _take(self, idle: _Idle, *, beside: bool) -> tuple[_Queue, _Job, int, Any] | None:
         """What is to be done next; None at the end.
 
         Args:
+            idle: where the thread waits, which tells what it does.
             beside: an operation that has begun waits for the thread: nothing is waited
                 for, and what an idle thread can do, or may take long, is not taken.
         """
-        with self._wake:
-            while not (self._loads or self._before_stores or self._stores):
+        with self._lock:
+            while True:
+                queue = self._loads
+                if not queue and idle is self._for_all:
+                    queue = self._before_stores or self._stores
+                if queue:
+                    break
                 if beside or self._closed:
                     return None
-                self._waiting += 1
-                self._wake.wait()
-                self._waiting -= 1
-            queue = self._loads or self._before_stores or self._stores
-            if beside and (self._waiting or not queue[0][0].short):
+                idle.wait()
+            if beside and (self._idle_for(queue) or not queue[0][0].short):
                 return None
             return queue, *queue.popleft()
+
+    def _idle_for(self, queue: _Queue) -> int:
+        """How many threads wait that could take something from `queue`."""
+        return self._for_all.count + (self._for_loads.count if queue is self._loads else 0)
+
+    def _notify(self, queue: _Queue, count: int) -> None:
+        """Wake as many threads for what is in `queue`."""
+        if queue is self._loads and self._for_loads.count:
+            self._for_loads.condition.notify()
+            count -= 1
+        self._for_all.condition.notify(count)
 
     def _begin(
         self, queue: _Queue, job: _Job, index: int, operation: Any
@@ -324,8 +361,8 @@ class IOThreads:
         """Offer all but the first to every thread, before the jobs that came later."""
         if len(operations) == 1:
             return
-        with self._wake:
+        with self._lock:
             queue.extendleft(
                 (job, index, operations[index]) for index in range(len(operations) - 1, 0, -1)
             )
-            self._wake.notify(len(operations) - 1)
+            self._notify(queue, len(operations) - 1)

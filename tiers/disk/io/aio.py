@@ -24,7 +24,7 @@ from typing import Protocol
 
 from tiers.disk.digest import address
 from tiers.disk.io import aio_context
-from tiers.disk.io.base import IORequest, Moved, UnderWay
+from tiers.disk.io.base import IORequest, Later, Moved, UnderWay
 from tiers.disk.io.direct import DirectIO
 
 try:
@@ -37,9 +37,12 @@ __all__ = ["AioIO"]
 logger = logging.getLogger("kvstore.disk")
 
 DEPTH = 64
-"""Most places in a device's queue that one thread takes, a single call excepted: one for each
-buffer and two for each call. A virtual device has 256 of them, and loses up to a fifth where
-they are all taken."""
+"""Most places in a device's queue that the loads of one thread take, a single call excepted: one
+for each buffer and two for each call. A virtual device has 256 of them, and loses up to a fifth
+where they are all taken."""
+
+STORE_DEPTH = 32
+"""The same of stores: enough to keep a device busy, and a load that comes does not wait long."""
 
 CALL_BYTES = 512 * 1024
 """Most bytes of one call: see docs/design.md."""
@@ -61,7 +64,7 @@ class Batch(Protocol):
 
 
 class Context(Protocol):
-    """The AIO context of one thread, which may have several batches under way."""
+    """An AIO context of one thread, which may have several batches under way."""
 
     def begin(self, requests: Sequence[IORequest], load: bool, hashed: int, /) -> Batch:
         """Hand over as much as the depth allows; `Batch.end`, of any batch, sees to the rest."""
@@ -77,47 +80,47 @@ class AioIO(DirectIO):
     name = "aio"
 
     def __init__(self) -> None:
-        self._local = threading.local()
-        self._make: Callable[[], Context] = partial(aio_context.Context, DEPTH, CALL_BYTES)
-        function = address() if compiled is not None else None
-        if function is not None:
-            self._make = partial(compiled.Context, DEPTH, CALL_BYTES, function)
-        self._make()
+        self._loads, self._stores = threading.local(), threading.local()
+        self._make: Callable[[int, int], Context] = aio_context.Context
+        if compiled is not None:
+            function = address()
+            if function is None:
+                logger.info("batches are moved in Python: the xxhash package hides its functions")
+            else:
+                context = compiled.Context
+                self._make = lambda depth, call_bytes: context(depth, call_bytes, function)
+        self._make(DEPTH, CALL_BYTES)
 
     def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        context = self._context()
+        context = self._context(self._loads, DEPTH)
         if context is None:
-            return super().begin_reads(requests, hashed)
+            return Later(partial(super().read_all, requests, hashed))
         return _Reads(self, requests, hashed, context.begin(requests, True, hashed))
 
     def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        context = self._context()
+        context = self._context(self._stores, STORE_DEPTH)
         if context is None:
-            return super().begin_writes(requests, hashed)
+            return Later(partial(super().write_all, requests, hashed))
         return _Writes(self, requests, hashed, context.begin(requests, False, hashed))
 
     def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        if self._context() is None:
-            return super().read_all(requests, hashed)
         return self.begin_reads(requests, hashed).end()
 
     def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        if self._context() is None:
-            return super().write_all(requests, hashed)
         return self.begin_writes(requests, hashed).end()
 
-    def _context(self) -> Context | None:
-        """The context of this thread; None where the system has none left for it."""
+    def _context(self, local: threading.local, depth: int) -> Context | None:
+        """That of this thread among `local`; None where the system has none left for it."""
         try:
-            context: Context | None = self._local.context
+            context: Context | None = local.context
         except AttributeError:
             try:
-                context = self._make()
+                context = self._make(depth, CALL_BYTES)
             except OSError as error:
                 # All processes together may have `fs.aio-max-nr` calls in flight.
                 logger.info("a thread goes on without native AIO: %s", error.strerror)
                 context = None
-            self._local.context = context
+            local.context = context
         return context
 
 

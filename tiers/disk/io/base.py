@@ -16,6 +16,7 @@ __all__ = [
     "IOV_MAX",
     "IOBackend",
     "IORequest",
+    "Later",
     "Moved",
     "UnderWay",
     "moved",
@@ -102,11 +103,11 @@ class IOBackend(ABC):
         Returns:
             What ends it, by the same thread. Until then the memory is in use.
         """
-        return _Later(partial(self.read_all, requests, hashed))
+        return Later(partial(self.read_all, requests, hashed))
 
     def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
         """Begin to write all requests; see `begin_reads`."""
-        return _Later(partial(self.write_all, requests, hashed))
+        return Later(partial(self.write_all, requests, hashed))
 
     def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
         """`read` for each request: what was moved, or what was raised. One fails alone."""
@@ -132,7 +133,7 @@ class IOBackend(ABC):
         return moved(request, sum(map(len, request.buffers)), hashed)
 
 
-class _Later(UnderWay):
+class Later(UnderWay):
     """For backends that only move bytes while somebody waits."""
 
     def __init__(self, move: Callable[[], list[Moved | OSError]]) -> None:
