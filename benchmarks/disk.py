@@ -82,7 +82,7 @@ class Ours:
         self._loop = loop
         segments = max(SEGMENTS, paths)
         geometry = Geometry(-(-region.rows // segments), region.row_bytes, region.row_bytes)
-        self._tier = DiskTier(
+        self.tier = DiskTier(
             [folder / str(path) for path in range(paths)],
             Namespace.of("bench", {"chunk": region.row_bytes}),
             region.row_bytes,
@@ -90,13 +90,13 @@ class Ours:
             segment_bytes=geometry.file_bytes,
             io=io,
         )
-        opening = self._tier.open(region)
+        opening = self.tier.open(region)
         assert opening.segment_slots == geometry.slots
-        while loop.run_until_complete(self._tier.grow())[0] is not None:
+        while loop.run_until_complete(self.tier.grow())[0] is not None:
             pass
-        self.description = self._tier.description
-        self.direct = self._tier.backend.name in ("aio", "direct", "uring")
-        self._keys = [b""] * segments * geometry.slots
+        self.description = self.tier.description
+        self.direct = self.tier.backend.name in ("aio", "direct", "uring")
+        self.keys = [b""] * segments * geometry.slots
         if fill:
             rows = list(range(region.rows))
             self.run([Job(False, rows, rows)])
@@ -105,20 +105,20 @@ class Ours:
         """Run jobs that begin at the same time; what is written has new keys."""
         for job in jobs:
             for slot in [] if job.load else job.slots:
-                self._keys[slot] = os.urandom(32) + b"\0\0\0\0"
-        named = [(job, [self._keys[slot] for slot in job.slots]) for job in jobs]
+                self.keys[slot] = os.urandom(32) + b"\0\0\0\0"
+        named = [(job, [self.keys[slot] for slot in job.slots]) for job in jobs]
         return self._loop.run_until_complete(self._run(named))  # type: ignore[no-any-return]
 
     def settle(self) -> None:
         """Nothing is left to do."""
 
     def close(self) -> None:
-        self._loop.run_until_complete(self._tier.close([]))
+        self._loop.run_until_complete(self.tier.close([]))
         shutil.rmtree(self._folder)
 
     async def _run(self, named: list[tuple[Job, list[bytes]]]) -> Batch:
         async def one(job: Job, keys: list[bytes]) -> float:
-            move = self._tier.read if job.load else self._tier.write
+            move = self.tier.read if job.load else self.tier.write
             done = await move(keys, job.slots, job.rows)
             if not all(done.ok):
                 raise RuntimeError(f"the disk tier failed: {done.error}")
