@@ -26,6 +26,11 @@ from meter import median
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 2048
+
+ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""The model's threads sleep while they wait. By default they spin on every core, which no model on
+a GPU does, and every other request takes 100 ms longer or does not."""
+
 ALONE = [[seed, LENGTH] for seed in range(5)]
 TOGETHER = [[seed, LENGTH] for seed in range(5, 13)]
 
@@ -46,7 +51,7 @@ def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> list[dict[str,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(code)},
+            env={**ASLEEP, **os.environ, "PYTHONPATH": str(code)},
             check=False,
         )
     if done.returncode:

@@ -211,7 +211,9 @@ batch_finish(Batch *self)
         if (!flying && self->ended == self->calls) {
             return 0;
         }
-        int failed = context_reap(self->context, flying > 1 ? (long)(flying / 2) : 1);
+        /* Each wake-up costs, where the processors are taken: one, unless there is more to do. */
+        long enough = self->begun < self->calls ? (long)(flying + 1) / 2 : (long)flying;
+        int failed = context_reap(self->context, enough);
         if (failed) {
             return failed;
         }

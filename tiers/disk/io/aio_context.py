@@ -204,7 +204,9 @@ class Batch:
                 self._context.submit_all()
                 self._make_digests()
                 if self.waits():
-                    self._context.reap(max(1, self.flying // 2))
+                    # Each wake-up costs, where the processors are taken: one, if nothing is left.
+                    rest = self._begun < len(self._request_of)
+                    self._context.reap((self.flying + 1) // 2 if rest else self.flying)
             self._make_digests()
         finally:
             while self.flying:
