@@ -29,7 +29,7 @@ LENGTH = 2048
 
 ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 """The model's threads sleep while they wait. By default they spin on every core, which no model on
-a GPU does, and every other request takes 100 ms longer or does not."""
+a GPU does, and then some requests take 100 ms longer."""
 
 ALONE = [[seed, LENGTH] for seed in range(5)]
 TOGETHER = [[seed, LENGTH] for seed in range(5, 13)]
