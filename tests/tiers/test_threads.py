@@ -95,6 +95,17 @@ async def test_a_load_begins_at_once_however_many_stores_have_begun(pool: Pool) 
     assert await stores == ["through"] * 5
 
 
+async def test_loads_that_come_together_begin_together(pool: Pool) -> None:
+    for _ in range(20):
+        threads, gates = pool(2), [Gate(), Gate()]
+        loads = [asyncio.ensure_future(threads.run([gate], load=True)) for gate in gates]
+        for gate in gates:
+            await begun(gate)
+        for gate in gates:
+            gate.opened.set()
+        assert await asyncio.gather(*loads) == [["through"], ["through"]]
+
+
 async def test_one_thread_alone_loads_and_stores(pool: Pool) -> None:
     threads = pool(1)
     assert await threads.run([lambda: "stored"], load=False) == ["stored"]

@@ -118,17 +118,30 @@ class _Job:
 
 
 class _Idle:
-    """Threads that wait for something to do; those of one kind."""
+    """Threads of one kind that have nothing to do. The lock is held at each call.
+
+    Attributes:
+        count: those that wait, and those that were woken and have not gone on yet.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
-        self.condition = threading.Condition(lock)
         self.count = 0
+        self._asleep = 0
+        self._woken = threading.Condition(lock)
 
     def wait(self) -> None:
-        """Wait to be notified; the lock is held."""
+        """Wait to be woken."""
         self.count += 1
-        self.condition.wait()
+        self._asleep += 1
+        self._woken.wait()
         self.count -= 1
+
+    def wake(self, most: int) -> int:
+        """Wake some that nobody has woken yet; how many."""
+        woken = min(most, self._asleep)
+        self._asleep -= woken
+        self._woken.notify(woken)
+        return woken
 
 
 _Queue = deque[tuple[_Job, int, Any]]
@@ -282,7 +295,7 @@ class IOThreads:
             if alive and self._at_end is None:
                 self._at_end = at_end
             for idle in (self._for_loads, self._for_all):
-                idle.condition.notify_all()
+                idle.wake(idle.count)
         if not alive and at_end is not None:
             at_end()
 
@@ -334,11 +347,10 @@ class IOThreads:
         return self._for_all.count + (self._for_loads.count if queue is self._loads else 0)
 
     def _notify(self, queue: _Queue, count: int) -> None:
-        """Wake as many threads for what is in `queue`."""
-        if queue is self._loads and self._for_loads.count:
-            self._for_loads.condition.notify()
-            count -= 1
-        self._for_all.condition.notify(count)
+        """Wake as many threads, if there are, for what is in `queue`."""
+        if queue is self._loads:
+            count -= self._for_loads.wake(count)
+        self._for_all.wake(count)
 
     def _begin(
         self, queue: _Queue, job: _Job, index: int, operation: Any
