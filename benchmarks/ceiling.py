@@ -25,14 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 from disk import Ours, Plan, Sample, measure
-from meter import median, size_text, sizes
+from meter import filled_region, median, size_text, sizes
 from plain import Plain
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
-from tiers.pinned import PinnedRegion
 
 CASES = ("write", "read", "random read")
 REQUESTS = 16
@@ -44,8 +42,7 @@ def column(
     """All that is measured at one chunk size."""
     chunks = options.footprint // chunk_bytes
     loop = new_event_loop()
-    region = PinnedRegion.private(chunks, chunk_bytes)
-    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+    region = filled_region(chunks, chunk_bytes)
     contestants: dict[str, Any] = {"plain": Plain(folder, region)}
     for count in counts:
         name = f"{count} path{'s' if count > 1 else ''}"

@@ -51,9 +51,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fio import Fio, FioResult, Way
-from meter import Batch, Job, Sample, median, meter, percentile, size_text, sizes
+from meter import Batch, Job, Sample, filled_region, median, meter, percentile, size_text, sizes
 from peer_fs import VllmFs
 from plain import Plain
 
@@ -201,8 +200,7 @@ class Column:
 
     def rows(self, fio: Fio | None, with_vllm: bool) -> list[dict[str, Any]]:
         """Measure and report."""
-        region = PinnedRegion.private(self._chunks, self._chunk_bytes)
-        region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+        region = filled_region(self._chunks, self._chunk_bytes)
         ours = Ours(self._folder / "ours", region, self._loop, self._options.io, fill=True)
         print(f"# {size_text(self._chunk_bytes)}: {ours.description}; {region.description}")
         if not ours.direct:

@@ -125,16 +125,14 @@ class Fio:
                     self._refused.add(way.engine)
         return dict(sorted(best.items(), key=lambda item: -item[1]))
 
-    def run(self, way: Way, workload: str, block: int, turns: int = 1) -> FioResult:
-        """Measure once: `turns` times the footprint. A first write goes once over a new file."""
+    def run(self, way: Way, workload: str, block: int) -> FioResult:
+        """Measure once: as many bytes as the footprint. A first write goes into a new file."""
         part = self._footprint // way.jobs // block * block
         options = [*WORKLOADS[workload], f"--size={part}", f"--offset_increment={part}"]
         if workload == "first write":
             new = self._folder / "fio-new"
             new.unlink(missing_ok=True)
             options += [f"--filename={new}", "--unlink=1"]
-        else:
-            options.append(f"--io_size={turns * part}")
         told = subprocess.run(
             self._command(way, block, options),
             env=_environment(),

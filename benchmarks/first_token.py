@@ -8,14 +8,15 @@ others at once; one token each, tiny Llama on the CPU. Prints the median of thos
 alone and the median of the last of the eight, and the same without a cache. Ends with status 1
 if a prompt was not found, or was answered otherwise than without a cache.
 
-The other revision is installed into a folder of its own, compiled.
+The other revision is installed into a folder of its own, compiled. Threads of the model sleep
+while they wait: by default they spin on every core, which no model on a GPU does, and then
+some requests take 100 ms longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,68 +24,41 @@ from pathlib import Path
 from typing import Any
 
 from meter import median
+from revision import ROOT, checked_out
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.vllm.engines import Round, run_engine
+
 LENGTH = 2048
-
-ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""The model's threads sleep while they wait. By default they spin on every core, which no model on
-a GPU does, and then some requests take 100 ms longer."""
-
 ALONE = [[seed, LENGTH] for seed in range(5)]
 TOGETHER = [[seed, LENGTH] for seed in range(5, 13)]
 
 
-def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> list[dict[str, Any]]:
+def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> dict[str, Round]:
     """The rounds of one engine, in a process of its own, by the packages of `code`."""
-    request, answer, log = folder / "scenario.json", folder / "report.json", folder / "log.txt"
-    common = {
-        "model_dir": "tiny-llama",
-        "max_tokens": 1,
-        "engine": {"num_gpu_blocks_override": 640},
-    }
-    request.write_text(json.dumps({**common, **scenario}))
-    program = [sys.executable, str(ROOT / "examples" / "rounds.py"), str(request), str(answer)]
-    with log.open("w") as output:
-        done = subprocess.run(
-            program,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={**ASLEEP, **os.environ, "PYTHONPATH": str(code)},
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit("\n".join(log.read_text().splitlines()[-40:]))
-    rounds: list[dict[str, Any]] = json.loads(answer.read_text())["rounds"]
-    return rounds
+    common = {"max_tokens": 1, "engine": {"num_gpu_blocks_override": 640}}
+    return run_engine(folder, {**common, **scenario}, {"PYTHONPATH": str(code)}).rounds
 
 
 def installed(folder: Path, revision: str) -> Path:
     """Another revision, compiled as it is where it is installed."""
-    tree = folder / "tree"
-    add = ["git", "worktree", "add", "--detach", str(tree), revision]
-    subprocess.run(add, cwd=ROOT, check=True, capture_output=True)
-    try:
+    with checked_out(revision, folder / "tree") as tree:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
         subprocess.run([*pip, str(folder / "installed"), str(tree)], check=True)
-    finally:
-        remove = ["git", "worktree", "remove", "--force", str(tree)]
-        subprocess.run(remove, cwd=ROOT, check=False)
     return folder / "installed"
 
 
-def told(found: list[dict[str, Any]], reference: list[list[int]] | None) -> dict[str, Any]:
-    """What the rounds "alone" and "together" gave."""
-    alone, together = found[-2]["requests"], found[-1]["requests"]
-    answers = [request["tokens"] for request in alone + together]
+def told(found: dict[str, Round], reference: list[list[int]] | None) -> dict[str, Any]:
+    """What the rounds "alone" and "together" gave, held against the `reference`'s tokens."""
+    alone, together = found["alone"], found["together"]
+    answers = alone.tokens + together.tokens
+    expected = answers if reference is None else reference
     return {
-        "alone_ms": [1000 * request["ttft"] for request in alone],
-        "together_ms": [1000 * max(request["ttft"] for request in together)],
-        "missed": sum(request["cached"] < LENGTH - 1 for request in alone + together),
-        "different": 0
-        if reference is None
-        else sum(a != b for a, b in zip(answers, reference, strict=True)),
+        "alone_ms": [1000 * seconds for seconds in alone.first_token],
+        "together_ms": [1000 * max(together.first_token)],
+        "missed": sum(cached < LENGTH - 1 for cached in alone.cached + together.cached),
+        "different": sum(a != b for a, b in zip(answers, expected, strict=True)),
         "answers": answers,
     }
 
@@ -122,11 +96,7 @@ def main() -> int:
         alone = median([ms for run in runs for ms in run["alone_ms"]])
         together = median([ms for run in runs for ms in run["together_ms"]])
         print(f"{name:24}{alone:>7.1f} ms{together:>9.1f} ms")
-    return (
-        1
-        if any(run["missed"] or run["different"] for runs in found.values() for run in runs)
-        else 0
-    )
+    return int(any(run["missed"] or run["different"] for runs in found.values() for run in runs))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvstore.sizes import parse_size
+import numpy as np
 
-__all__ = ["Batch", "Job", "Sample", "median", "meter", "percentile", "size_text", "sizes"]
+from kvstore.sizes import parse_size
+from tiers.pinned import PinnedRegion
+
+__all__ = [
+    "Batch",
+    "Job",
+    "Sample",
+    "filled_region",
+    "median",
+    "meter",
+    "percentile",
+    "size_text",
+    "sizes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +104,13 @@ def meter(batch: Batch) -> Iterator[None]:
     batch.caller = time.thread_time() - caller
     batch.wall = time.perf_counter() - wall
     batch.cpu = _cpu() - cpu
+
+
+def filled_region(chunks: int, chunk_bytes: int) -> PinnedRegion:
+    """A private region of rows with random bytes."""
+    region = PinnedRegion.private(chunks, chunk_bytes)
+    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+    return region
 
 
 def _cpu() -> float:

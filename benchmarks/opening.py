@@ -40,7 +40,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from meter import filled_region
 
 from kvstore.assembly import assemble
 from kvstore.config import Config
@@ -206,8 +206,7 @@ def opening(folder: Path, chunks: int, chunk_bytes: int) -> list[dict[str, Any]]
 async def overwrite(folder: Path, chunk_bytes: int, run: int, passes: int) -> dict[str, Any]:
     """A row about writing chains of `run` chunks to random places, all slots in each pass."""
     chunks = 128 * 2**20 // chunk_bytes
-    region = PinnedRegion.private(chunks, chunk_bytes)
-    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+    region = filled_region(chunks, chunk_bytes)
     geometry = Geometry(chunks, chunk_bytes, chunk_bytes)
     tier = DiskTier(
         folder,

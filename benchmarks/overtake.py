@@ -19,14 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 from disk import Ours
-from meter import percentile, size_text, sizes
+from meter import filled_region, percentile, size_text, sizes
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
 from tiers.disk import DiskTier
-from tiers.pinned import PinnedRegion
 
 STORES, STORE_BYTES, LOADS = 4, 16 * 2**20, 12
 
@@ -92,8 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     for chunk_bytes in options.sizes:
-        region = PinnedRegion.private(options.footprint // chunk_bytes, chunk_bytes)
-        region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+        region = filled_region(options.footprint // chunk_bytes, chunk_bytes)
         loop = new_event_loop()
         speeds: list[float] = []
         beside: list[float] = []

@@ -40,15 +40,16 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from revision import ROOT, checked_out
+
 from kvstore.core import Core, Flow, HostPool, OwnedTier
 from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import create_policy
-
-ROOT = Path(__file__).resolve().parents[1]
 
 POLICIES = ("lru", "fifo", "lfu", "arc", "sieve", "s3-fifo", "w-tinylfu", "hit-density")
 FLOWS = ("write-through", "demote", "exclusive")
@@ -424,24 +425,17 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args, policies[0], flows[0])))
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as place:
         trees = {"this": ROOT}
         if args.against:
-            other = Path(folder) / "tree"
-            add = ["git", "worktree", "add", "--detach", str(other), args.against]
-            subprocess.run(add, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            other = place.enter_context(checked_out(args.against, Path(folder) / "tree"))
             trees = {args.against: other, **trees}
-        try:
-            rows = []
-            for policy in policies:
-                for flow in flows:
-                    for name, tree in trees.items():
-                        rows.append({"revision": name, **case(args, tree, policy, flow)})
-                        print(json.dumps(rows[-1]), flush=True)
-        finally:
-            if args.against:
-                remove = ["git", "worktree", "remove", "--force", str(other)]
-                subprocess.run(remove, cwd=ROOT, check=True)
+        rows = []
+        for policy in policies:
+            for flow in flows:
+                for name, tree in trees.items():
+                    rows.append({"revision": name, **case(args, tree, policy, flow)})
+                    print(json.dumps(rows[-1]), flush=True)
     print("\n".join(table(rows)))
 
 

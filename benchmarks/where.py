@@ -26,21 +26,19 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 from disk import CASES, REQUESTS, Ours, Plan, measure
-from meter import Sample, median, size_text, sizes
+from meter import Sample, filled_region, median, size_text, sizes
 
 from kvstore.engine import new_event_loop
 from kvstore.sizes import parse_size
 from tiers.disk import extents
-from tiers.pinned import PinnedRegion
 
 SAMPLER = """
 import mmap, os, struct, sys, time
@@ -105,8 +103,10 @@ def digests_of(size: int | None) -> Iterator[None]:
     whole = extents._hashed
     if size is not None:
         extents._hashed = lambda _: size
-    yield
-    extents._hashed = whole
+    try:
+        yield
+    finally:
+        extents._hashed = whole
 
 
 def column(
@@ -115,8 +115,7 @@ def column(
     """Measure and print one chunk size."""
     chunks = footprint // chunk_bytes
     loop = new_event_loop()
-    region = PinnedRegion.private(chunks, chunk_bytes)
-    region.array[:] = np.random.default_rng(0).integers(0, 256, region.array.shape, np.uint8)
+    region = filled_region(chunks, chunk_bytes)
     plan = Plan(chunks, chunk_bytes)
     filled: dict[int | None, Ours] = {}
     for size in (None, 4096):
@@ -170,7 +169,7 @@ def _figures(samples: dict[int | None, Sample], told: dict[str, float]) -> tuple
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
@@ -178,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--footprint", type=parse_size, default=512 * 2**20)
     parser.add_argument("--seconds", type=float, default=0.3, help="per case and round")
     parser.add_argument("--rounds", type=int, default=5)
-    options: Any = parser.parse_args(arguments)
+    options: Any = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvstore-where-", dir=options.folder) as name:
         device = Device(Path(name))
         print(

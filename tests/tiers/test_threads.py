@@ -414,7 +414,7 @@ async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool
 def test_an_operation_that_outlives_its_loop_does_no_harm() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads, Parts
+from tiers.disk.threads import IOThreads
 threads, begun, gate = IOThreads(1, "test"), threading.Event(), threading.Event()
 async def main():
     job = asyncio.ensure_future(threads.run([begun.set, gate.wait], load=True))
@@ -437,7 +437,7 @@ print(asyncio.run(threads.run([lambda: "alive"], load=True)), job.done())
 def test_a_stuck_operation_does_not_keep_the_process_from_exiting() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads, Parts
+from tiers.disk.threads import IOThreads
 async def main():
     threads = IOThreads(2, "stuck")
     asyncio.ensure_future(threads.run([threading.Event().wait], load=True))

@@ -31,6 +31,8 @@ class Round:
     seconds: float
     tokens: list[list[int]]
     cached: list[int]
+    first_token: list[float]
+    """Seconds until the first token of each request."""
 
 
 @dataclass
@@ -143,6 +145,7 @@ def run_engine(
             found["seconds"],
             [request["tokens"] for request in found["requests"]],
             [request["cached"] for request in found["requests"]],
+            [request["ttft"] for request in found["requests"]],
         )
         for found in report["rounds"]
     }
