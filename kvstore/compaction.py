@@ -30,7 +30,7 @@ from tiers.disk.fault import Fault
 from tiers.disk.format import Geometry
 from tiers.disk.io import choose_backend
 from tiers.disk.layout import LaneLayout, lane_layout, layout_of
-from tiers.disk.recovery import recover
+from tiers.disk.recovery import held_geometry, recover
 from tiers.disk.relocation import Place, relocate
 from tiers.disk.segment import Segment, read_header, segment_files
 from tiers.disk.trust import STRICT, Trust
@@ -146,9 +146,9 @@ def compact_lane(
     Raises:
         OSError: as the system says; what was done until then holds.
     """
-    faults: list[Fault] = []
-    geometry = _geometry(folder, namespace, faults)
+    geometry = held_geometry(folder, namespace)
     if geometry is None:
+        faults = _unusable(folder, namespace)
         layout = lane_layout(folder)
         return Compaction(layout, layout, 0, 0, faults) if faults else None
     if dry_run:
@@ -202,15 +202,14 @@ def _promised(before: LaneLayout, geometry: Geometry) -> LaneLayout:
     )
 
 
-def _geometry(folder: Path, namespace: str, faults: list[Fault]) -> Geometry | None:
-    """That of the first segment that can be used; those before it are put into `faults`."""
+def _unusable(folder: Path, namespace: str) -> list[Fault]:
+    """Why none of the segments can be used."""
+    faults = []
     for _, path in segment_files(folder):
         try:
-            header = read_header(path)
+            read_header(path)
         except ForeignFileError as error:
             faults.append(Fault.of(path, error))
-            continue
-        if header.namespace == namespace:
-            return header.geometry
-        faults.append(Fault(str(path), None, "belongs to another namespace"))
-    return None
+        else:
+            faults.append(Fault(str(path), None, "belongs to another namespace"))
+    return faults

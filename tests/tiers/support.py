@@ -54,6 +54,12 @@ def lane_bytes(path: Path) -> int:
     )
 
 
+def disk_bytes(path: Path) -> int:
+    """What all that lies in lane 0 takes of the disk, its lock excepted."""
+    files = [file for file in lane_of(path).iterdir() if file.name != "lock"]
+    return sum(min(file.lstat().st_size, file.lstat().st_blocks * 512) for file in files)
+
+
 def flip(file: Path, offset: int, mask: int = 0x01) -> None:
     """Flip bits of one byte of a file."""
     with open(file, "r+b") as handle:

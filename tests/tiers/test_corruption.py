@@ -30,6 +30,7 @@ from tests.tiers.support import (
     SEGMENT,
     SLOT,
     SLOTS,
+    disk_bytes,
     flip,
     lane_bytes,
     lane_of,
@@ -384,6 +385,59 @@ async def test_a_foreign_file_is_left_alone_named_and_counted(
         before.st_size,
         before.st_mtime_ns,
     )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("slots", [1, SLOTS - 1, SLOTS + 1, 2 * SLOTS + 2, 3 * SLOTS])
+async def test_a_segment_of_another_geometry_costs_its_own_chunks_only(
+    stored: Path, open_bench: OpenBench, number: int, whole: bool, slots: int
+) -> None:
+    geometry = Geometry(slots, SLOT, CHUNK)
+    with open(segment_of(stored, number), "r+b") as file:
+        header = parse_header(file.read(ALIGN), "own")
+        file.seek(0)
+        file.write(encode_header(Header(header.namespace, header.segment_id, geometry)))
+        file.truncate(geometry.file_bytes if whole else 2 * ALIGN)
+    before = disk_bytes(stored)
+    bench = open_bench()
+    assert await served(bench) == (SEGMENT_1 if number == 0 else SEGMENT_0)
+    await fill_up(bench)
+    assert before <= disk_bytes(stored) <= 3 * SEGMENT
+
+
+async def test_a_segment_that_was_cut_short_gets_its_size_back(
+    stored: Path, open_bench: OpenBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.truncate(segment_of(stored), slot_offset(3))
+    bench = open_bench()
+    assert f"{segment_of(stored)}: cut short" in caplog.text
+    assert disk_bytes(stored) == 2 * SEGMENT
+    assert await served(bench) == SEGMENT_1 | {0, 1, 2}
+
+
+async def test_a_segment_that_was_cut_short_is_left_alone_where_the_capacity_is_used_up(
+    stored: Path, open_bench: OpenBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.truncate(segment_of(stored), slot_offset(3))
+    (lane_of(stored) / "core.4711").write_bytes(bytes(SEGMENT + 4096))
+    before = disk_bytes(stored)
+    bench = open_bench()
+    assert f"{segment_of(stored)}: cut short" in caplog.text
+    assert bench.opening.max_segments == 1
+    assert await served(bench) == SEGMENT_1
+    await fill_up(bench)
+    assert disk_bytes(stored) == before
+    assert segment_of(stored).stat().st_size == slot_offset(3)
+
+
+async def test_room_of_segments_that_a_lower_capacity_removes_goes_to_one_that_was_cut_short(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    os.truncate(segment_of(stored, 1), slot_offset(3))
+    bench = open_bench(segments=1)
+    assert await served(bench) == {SLOTS, SLOTS + 1, SLOTS + 2}
+    assert disk_bytes(stored) == SEGMENT
 
 
 async def test_what_a_link_leads_to_is_neither_read_nor_written(

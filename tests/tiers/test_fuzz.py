@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.testing.tier import key_of
@@ -200,6 +200,7 @@ def test_any_json_as_a_header(bed: Bed, text: str, length: int) -> None:
     number=st.sampled_from([0, 1, 2]),
     whole=st.booleans(),
 )
+@example(slots=18, slot_bytes=SLOT, chunk_bytes=CHUNK, number=0, whole=False)
 def test_a_sound_header_of_another_geometry(
     bed: Bed, slots: int, slot_bytes: int, chunk_bytes: int, number: int, whole: bool
 ) -> None:

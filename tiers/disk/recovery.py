@@ -17,7 +17,7 @@ from tiers.disk.lane import LOCK_NAME
 from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
 from tiers.disk.trust import STRICT, Trust
 
-__all__ = ["Recovered", "lane_geometry", "recover"]
+__all__ = ["Recovered", "held_geometry", "recover"]
 
 SEQUENCE_LIMIT = 2**62
 
@@ -31,7 +31,7 @@ class Recovered:
         entries: (key, slot) coldest first; slot = segment number x slots + slot within.
         sequences: theirs, ascending.
         sequence: higher than that of every record found, absurd ones excepted.
-        foreign: files that occupy space but cannot be used, with the reason.
+        foreign: files that occupy space but cannot be used.
         foreign_bytes: what they take of the disk.
         faults: segments that cannot be used or were cut short, and records that were
             neither empty nor valid and have been erased.
@@ -43,7 +43,7 @@ class Recovered:
     entries: list[tuple[bytes, int]]
     sequences: list[int]
     sequence: int
-    foreign: list[str]
+    foreign: list[Fault]
     foreign_bytes: int
     faults: list[Fault]
     outdated: int
@@ -55,22 +55,26 @@ class Recovered:
         return sum(fault.slot is not None for fault in self.faults)
 
 
-def lane_geometry(folder: Path, namespace: str, wanted: Geometry) -> Geometry:
-    """The geometry that the lane's segments have; `wanted` where there are none.
+def held_geometry(folder: Path, namespace: str, wanted: Geometry | None = None) -> Geometry | None:
+    """The geometry of a lane's segments; None where there are none.
 
     Segments keep the number of slots they were made with, so a lane goes on
-    with what it has when the configuration asks for another segment size.
+    with what it has when the configuration asks for another segment size. Where
+    headers differ, the geometry counts whose segments take most of the disk: one
+    strange file costs no other its chunks. `wanted` decides between equals.
+
+    Args:
+        wanted: segments with slots or chunks of another size do not count.
     """
+    held: dict[Geometry, int] = {}
     for _, path in segment_files(folder):
         try:
             header = read_header(path)
         except ForeignFileError:
             continue
-        found = header.geometry
-        same = (wanted.slot_bytes, wanted.chunk_bytes) == (found.slot_bytes, found.chunk_bytes)
-        if header.namespace == namespace and same:
-            return found
-    return wanted
+        if header.namespace == namespace and _sizes_match(header.geometry, wanted):
+            held[header.geometry] = held.get(header.geometry, 0) + _disk_bytes(path)
+    return max(held, key=lambda one: (held[one], one == wanted), default=None)
 
 
 def recover(
@@ -85,80 +89,133 @@ def recover(
     """Open the segments of a lane and find what they hold.
 
     Whatever else lies in the folder is left alone. Its size on disk leaves less
-    room for growth, but never costs a segment. When the segments alone are more
-    than the capacity allows, those whose chunks are coldest are removed.
+    room for growth, but never costs a whole segment. When the segments alone are more
+    than the capacity allows, those whose chunks are coldest are removed. A segment that
+    was cut short gets its size back where the capacity has room for it.
 
     Args:
         epoch: chunks of other epochs are erased; without one, all are kept.
     """
     removed = remove_leftovers(folder)
-    segments: dict[int, Segment] = {}
-    found: dict[int, LiveRecords] = {}
-    foreign: list[str] = []
-    foreign_bytes = 0
-    faults: list[Fault] = []
-    outdated = 0
-    for path in _other_files(folder):
-        foreign.append(f"{path}: no file of a lane")
-        foreign_bytes += _disk_bytes(path)
+    found: dict[int, _Found] = {}
+    foreign = [Fault(str(path), None, "no file of a lane") for path in _other_files(folder)]
+    unusable: list[Fault] = []
     for number, path in segment_files(folder):
         try:
-            size = path.lstat().st_size
-            segment, records, others = _open(path, namespace, geometry, backend, trust, epoch)
+            segment = Segment.open(path, namespace, geometry, backend, trust)
+            found[number] = _Found.of(segment, epoch)
         except (ForeignFileError, OSError) as error:
-            faults.append(Fault.of(path, error))
-            told = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            foreign.append(told)
-            foreign_bytes += _disk_bytes(path)
-            continue
-        if size < geometry.file_bytes:
-            told = f"cut short: {size} of {geometry.file_bytes} bytes are left"
-            faults.append(Fault(str(path), None, told))
-        faults += [Fault(str(path), slot, "damaged record") for slot in records.damaged]
-        outdated += others
-        segments[number] = segment
-        found[number] = records
-    while segments and len(segments) * geometry.file_bytes > capacity_bytes:
-        coldest = min(segments, key=lambda number: _warmth(found[number]))
-        segment = segments.pop(coldest)
-        del found[coldest]
+            unusable.append(Fault.of(path, error))
+    while found and len(found) * geometry.file_bytes > capacity_bytes:
+        coldest = min(found, key=lambda number: found[number].warmth)
+        segment = found.pop(coldest).segment
         segment.close()
         segment.path.unlink()
         removed.append(segment.path.name)
+    faults: list[Fault] = []
+    room = capacity_bytes - _bytes_of(foreign + unusable)
+    room -= sum(one.held_bytes for one in found.values())
+    for number, one in list(found.items()):
+        try:
+            room -= one.make_whole(room)
+            one.erase_invalid()
+        except (ForeignFileError, OSError) as error:
+            unusable.append(Fault.of(one.segment.path, error))
+            found.pop(number).segment.close()
+        else:
+            faults += one.faults
     entries, sequences = _entries(found, geometry.slots)
     # No lane ever comes near the limit: a sequence beyond it is not counted on from.
     sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
     return Recovered(
-        segments, entries, sequences, sequence, foreign, foreign_bytes, faults, outdated, removed
+        {number: one.segment for number, one in found.items()},
+        entries,
+        sequences,
+        sequence,
+        foreign + unusable,
+        _bytes_of(foreign + unusable),
+        unusable + faults,
+        sum(len(one.outdated) for one in found.values()),
+        removed,
     )
 
 
-def _open(
-    path: Path,
-    namespace: str,
-    geometry: Geometry,
-    backend: IOBackend,
-    trust: Trust,
-    epoch: int | None,
-) -> tuple[Segment, LiveRecords, int]:
-    """Open a segment, read its index and erase what is damaged or of another epoch in it.
+@dataclass(slots=True)
+class _Found:
+    """An open segment, and what its index says.
 
-    Returns:
-        Also how many records of other epochs it had.
+    Attributes:
+        missing: bytes that were cut off.
+        outdated: slots of another epoch.
     """
-    segment = Segment.open(path, namespace, geometry, backend, trust)
-    try:
-        records = segment.index.live()
-        segment.index.erase_slots(records.damaged)
-        others: list[int] = []
+
+    segment: Segment
+    records: LiveRecords
+    missing: int
+    outdated: list[int]
+
+    @classmethod
+    def of(cls, segment: Segment, epoch: int | None) -> _Found:
+        """Reads the index; closes the segment where that fails."""
+        outdated: list[int] = []
+        try:
+            records = segment.index.live()
+            missing = segment.missing_bytes
+        except OSError:
+            segment.close()
+            raise
         if epoch is not None:
             segment.epoch = epoch
-            records, others = records.of_epoch(epoch)
-        segment.index.erase_slots(others)
-    except OSError:
-        segment.close()
-        raise
-    return segment, records, len(others)
+            records, outdated = records.of_epoch(epoch)
+        return cls(segment, records, missing, outdated)
+
+    @property
+    def warmth(self) -> int:
+        return int(self.records.records["sequence"].max()) if len(self.records.slots) else -1
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the capacity as it is."""
+        whole = self.segment.geometry.file_bytes
+        return min(whole, _disk_bytes(self.segment.path)) if self.missing else whole
+
+    @property
+    def faults(self) -> list[Fault]:
+        path = str(self.segment.path)
+        cut = [Fault(path, None, self._cut)] if self.missing else []
+        return cut + [Fault(path, slot, "damaged record") for slot in self.records.damaged]
+
+    @property
+    def _cut(self) -> str:
+        whole = self.segment.geometry.file_bytes
+        return f"cut short: {whole - self.missing} of {whole} bytes are left"
+
+    def make_whole(self, room: int) -> int:
+        """Give back what was cut off; returns how much of `room` that takes.
+
+        Raises:
+            ForeignFileError: if it takes more.
+        """
+        if not self.missing:
+            return 0
+        more = self.segment.geometry.file_bytes - self.held_bytes
+        if more > room:
+            told = f"{self._cut}, and the capacity has no room for the rest"
+            raise ForeignFileError(f"{self.segment.path}: {told}")
+        self.segment.make_whole()
+        return more
+
+    def erase_invalid(self) -> None:
+        """Erase what is damaged or of another epoch."""
+        self.segment.index.erase_slots(self.records.damaged)
+        self.segment.index.erase_slots(self.outdated)
+
+
+def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:
+    return wanted is None or (geometry.slot_bytes, geometry.chunk_bytes) == (
+        wanted.slot_bytes,
+        wanted.chunk_bytes,
+    )
 
 
 def _other_files(folder: Path) -> list[Path]:
@@ -181,17 +238,18 @@ def _disk_bytes(path: Path) -> int:
     return 0
 
 
-def _warmth(records: LiveRecords) -> int:
-    return int(records.records["sequence"].max()) if len(records.slots) else -1
+def _bytes_of(faults: list[Fault]) -> int:
+    return sum(_disk_bytes(Path(fault.path)) for fault in faults)
 
 
 def _entries(
-    found: dict[int, LiveRecords], slots_per_segment: int
+    found: dict[int, _Found], slots_per_segment: int
 ) -> tuple[list[tuple[bytes, int]], list[int]]:
     keys: list[bytes] = []
     slots: list[int] = []
     sequences: list[np.ndarray[tuple[int], np.dtype[np.uint64]]] = []
-    for number, records in found.items():
+    for number, one in found.items():
+        records = one.records
         keys += records.keys()
         slots += [number * slots_per_segment + slot for slot in records.slots]
         sequences.append(records.records["sequence"])

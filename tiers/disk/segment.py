@@ -101,7 +101,7 @@ class Segment:
         backend: IOBackend,
         trust: Trust = STRICT,
     ) -> Segment:
-        """Open an existing segment. A file that was cut short, or added to, gets its size back.
+        """Open an existing segment, which may have been cut short. What was added is cut off.
 
         Raises:
             ForeignFileError: if it is not a segment, or one of another namespace or geometry,
@@ -118,10 +118,7 @@ class Segment:
         meta = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _check(path, meta, trust, written=True)
-            size = os.fstat(meta).st_size
-            if size < geometry.file_bytes:
-                _allocate(meta, geometry.file_bytes)
-            elif size > geometry.file_bytes:
+            if os.fstat(meta).st_size > geometry.file_bytes:
                 os.ftruncate(meta, geometry.file_bytes)
             data = backend.open(path)
         except BaseException:
@@ -155,6 +152,23 @@ class Segment:
         segment = cls(int(match[1]), path, header, backend, data, index)
         weakref.finalize(segment, _close_both, backend, data, index)
         return segment
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the file lacks at its end.
+
+        Raises:
+            OSError: as the system says.
+        """
+        return max(0, self.geometry.file_bytes - os.fstat(self.data).st_size)
+
+    def make_whole(self) -> None:
+        """Give a file that was cut short its size back, with all its space allocated.
+
+        Raises:
+            OSError: as the system says, ENOSPC above all.
+        """
+        _allocate(self.data, self.geometry.file_bytes)
 
     def list_chunks(self) -> list[tuple[bytes, int]]:
         """(key, slot) of the valid records, in the order of storing. May block.

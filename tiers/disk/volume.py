@@ -23,7 +23,7 @@ from tiers.disk.format import Geometry, Records
 from tiers.disk.io import choose_backend
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import Namespace
-from tiers.disk.recovery import Recovered, lane_geometry, recover
+from tiers.disk.recovery import Recovered, held_geometry, recover
 from tiers.disk.segment import Segment
 from tiers.disk.threads import IOThreads, Parts
 from tiers.disk.trust import Trust
@@ -107,7 +107,7 @@ class Volume:
 
     def _open(self, wanted: Geometry, io: str) -> Recovered:
         folder = self.lane.folder
-        self.geometry = geometry = lane_geometry(folder, self._digest, wanted)
+        self.geometry = geometry = held_geometry(folder, self._digest, wanted) or wanted
         if self.capacity_bytes < geometry.file_bytes:
             way_out = "raise it or lower segment_bytes"
             if geometry != wanted:
@@ -129,8 +129,11 @@ class Volume:
             self.epoch,
         )
         self.segments = recovered.segments
-        for reason in recovered.foreign:
-            logger.warning("disk tier: left alone and counted against its capacity: %s", reason)
+        for fault in recovered.foreign:
+            logger.warning("disk tier: left alone and counted against its capacity: %s", fault)
+        for fault in recovered.faults:
+            if fault.slot is None and fault not in recovered.foreign:
+                logger.warning("disk tier: has its size back, not what it held there: %s", fault)
         if recovered.damaged:
             logger.warning(
                 "disk tier: %d damaged records in %s; their chunks are gone",
@@ -189,21 +192,19 @@ class Volume:
         self, job: Job, places: Sequence[Sequence[int]], region: PinnedRegion, sequence: int
     ) -> Parts[str | None]:
         extents = [self._extent(job, indices, region) for indices in places]
+        moving = (
+            Reading(self.backend, extents) if job.load else Writing(self.backend, extents, sequence)
+        )
+        if moving.waits:
+            yield
+        outcomes = moving.end()
         if job.load:
-            reading = Reading(self.backend, extents)
-            if reading.waits:
-                yield
-            outcomes = reading.end()
             self._count_reads(extents, outcomes)
             for extent, indices, outcome in zip(extents, places, outcomes, strict=True):
                 for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True)):
                     if not ok and extent.first + slot not in outcome.wrong:
                         job.unread.add(index)
         else:
-            writing = Writing(self.backend, extents, sequence)
-            if writing.waits:
-                yield
-            outcomes = writing.end()
             self.lane.touch()
         for indices, outcome in zip(places, outcomes, strict=True):
             for index, ok in zip(indices, outcome.ok, strict=True):
