@@ -46,6 +46,9 @@ MOST_KEYS = 2**17
 MOST_ENDS = 8
 """Requests that one step ends."""
 
+MOST_LAPSES = 64
+"""Lookups without a name that one step looks at."""
+
 
 Record = Callable[[Sequence[Sequence[bytes]], float], None]
 
@@ -114,7 +117,7 @@ class Prompts:
         self._rests: dict[bytes, dict[str, Prompt]] = {}
         """Those whose chunks were got, by the first key that was not there."""
         self._leasing: OrderedDict[str, Prompt] = OrderedDict()
-        """Lookups without a name for which chunks may be kept."""
+        """Lookups without a name for which chunks are or may be kept, roughly by last use."""
 
     # -- calls -------------------------------------------------------------------------
 
@@ -141,11 +144,9 @@ class Prompts:
         return prompt
 
     def told(self, prompt: Prompt, answer: int | None) -> None:
-        """A lookup was answered."""
+        """A lookup was answered, or deferred: then its answer may find nobody."""
         prompt.told = answer
-        if prompt.named or answer is None:
-            self._leasing.pop(prompt.id, None)
-        else:
+        if not prompt.named:
             self._leasing[prompt.id] = prompt
             self._leasing.move_to_end(prompt.id)
 
@@ -239,13 +240,24 @@ class Prompts:
         """
         self._now = now
         if crowded:
-            leasing, silent = self._leasing, now - UNNAMED_SECONDS
-            while leasing and (prompt := next(iter(leasing.values()))).used <= silent:
-                del leasing[prompt.id]
-                self._core.lapse(prompt.id)
+            self._lapse_silent(now - UNNAMED_SECONDS)
         for _ in range(MOST_ENDS):
             if not self._end_oldest(now):
                 break
+
+    def _lapse_silent(self, silent: float) -> None:
+        """Let go of what is kept for lookups that were last heard of at `silent` or before."""
+        leasing = self._leasing
+        for _ in range(min(MOST_LAPSES, len(leasing))):
+            prompt = next(iter(leasing.values()))
+            if prompt.used > silent:
+                break
+            if prompt.busy or self._core.is_waiting(prompt.id):
+                # It has a place in the queue, and its answer comes.
+                leasing.move_to_end(prompt.id)
+            else:
+                del leasing[prompt.id]
+                self._core.lapse(prompt.id)
 
     def _end_oldest(self, now: float) -> bool:
         """End the request that was heard of longest ago, if it is time; whether to look further."""

@@ -100,6 +100,40 @@ async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(open_store: Open)
         assert store.stats().lapses == 1
 
 
+async def test_a_lookup_whose_answer_nobody_awaits_is_in_nobodys_way(open_store: Open) -> None:
+    forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
+    await on_disk(open_store, forgotten, wanted)
+    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+        assert store.lookup_prefix(forgotten) is None
+        await until(lambda: busy(store) == 8 and store.stats().waiting == 0)
+        assert await asyncio.wait_for(contents(store, wanted), 10.0) == payloads(wanted)
+        assert store.stats().lapses == 1
+
+
+async def test_many_lookups_whose_answers_nobody_awaits_are_in_nobodys_way(
+    open_store: Open,
+) -> None:
+    prompts_of_8 = [keys_of(f"forgotten-{n}", 8) for n in range(8)]
+    wanted = keys_of("wanted", 8)
+    await on_disk(open_store, *prompts_of_8, wanted)
+    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+        for keys in prompts_of_8:
+            assert store.lookup_prefix(keys) is None
+        assert await asyncio.wait_for(contents(store, wanted), 10.0) == payloads(wanted)
+
+
+async def test_who_asks_seldom_gets_its_answer_although_others_wait(open_store: Open) -> None:
+    seldom, others = keys_of("seldom", 8), [keys_of(f"other-{n}", 8) for n in range(4)]
+    await on_disk(open_store, seldom, *others)
+    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+        asking = [asyncio.create_task(contents(store, keys)) for keys in others]
+        end = time.monotonic() + 15.0
+        while store.lookup_prefix(seldom) is None:
+            assert time.monotonic() < end
+            await asyncio.sleep(2 * prompts.UNNAMED_SECONDS)
+        assert await asyncio.gather(*asking) == [payloads(keys) for keys in others]
+
+
 async def test_a_lookup_that_is_not_repeated_does_not_hold_up_a_put(open_store: Open) -> None:
     forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
     await on_disk(open_store, forgotten)
