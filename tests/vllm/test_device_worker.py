@@ -293,8 +293,8 @@ def test_a_host_worker_that_ends_twice_ends_once(closed: list[PinnedRegion]) -> 
 @pytest.mark.parametrize(
     "broken",
     [
-        pytest.param("kvstore.vllm.manager.assemble", id="tiers"),
-        pytest.param("kvstore.vllm.manager.EngineThread", id="engine"),
+        pytest.param("kvstore.connector.manager.tiered.assemble", id="tiers"),
+        pytest.param("kvstore.stepper.EngineThread", id="engine"),
     ],
 )
 def test_a_manager_that_cannot_be_built_keeps_nothing(
@@ -325,8 +325,8 @@ def test_a_manager_that_cannot_be_built_keeps_nothing(
 @pytest.mark.parametrize(
     ("broken", "released"),
     [
-        pytest.param("_core.save", True, id="saving"),
-        pytest.param("_engine.close", False, id="engine"),
+        pytest.param("core.save", True, id="saving"),
+        pytest.param("engine.close", False, id="engine"),
     ],
 )
 def test_a_manager_that_does_not_end_well_ends_the_rest(
@@ -341,13 +341,13 @@ def test_a_manager_that_does_not_end_well_ends_the_rest(
     engine = spec.config.engine_id
     region = regions.worker_region(engine, 1, spec.rows, spec.row_bytes)
     manager = spec.get_manager()
-    close = manager._engine.close
+    close = manager._stepper.engine.close
 
     def refuse(*_: Any) -> None:
         raise OSError("no space left")
 
     owner, name = broken.split(".")
-    monkeypatch.setattr(getattr(manager, owner), name, refuse, raising=False)
+    monkeypatch.setattr(getattr(manager._stepper, owner), name, refuse, raising=False)
     manager.shutdown()
     assert regions._in_process[engine] == (region, 1 if released else 2)
     assert "no space left" in caplog.text

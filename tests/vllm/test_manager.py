@@ -156,7 +156,7 @@ def test_a_deferred_request_is_asked_with_two_calls_a_step(server: Server) -> No
     for index in range(4):
         server.store(f"other-{index}", keys_of(f"b{index}", 40))
         server.settle()
-    server.manager._engine.submit = lambda moves: None  # the disk never answers
+    server.manager._stepper.engine.submit = lambda moves: None  # the disk never answers
     request = server.context("r2")
     server.manager.on_new_request(request)
     assert server.scan(request, keys) is None
@@ -177,14 +177,15 @@ def test_with_several_groups_every_group_of_a_deferred_request_is_deferred(tmp_p
     for index in range(4):
         server.store(f"other-{index}", keys_of(f"b{index}", 40))
         server.settle()
-    submit, server.manager._engine.submit = server.manager._engine.submit, lambda moves: None
+    engine = server.manager._stepper.engine
+    submit, engine.submit = engine.submit, lambda moves: None
     request = server.context("r2")
     server.manager.on_new_request(request)
     assert server.scan(request, keys) is None
     server.step()
     assert {server.manager.lookup(key, request) for key in keys} == {LookupResult.RETRY}
-    server.manager._engine.submit = submit
-    server.manager._drain = 0.1
+    engine.submit = submit
+    server.manager._manager._drain = 0.1
     server.close()
 
 
@@ -231,10 +232,10 @@ def test_compaction_goes_on_while_nothing_is_asked_of_the_server(tmp_path: Path)
 def test_compaction_of_an_idle_server_keeps_out_of_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.vllm import manager
+    from kvstore import stepper
 
-    monkeypatch.setattr(manager, "IDLE_SECONDS", 0.0)
-    monkeypatch.setattr(manager, "UPKEEP_SECONDS", 0.0)
+    monkeypatch.setattr(stepper, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(stepper, "UPKEEP_SECONDS", 0.0)
     extra, kept = sparse(tmp_path)
     server = Server(tmp_path, rows=8, **extra)
     turns = 0
@@ -243,9 +244,9 @@ def test_compaction_of_an_idle_server_keeps_out_of_its_steps(
     def watched(*args: Any) -> None:
         nonlocal turns
         turns += 1
-        assert server.manager._turn.acquire(blocking=False), "somebody else's turn"
+        assert server.manager._stepper.turn.acquire(blocking=False), "somebody else's turn"
         poll(*args)
-        server.manager._turn.release()
+        server.manager._stepper.turn.release()
 
     monkeypatch.setattr(server.manager._core, "poll", watched)
     for round in range(5):
@@ -304,13 +305,13 @@ def test_a_window_that_is_looked_for_from_its_end_is_told_in_the_order_of_its_pr
     ended: list[Any] = []
     server.manager._core.chains.listen(ended.append)
     fetched: list[bytes] = []
-    submit = server.manager._engine.submit
+    submit = server.manager._stepper.engine.submit
 
     def watched(moves: Any) -> None:
         fetched.extend(key for move in moves for key in move.keys)
         submit(moves)
 
-    server.manager._engine.submit = watched
+    server.manager._stepper.engine.submit = watched
     request = position(server.context("r2"), full, sliding)
     server.manager.on_new_request(request)
     end = time.monotonic() + 10

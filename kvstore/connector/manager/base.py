@@ -1,0 +1,181 @@
+"""The contract of a manager.
+
+A manager lives in the scheduler's process. It knows which blocks are offloaded and where,
+and moves no byte itself: it tells the server from where to where a worker shall copy. Keys
+are ``bytes``, one for each offloaded block, in the order of the prompt.
+
+It is called in one of two forms:
+
+* by lists: ``lookup(keys)`` counts the leading keys that can be loaded, and no call says
+  which request it belongs to;
+* by keys: ``lookup(key, req_context)``, and every call names its request.
+
+The caller guarantees:
+
+* all calls come from one thread at a time;
+* `prepare_load` names keys that can be loaded: the leading ones that `lookup` has counted, or
+  those that it has answered True, in the same step. A step ends with `on_schedule_end`.
+  For a server that never calls it, it ends when a prompt is looked up once more, when
+  all that was found has been loaded, or after 50 milliseconds;
+* each `prepare_load` and `prepare_store` is followed by its completion.
+
+The manager guarantees:
+
+* no call waits for I/O, and none raises because a medium is slow, full or broken;
+* between `prepare_load` and `complete_load` nobody rewrites what is loaded; between
+  `prepare_store` and `complete_store` nobody else is given the places, and nobody
+  is told to load from them;
+* None for a lookup ("ask again") is followed by another answer at last;
+* completions of what was never prepared are counted and change nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, overload
+
+from kvstore.connector.mediums import LoadStoreSpec
+
+__all__ = [
+    "OffloadingEvent",
+    "OffloadingManager",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestContext",
+]
+
+
+class RequestContext(Protocol):
+    """What a manager must know of a request."""
+
+    @property
+    def req_id(self) -> str:
+        """The request's name, no other's while it lives."""
+
+
+@dataclass(slots=True)
+class ReqContext:
+    """A request of the server.
+
+    Attributes:
+        req_id: its name.
+        position: where in the prompt a key ends, in tokens, for servers that name keys of
+            several KV cache groups, or in another order than the prompt's.
+    """
+
+    req_id: str
+    position: Callable[[bytes], int] | None = None
+
+
+@dataclass(slots=True)
+class PrepareStoreOutput:
+    """What is to be stored, and where.
+
+    Attributes:
+        keys_to_store: those of the keys that are not offloaded yet and may be, in their order.
+        store_spec: their places, in the same order.
+        evicted_keys: what has left to make room.
+    """
+
+    keys_to_store: list[bytes]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class OffloadingEvent:
+    """Keys that appeared on (`removed` is False) or left a medium.
+
+    Attributes:
+        block_size: tokens of an offloaded block.
+    """
+
+    keys: list[bytes]
+    block_size: int
+    medium: str
+    removed: bool
+
+
+class OffloadingManager(ABC):
+    """See the module's text."""
+
+    @overload
+    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
+
+    @overload
+    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
+
+    @abstractmethod
+    def lookup(
+        self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
+    ) -> int | None:
+        """What can be loaded: how many leading `keys`, or whether the one key of a request.
+
+        None says that it is being fetched: ask again.
+        """
+
+    @abstractmethod
+    def prepare_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> LoadStoreSpec:
+        """Protect `keys` until `complete_load`; returns where they lie, in their order.
+
+        Raises:
+            KeyError: if one of them cannot be loaded; then nothing was protected.
+        """
+
+    def touch(  # noqa: B027
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        """`keys` were used, although not loaded from here. Those that are not here are ignored."""
+
+    def complete_load(  # noqa: B027
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        """`keys` have been loaded, each as often as it was prepared: they may leave."""
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Reserve places for those of `keys` that are not here, making room if need be.
+
+        What does not fit whole is accepted for the prefix that fits. None means that nothing
+        can be stored now: offer it again.
+        """
+
+    def complete_store(  # noqa: B027
+        self,
+        keys: Collection[bytes],
+        req_context: RequestContext | bool | None = None,
+        success: bool = True,
+    ) -> None:
+        """`keys` have been stored and can be loaded; without `success` they are dropped.
+
+        In the form by lists `success` comes second, as in ``complete_store(keys, False)``.
+        """
+
+    def on_new_request(self, req_context: RequestContext) -> None:  # noqa: B027
+        """A request was seen for the first time."""
+
+    def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
+        """A request asks and prepares no more; completions may still come."""
+
+    def on_schedule_end(self) -> None:  # noqa: B027
+        """A step of the scheduler ends."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the server shall go on taking steps although it has no request."""
+        return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What appeared on or left a medium since the last call."""
+        return ()
+
+    def reset(self) -> None:  # noqa: B027
+        """Forget everything. What is being loaded or stored keeps its places until it ends."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Let go of everything. No call follows."""

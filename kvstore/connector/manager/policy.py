@@ -1,0 +1,190 @@
+"""A small manager: one backend, one eviction policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import overload
+
+from kvstore.connector.backend.base import Backend, BlockStatus
+from kvstore.connector.manager.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestContext,
+)
+from kvstore.connector.mediums import LoadStoreSpec
+from policies import EvictionPolicy, create_policy
+
+__all__ = ["PolicyManager"]
+
+
+class PolicyManager(OffloadingManager):
+    """Blocks in `backend`; `policy` says who leaves.
+
+    A lookup is answered at once: what is not stored yet cannot be loaded. Requests are not
+    told apart.
+
+    Attributes:
+        stray: keys that were completed and not prepared.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        policy: str | EvictionPolicy = "lru",
+        *,
+        enable_events: bool = False,
+    ) -> None:
+        """
+        Args:
+            policy: one that is empty, or the name of one: see `policies.policy_names`.
+            enable_events: whether `take_events` will be called.
+
+        Raises:
+            ValueError: if no policy has that name; the message lists those that exist.
+        """
+        self._backend = backend
+        self._capacity = backend.get_num_free_blocks()
+        if isinstance(policy, str):
+            policy = create_policy(policy, max(1, self._capacity))
+        self._policy = policy
+        self._blocks: dict[bytes, BlockStatus] = {}
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.stray = 0
+
+    # -- lookup ------------------------------------------------------------------------
+
+    @overload
+    def lookup(self, keys: bytes, req_context: RequestContext) -> bool: ...
+
+    @overload
+    def lookup(self, keys: Iterable[bytes]) -> int: ...
+
+    def lookup(
+        self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
+    ) -> int:
+        if isinstance(keys, bytes):
+            return self._is_ready(keys)
+        count = 0
+        for key in keys:
+            if not self._is_ready(key):
+                break
+            count += 1
+        return count
+
+    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
+        # Tail first: a chain is given up from its end.
+        for key in reversed([key for key in keys if key in self._blocks]):
+            self._policy.touch(key)
+
+    # -- load and store ------------------------------------------------------------------
+
+    def prepare_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> LoadStoreSpec:
+        for key in keys:
+            if not self._is_ready(key):
+                raise KeyError(f"{key.hex()} cannot be loaded: it is not stored")
+        blocks = [self._blocks[key] for key in keys]
+        for block in blocks:
+            block.ref_cnt += 1
+        self.touch(keys)
+        return self._backend.get_load_store_spec(keys, blocks)
+
+    def complete_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.ref_cnt < 1:
+                self.stray += 1
+            else:
+                block.ref_cnt -= 1
+
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> PrepareStoreOutput | None:
+        new = [key for key in dict.fromkeys(keys) if key not in self._blocks]
+        room, evicted = self._make_room(new, frozenset(keys))
+        if new and not room:
+            return None
+        new = new[:room]
+        blocks = self._backend.allocate_blocks(new)
+        self._blocks.update(zip(new, blocks, strict=True))
+        for key in reversed(new):
+            self._policy.insert(key)
+        return PrepareStoreOutput(new, self._backend.get_load_store_spec(new, blocks), evicted)
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: RequestContext | bool | None = None,
+        success: bool = True,
+    ) -> None:
+        if isinstance(req_context, bool):
+            success = req_context
+        stored = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.is_ready:
+                self.stray += 1
+            elif success:
+                block.ref_cnt = 0
+                stored.append(key)
+            else:
+                del self._blocks[key]
+                self._policy.remove(key)
+                self._backend.free(block)
+        self._tell(stored, removed=False)
+
+    # -- the rest ------------------------------------------------------------------------
+
+    def take_events(self) -> list[OffloadingEvent]:
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Forget everything but what is being loaded or stored."""
+        idle = [key for key, block in self._blocks.items() if block.ref_cnt == 0]
+        for key in idle:
+            self._policy.remove(key)
+            self._backend.free(self._blocks.pop(key))
+        self._tell(idle, removed=True)
+
+    def shutdown(self) -> None:
+        self._backend.close()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _is_ready(self, key: bytes) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.is_ready
+
+    def _make_room(self, new: list[bytes], storing: frozenset[bytes]) -> tuple[int, list[bytes]]:
+        """How many of `new` there is room for, and what has left for them."""
+        free = self._backend.get_num_free_blocks()
+        if len(new) <= free:
+            return len(new), []
+        blocks = self._blocks
+
+        def protected(key: bytes) -> int:
+            return key in storing or blocks[key].ref_cnt != 0
+
+        missing = len(new) - free
+        left = self._policy.evict(missing, protected, new[::-1])
+        if left is None:
+            missing = min(missing, sum(not protected(key) for key in blocks))
+            incoming = new[: free + missing][::-1]
+            left = self._policy.evict(missing, protected, incoming) if missing else None
+        evicted = left or []
+        for key in evicted:
+            self._backend.free(blocks.pop(key))
+        self._tell(evicted, removed=True)
+        return free + len(evicted), evicted
+
+    def _tell(self, keys: list[bytes], *, removed: bool) -> None:
+        if keys and self._events is not None:
+            backend = self._backend
+            self._events.append(OffloadingEvent(keys, backend.block_size, backend.medium, removed))

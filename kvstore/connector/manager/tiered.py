@@ -1,0 +1,334 @@
+"""The manager over the core, with all its tiers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+from kvstore.assembly import assemble, rows_for
+from kvstore.checks import check_keys
+from kvstore.config import Config
+from kvstore.connector.manager.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestContext,
+)
+from kvstore.connector.manager.under_way import UnderWay
+from kvstore.connector.mediums import HostLoadStoreSpec
+from kvstore.core import CoreStats
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.prompts import Prompt, Prompts
+from kvstore.stepper import Stepper
+from kvstore.turns import in_turns
+from tiers.pinned import PinnedRegion
+
+__all__ = ["KVStoreManager"]
+
+logger = logging.getLogger("kvstore")
+
+NOBODY = "\0"
+"""A request that has prepared nothing."""
+
+STEP_SECONDS = 0.05
+"""How long a step lasts whose end nobody tells."""
+
+
+@in_turns(
+    "lookup",
+    "touch",
+    "prepare_load",
+    "complete_load",
+    "prepare_store",
+    "complete_store",
+    "on_new_request",
+    "on_request_finished",
+    "on_schedule_end",
+    "take_events",
+    "begin_step",
+    "stats",
+    "reset",
+    "shutdown",
+    "transfers_ended",
+)
+class KVStoreManager(OffloadingManager):
+    """Answers from memory what host memory and slower tiers have; no call waits for I/O.
+
+    Chunks on slower tiers are fetched as soon as they are looked up: None until they
+    are there, or until ``deadline_s`` has gone by without movement.
+
+    Attributes:
+        region: host memory; the specs of loads and stores name its rows.
+        description: host memory and tiers in a few words.
+        stepper: who drives the core.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any],
+        region: PinnedRegion | None = None,
+        *,
+        block_size: int = 1,
+        one_group: bool = True,
+        steady: bool = False,
+        label: str | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            config: see `kvstore.config`; it must give ``chunk_bytes``.
+            region: host memory that workers see, too, with as many rows as
+                `kvstore.assembly.rows_for` says; by default the manager makes its own.
+            block_size: tokens of a chunk, for events.
+            one_group: all keys are of one KV cache group.
+            steady: the server calls `on_schedule_end`, and takes steps while there is pending work.
+            label: how caches on disk are called; by default as the model of the identity.
+            release: called once nobody here uses `region` any more; by default it is closed.
+
+        Raises:
+            KVStoreError: if the configuration or a path cannot be used. Then nothing is kept.
+        """
+        checked = config if isinstance(config, Config) else Config.from_mapping(config)
+        if checked.chunk_bytes is None:
+            raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
+        self._one_group = one_group
+        self._block_size = block_size
+        self._drain = checked.shutdown_timeout_s
+        self.region = region or PinnedRegion.private(*rows_for(checked, checked.chunk_bytes))
+        self._release = release or self.region.close
+        try:
+            assembly = assemble(
+                checked,
+                self.region,
+                checked.chunk_bytes,
+                label or str(checked.identity.get("model", "kv")),
+                checked.identity,
+                events=checked.keep_events,
+            )
+            self.stepper = Stepper(assembly, steady=steady)
+        except BaseException:
+            self._release()
+            raise
+        self._turn = self.stepper.turn
+        self._core = assembly.core
+        self._core.log_to(logger.warning)
+        self.description = assembly.description
+        self._prompts = Prompts(self._core, checked.lease_s)
+        self.stepper.on_begin = self._expire
+        self._asked: dict[str, bytes] = {}
+        """The first key that each request has asked for in this step."""
+        self._found: set[str] = set()
+        """Requests that were told of hits in this step, and have not loaded them."""
+        self._loading = UnderWay()
+        """Loads without a request."""
+        self._storing = UnderWay()
+        self._closed = False
+        logger.info("kvstore: %s", self.description)
+
+    # -- lookup ------------------------------------------------------------------------
+
+    @overload
+    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
+
+    @overload
+    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
+
+    def lookup(
+        self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
+    ) -> int | None:
+        if isinstance(keys, bytes):
+            if req_context is None:
+                raise KVStoreError("lookup of one key needs the request that asks: req_context")
+            self._begin_for(req_context.req_id, keys)
+            found = self._core.lookup(keys, req_context.req_id)
+            if found:
+                self._found.add(req_context.req_id)
+            return found
+        if req_context is not None:
+            raise KVStoreError("lookup of several keys takes no req_context: ask key by key")
+        return self._lookup_all(check_keys(list(keys)))
+
+    def _lookup_all(self, keys: Sequence[bytes]) -> int | None:
+        if not keys:
+            return 0
+        now = time.monotonic()
+        prompt = self._prompts.waiting(keys, None, now) or self._prompts.asking(keys, None, now)
+        self._begin_for(prompt.id, keys[0])
+        answer = self._core.lookup_prefix(keys, prompt.id)
+        self._prompts.told(prompt, answer)
+        if answer:
+            self._found.add(prompt.id)
+        elif answer is None:
+            # It may be asked again long before another call would start what it waits for.
+            self.stepper.hand_over()
+        return answer
+
+    def _begin_for(self, request: str, key: bytes) -> None:
+        """Begin a step unless one goes on; who asks for its first key again asks in a new one."""
+        if not self.stepper.begun:
+            self.stepper.begin()
+        elif not self.stepper.steady and self._asked.get(request) == key:
+            self._renew()
+        else:
+            self._end_if_late()
+        self._asked.setdefault(request, key)
+
+    def _end_if_late(self) -> None:
+        """The end of a step that nobody tells: its hits are kept from others no longer."""
+        stepper = self.stepper
+        lasting = stepper.begun and not stepper.steady
+        if lasting and time.monotonic() - stepper.began > STEP_SECONDS:
+            self._renew()
+
+    def _loads(self, request: str) -> None:
+        """`request` loads what it has found: nobody else's hits may be left to keep."""
+        self._found.discard(request)
+        if not self._found and self.stepper.begun and not self.stepper.steady:
+            self._renew()
+
+    def _renew(self) -> None:
+        self._asked.clear()
+        self._found.clear()
+        self.stepper.renew()
+
+    def begin_step(self) -> None:
+        """Begin a step, for callers that ask the core itself."""
+        self.stepper.begin()
+
+    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
+        self._core.touch(keys)
+
+    # -- load and store ------------------------------------------------------------------
+
+    def prepare_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> HostLoadStoreSpec:
+        if req_context is not None:
+            rows = self._core.prepare_load(keys, req_context.req_id)
+            self._loads(req_context.req_id)
+            return HostLoadStoreSpec(rows)
+        keys = check_keys(list(keys))
+        if not keys:
+            return HostLoadStoreSpec([])
+        prompt = self._prompts.getting(keys, None, time.monotonic())
+        try:
+            rows = self._core.prepare_load(keys, prompt.id)
+        except KeyError:
+            self._prompts.end(prompt)
+            self._loads(prompt.id)
+            raise
+        self._prompts.had(prompt, len(keys))
+        self._loading.add(keys, prompt, self._core.era)
+        self._loads(prompt.id)
+        return HostLoadStoreSpec(rows)
+
+    def complete_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        if req_context is not None:
+            self._core.complete_load(keys, req_context.req_id)
+        else:
+            shares, stray = self._loading.take(keys)
+            for share in shares:
+                self._core.complete_load(share.keys, share.prompt.id, share.era)
+                self._end(share.prompt, len(share.keys))
+            self._core.complete_load(stray, NOBODY)
+        self.stepper.hand_over()
+
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> PrepareStoreOutput | None:
+        self._end_if_late()
+        self.stepper.absorb()
+        if req_context is not None:
+            grant = self._core.prepare_store(keys, req_context.req_id)
+        else:
+            keys = check_keys(list(keys))
+            if not keys:
+                return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
+            prompt = self._prompts.storing(keys, None, time.monotonic())
+            self._core.chains.extend(prompt.id, keys)
+            grant = self._core.prepare_store(keys, prompt.id)
+            if grant is not None:
+                self._storing.add(grant.keys, prompt, self._core.era)
+        if grant is None:
+            return None
+        return PrepareStoreOutput(grant.keys, HostLoadStoreSpec(grant.rows), grant.evicted)
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: RequestContext | bool | None = None,
+        success: bool = True,
+    ) -> None:
+        if isinstance(req_context, bool):
+            success, req_context = req_context, None
+        if req_context is not None:
+            self._core.complete_store(keys, req_context.req_id, success)
+        else:
+            shares, stray = self._storing.take(keys)
+            for share in shares:
+                self._core.complete_store(share.keys, share.prompt.id, success, share.era)
+                self._end(share.prompt, len(share.keys))
+            self._core.complete_store(stray, NOBODY)
+        self.stepper.hand_over()
+
+    # -- requests and steps ----------------------------------------------------------------
+
+    def on_new_request(self, req_context: RequestContext) -> None:
+        position = getattr(req_context, "position", None)
+        self._core.on_new_request(req_context.req_id, position, one_group=self._one_group)
+
+    def on_request_finished(self, req_context: RequestContext) -> None:
+        self._core.on_request_finished(req_context.req_id)
+
+    def on_schedule_end(self) -> None:
+        self._asked.clear()
+        self._found.clear()
+        self.stepper.end()
+
+    def has_pending_work(self) -> bool:
+        # Copies to a tier queue up in the core and go out as earlier ones end.
+        return self._core.unsaved > 0
+
+    def take_events(self) -> list[OffloadingEvent]:
+        return [
+            OffloadingEvent(event.keys, self._block_size, event.medium, event.removed)
+            for event in self._core.take_events()
+        ]
+
+    def stats(self) -> CoreStats:
+        """Counters and gauges."""
+        return self._core.stats()
+
+    def reset(self) -> None:
+        """Forget everything, on every tier.
+
+        Loads and stores that are under way keep their rows until they are completed, or, where
+        calls name their requests, until `transfers_ended`.
+        """
+        self._core.reset()
+        self.stepper.hand_over()
+
+    def transfers_ended(self) -> None:
+        """All loads and stores that were prepared before the last reset have ended."""
+        self._core.transfers_ended()
+
+    def shutdown(self) -> None:
+        """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.stepper.close(self._drain):
+            self._release()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _end(self, prompt: Prompt, calls: int) -> None:
+        for _ in range(calls):
+            self._prompts.returned(prompt)
+
+    def _expire(self, now: float) -> None:
+        self._prompts.expire(now, crowded=self._core.waiting > 0)

@@ -1,0 +1,134 @@
+"""A manager that stores only what is asked for again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from typing import overload
+
+from kvstore.connector.manager.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestContext,
+)
+from kvstore.connector.mediums import LoadStoreSpec
+
+__all__ = ["FilterReusedOffloadingManager"]
+
+
+class FilterReusedOffloadingManager(OffloadingManager):
+    """Offers `backing` only keys that lookups have named `store_threshold` times.
+
+    What is skipped takes no room there and evicts nothing. Counts are kept for the
+    `max_tracker_size` keys that were looked up last. All else is up to `backing`.
+    """
+
+    def __init__(
+        self,
+        backing: OffloadingManager,
+        store_threshold: int = 2,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        """
+        Raises:
+            ValueError: for a threshold below 2 or a tracker without room for a key.
+        """
+        if store_threshold < 2:
+            raise ValueError(
+                f"store_threshold = {store_threshold}: must be at least 2; "
+                "to store everything, use the manager without this filter"
+            )
+        if max_tracker_size < 1:
+            raise ValueError(f"max_tracker_size = {max_tracker_size}: must be at least 1")
+        self.backing = backing
+        self.store_threshold = store_threshold
+        self.max_tracker_size = max_tracker_size
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    @overload
+    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
+
+    @overload
+    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
+
+    def lookup(
+        self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
+    ) -> int | None:
+        if isinstance(keys, bytes):
+            self._count(keys)
+            assert req_context is not None
+            return self.backing.lookup(keys, req_context)
+        keys = list(keys)
+        for key in keys:
+            self._count(key)
+        return self.backing.lookup(keys)
+
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> PrepareStoreOutput | None:
+        counts, enough = self._counts, self.store_threshold
+        wanted = [key for key in keys if counts.get(key, 0) >= enough]
+        return self.backing.prepare_store(wanted, *_named(req_context))
+
+    def _count(self, key: bytes) -> None:
+        counts = self._counts
+        count = counts.pop(key, 0)
+        if not count and len(counts) >= self.max_tracker_size:
+            counts.popitem(last=False)
+        counts[key] = count + 1
+
+    # -- what is up to the backing manager -------------------------------------------------
+
+    def prepare_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> LoadStoreSpec:
+        return self.backing.prepare_load(keys, *_named(req_context))
+
+    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
+        self.backing.touch(keys, *_named(req_context))
+
+    def complete_load(
+        self, keys: Collection[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        self.backing.complete_load(keys, *_named(req_context))
+
+    def complete_store(
+        self,
+        keys: Collection[bytes],
+        req_context: RequestContext | bool | None = None,
+        success: bool = True,
+    ) -> None:
+        if isinstance(req_context, bool):
+            success, req_context = req_context, None
+        if req_context is None:
+            self.backing.complete_store(keys, success=success)
+        else:
+            self.backing.complete_store(keys, req_context, success)
+
+    def on_new_request(self, req_context: RequestContext) -> None:
+        self.backing.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: RequestContext) -> None:
+        self.backing.on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        self.backing.on_schedule_end()
+
+    def has_pending_work(self) -> bool:
+        return self.backing.has_pending_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.backing.take_events()
+
+    def reset(self) -> None:
+        self._counts.clear()
+        self.backing.reset()
+
+    def shutdown(self) -> None:
+        self.backing.shutdown()
+
+
+def _named(req_context: RequestContext | None) -> tuple[RequestContext, ...]:
+    """A manager that knows the form by lists only is not told of requests."""
+    return () if req_context is None else (req_context,)

@@ -1,0 +1,166 @@
+"""Only what is asked for again is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import pytest
+
+from kvstore.connector.backend import PinnedBackend
+from kvstore.connector.manager import (
+    OffloadingManager,
+    PolicyManager,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
+from kvstore.connector.reuse import FilterReusedOffloadingManager
+
+A, B, C = b"a", b"b", b"c"
+
+
+class Lists(OffloadingManager):
+    """Somebody's manager that knows the form by lists only; writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def lookup(self, keys: Iterable[bytes]) -> int:  # type: ignore[override]
+        self.calls.append(("lookup", list(keys)))
+        return 0
+
+    def prepare_load(self, keys: Collection[bytes]) -> LoadStoreSpec:  # type: ignore[override]
+        self.calls.append(("prepare_load", keys))
+        return HostLoadStoreSpec([])
+
+    def touch(self, keys: Collection[bytes]) -> None:  # type: ignore[override]
+        self.calls.append(("touch", keys))
+
+    def complete_load(self, keys: Collection[bytes]) -> None:  # type: ignore[override]
+        self.calls.append(("complete_load", keys))
+
+    def prepare_store(self, keys: Collection[bytes]) -> PrepareStoreOutput:  # type: ignore[override]
+        self.calls.append(("prepare_store", keys))
+        return PrepareStoreOutput(list(keys), HostLoadStoreSpec(range(len(keys))))
+
+    def complete_store(self, keys: Collection[bytes], success: bool = True) -> None:  # type: ignore[override]
+        self.calls.append(("complete_store", keys, success))
+
+    def reset(self) -> None:
+        self.calls.append(("reset",))
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown",))
+
+
+def stored(manager: OffloadingManager, keys: list[bytes]) -> list[bytes]:
+    out = manager.prepare_store(keys)
+    assert out is not None
+    return out.keys_to_store
+
+
+def test_a_key_is_offered_once_lookups_have_named_it_often_enough() -> None:
+    backing = Lists()
+    manager = FilterReusedOffloadingManager(backing, store_threshold=3)
+    assert stored(manager, [A, B]) == []
+    manager.lookup([A, B])
+    manager.lookup([A])
+    assert stored(manager, [A, B]) == []
+    manager.lookup([A])
+    assert stored(manager, [A, B]) == [A]
+    assert backing.calls[-1] == ("prepare_store", [A])
+
+
+def test_every_key_of_a_lookup_counts_also_behind_the_first_that_is_missing() -> None:
+    manager = FilterReusedOffloadingManager(Lists())
+    manager.lookup([A, B, C])
+    manager.lookup([A, B, C])
+    assert stored(manager, [A, B, C]) == [A, B, C]
+
+
+def test_asking_key_by_key_counts_as_well() -> None:
+    backend = PinnedBackend(16, 4, 4096)
+    manager = FilterReusedOffloadingManager(PolicyManager(backend))
+    who = ReqContext("r")
+    for _ in range(2):
+        assert manager.lookup(A, who) is False
+    out = manager.prepare_store([A, B], who)
+    assert out is not None
+    assert out.keys_to_store == [A]
+    manager.complete_store([A], who)
+    assert manager.lookup(A, who) is True
+    manager.prepare_load([A], who)
+    manager.complete_load([A], who)
+    manager.shutdown()
+
+
+def test_the_order_of_a_prompt_is_kept() -> None:
+    manager = FilterReusedOffloadingManager(Lists())
+    for keys in ([C], [A], [B], [A], [C]):
+        manager.lookup(keys)
+    assert stored(manager, [A, B, C]) == [A, C]
+
+
+def test_the_keys_that_were_looked_up_longest_ago_are_forgotten() -> None:
+    manager = FilterReusedOffloadingManager(Lists(), max_tracker_size=2)
+    manager.lookup([A, B])
+    manager.lookup([A])
+    manager.lookup([C])
+    manager.lookup([B])
+    assert stored(manager, [A, B, C]) == [], "B was forgotten for C, then A for B"
+    manager.lookup([C])
+    assert stored(manager, [A, B, C]) == [C]
+
+
+def test_what_is_skipped_evicts_nothing() -> None:
+    backend = PinnedBackend(16, 2, 4096)
+    manager = FilterReusedOffloadingManager(PolicyManager(backend))
+    for _ in range(2):
+        manager.lookup([A, B])
+    assert stored(manager, [A, B]) == [A, B]
+    manager.complete_store([A, B])
+    manager.lookup([C])
+    assert stored(manager, [C]) == []
+    assert manager.lookup([A, B]) == 2
+    manager.shutdown()
+
+
+def test_everything_else_is_handed_on_and_requests_only_where_they_are_named() -> None:
+    backing = Lists()
+    manager = FilterReusedOffloadingManager(backing)
+    manager.prepare_load([A])
+    manager.touch([A])
+    manager.complete_load([A])
+    manager.complete_store([A], False)
+    manager.complete_store([B])
+    manager.reset()
+    manager.shutdown()
+    assert backing.calls == [
+        ("prepare_load", [A]),
+        ("touch", [A]),
+        ("complete_load", [A]),
+        ("complete_store", [A], False),
+        ("complete_store", [B], True),
+        ("reset",),
+        ("shutdown",),
+    ]
+
+
+def test_after_a_reset_counting_begins_anew() -> None:
+    manager = FilterReusedOffloadingManager(Lists())
+    manager.lookup([A])
+    manager.reset()
+    manager.lookup([A])
+    assert stored(manager, [A]) == []
+
+
+@pytest.mark.parametrize("threshold", [1, 0, -3])
+def test_a_threshold_below_two_is_refused(threshold: int) -> None:
+    with pytest.raises(ValueError, match=f"store_threshold = {threshold}: must be at least 2"):
+        FilterReusedOffloadingManager(Lists(), store_threshold=threshold)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_tracker_without_room_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"max_tracker_size = {size}: must be at least 1"):
+        FilterReusedOffloadingManager(Lists(), max_tracker_size=size)
