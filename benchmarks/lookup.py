@@ -73,7 +73,7 @@ def deferred(manager: Any, keys: list[bytes], core: Any) -> tuple[float, float]:
     """Microseconds of the first scan per key, and of each later step of a deferred request."""
     context = ReqContext("deferred")
     manager.on_new_request(context)
-    manager._engine.submit = lambda moves: None  # The answer never comes.
+    manager._stepper.engine.submit = lambda moves: None  # The answer never comes.
     began = time.perf_counter()
     for key in keys:
         manager.lookup(key, context)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -19,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
 from kvstore.vllm.region import release_region, worker_region
 from tiers.pinned import PinnedRegion
@@ -89,34 +89,18 @@ class HostCopyWorker(OffloadingWorker):
     ) -> None:
         self._engine_id = spec.config.engine_id
         self._region: PinnedRegion | None = region
-        self._blocks_per_chunk = spec.blocks_per_chunk
         self._done: list[TransferResult] = []
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         first = spec.layout.rank_offset(spec.config.parallel.rank)
-        rows = row_views(region, first, pages, spec.blocks_per_chunk)
-        # For each group, for each of its layers: pages of the device and of the rows.
-        # Items are whole pages, so that indexing copies page by page.
-        self._groups: list[list[tuple[npt.NDArray[np.void], npt.NDArray[np.void], int]]] = []
+        widths = [page * spec.blocks_per_chunk for page in pages]
+        begins = list(itertools.accumulate(widths, initial=first))
+        groups, places = [], []
         for refs in kv_caches.group_data_refs:
-            layers = []
-            for ref in refs:
-                tensor = kv_caches.tensors[ref.tensor_idx]
-                page, size = tensor.page_size_bytes, ref.page_size_bytes
-                device = tensor.tensor.view(torch.int8).view(-1, page).numpy()
-                host = rows[ref.tensor_idx].numpy()
-                layers.append(
-                    (
-                        _as_pages(device, size, (device.shape[0],), (device.strides[0],)),
-                        _as_pages(
-                            host,
-                            size,
-                            (host.shape[0], spec.blocks_per_chunk),
-                            (host.strides[0], page),
-                        ),
-                        size,
-                    )
-                )
-            self._groups.append(layers)
+            groups.append([_pages(kv_caches.tensors[ref.tensor_idx], ref) for ref in refs])
+            places.append([(begins[ref.tensor_idx], pages[ref.tensor_idx]) for ref in refs])
+        self._copies: HostCopies | None = HostCopies(
+            groups, region.array, spec.blocks_per_chunk, places
+        )
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, *_: Any, **__: Any
@@ -138,35 +122,15 @@ class HostCopyWorker(OffloadingWorker):
     def shutdown(self) -> None:
         region, self._region = self._region, None
         if region is not None:
-            self._groups = []
+            self._copies = None
             release_region(self._engine_id, region)
 
     def _copy(
         self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool
     ) -> bool:
-        started = time.perf_counter()
-        per_chunk = self._blocks_per_chunk
-        all_rows: npt.NDArray[np.int32] = host.block_ids
-        moved = block_at = row_at = 0
-        for layers, size, first_block in zip(
-            self._groups, device.group_sizes, device.block_indices, strict=True
-        ):
-            if not size:
-                continue
-            skip = first_block % per_chunk
-            chunks = -(-(skip + size) // per_chunk)
-            blocks = device.block_ids[block_at : block_at + size]
-            position = np.arange(skip, skip + size)
-            rows = all_rows[row_at : row_at + chunks][position // per_chunk]
-            within = position % per_chunk
-            for device_pages, row_pages, page in layers:
-                if store:
-                    row_pages[rows, within] = device_pages[blocks]
-                else:
-                    device_pages[blocks] = row_pages[rows, within]
-                moved += page * size
-            block_at += size
-            row_at += chunks
+        started, copies = time.perf_counter(), self._copies
+        assert copies is not None, "the worker was shut down"
+        moved = copies.store(device, host) if store else copies.load(host, device)
         seconds = time.perf_counter() - started
         self._done.append(TransferResult(job_id, True, moved, seconds))
         return True
@@ -275,9 +239,9 @@ def _ended(handler: Any) -> bool:
     return True
 
 
-def _as_pages(
-    array: npt.NDArray[np.int8], size: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> npt.NDArray[np.void]:
-    """See memory that begins with `array` as items of `size` bytes."""
-    pages = np.lib.stride_tricks.as_strided(array, (*shape, size), (*strides, 1))
-    return pages.view(np.dtype(("V", size)))[..., 0]
+def _pages(cache: Any, ref: Any) -> Pages:
+    """What a layer has of the blocks of one tensor, which lie one after the other."""
+    tensor, step = cache.tensor, int(cache.page_size_bytes)
+    item = tensor.element_size()
+    count = tensor.numel() * item // step
+    return Pages(tensor, count, tensor.storage_offset() * item, step, int(ref.page_size_bytes))

@@ -269,7 +269,7 @@ def test_a_host_worker_that_cannot_be_built_keeps_nothing(
     def refuse(*_: Any) -> None:
         raise ValueError("no such view")
 
-    monkeypatch.setattr(workers, "row_views", refuse)
+    monkeypatch.setattr(workers, "HostCopies", refuse)
     with pytest.raises(ValueError, match="no such view"):
         create_worker(*build([512]))
     assert len(closed) == 1

@@ -1,0 +1,93 @@
+"""Where the pages of a paged KV cache lie in a tensor.
+
+A *page* is what one block has of a tensor in one piece. A tensor whose blocks are whole, such as
+(blocks, 2, tokens, heads, size), has one page for each block; one that has keys and values
+apart, such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from kvstore.errors import ConfigError
+
+__all__ = ["Pages", "pages_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A table of pages: page n begins `offset + n * stride` bytes into the storage of `tensor`.
+
+    Attributes:
+        tensor: keeps the memory alive, and says which device it is on.
+        count: pages.
+        offset, stride: in bytes.
+        size: bytes of a page.
+    """
+
+    tensor: torch.Tensor
+    count: int
+    offset: int
+    stride: int
+    size: int
+
+    def __post_init__(self) -> None:
+        storage = self.tensor.untyped_storage().nbytes()
+        end = self.offset + (self.count - 1) * self.stride + self.size
+        if self.count < 1 or self.size < 1 or self.offset < 0 or self.stride < self.size:
+            raise ConfigError(
+                f"{self.count} pages of {self.size} bytes, one every {self.stride} bytes from "
+                f"{self.offset} on: there must be one at least, and none may overlap another"
+            )
+        if end > storage:
+            raise ConfigError(
+                f"{self.count} pages end at byte {end}, but the tensor has {storage} bytes"
+            )
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole storage as bytes: uint8, of shape (bytes,)."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+        return empty.set_(self.tensor.untyped_storage())
+
+
+def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
+    """The tables of a KV tensor, of any strides, whose dimension `block_dim` counts blocks.
+
+    As few as there can be: what lies in one piece within a block is one page.
+
+    Raises:
+        ConfigError: if there is no such dimension, or blocks overlap.
+    """
+    if not -tensor.dim() <= block_dim < tensor.dim():
+        raise ConfigError(
+            f"block_dim = {block_dim}: the tensor has the shape {tuple(tensor.shape)}"
+        )
+    block_dim %= tensor.dim()
+    item = tensor.element_size()
+    dims = sorted(
+        (stride * item, size)
+        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+        if dim != block_dim and size > 1
+    )
+    page = item
+    while dims and dims[0][0] == page:
+        page *= dims.pop(0)[1]
+    count, stride = tensor.shape[block_dim], tensor.stride(block_dim) * item
+    first = tensor.storage_offset() * item
+    places = itertools.product(*(range(size) for _, size in reversed(dims)))
+    steps = [step for step, _ in reversed(dims)]
+    return [
+        Pages(
+            tensor,
+            count,
+            first + sum(index * step for index, step in zip(place, steps, strict=True)),
+            # The stride of a single page says nothing.
+            stride if count > 1 else max(stride, page),
+            page,
+        )
+        for place in places
+    ]
