@@ -29,7 +29,7 @@ from kvstore.core.complaints import Log
 from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
-from kvstore.core.overtaken import Overtaken
+from kvstore.core.overtaken import Overtaken, Transfer
 from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
@@ -279,7 +279,7 @@ class Core:
         """
         self._lookups.pause()
         if era is not None and era != self.era:
-            self._ended_late(keys, request_id, era)
+            self._ended_late(keys, request_id, era, stores=False)
         else:
             self._loads.complete(keys, request_id, self.now)
 
@@ -326,7 +326,7 @@ class Core:
         # Requests that waited for these may be answered; what they ask next is listed anew.
         self._lookups.pause()
         if era is not None and era != self.era:
-            self._ended_late(keys, request_id, era)
+            self._ended_late(keys, request_id, era, stores=True)
         else:
             self._stores.complete(keys, request_id, self.now, ok)
 
@@ -398,7 +398,7 @@ class Core:
         which it was prepared, or `transfers_ended` says that all have ended.
         """
         late = list(self._device_transfers())
-        self.overtaken.add(((self.era, name, key), row) for name, key, row in late)
+        self.overtaken.add(late)
         self.era += 1
         for request in self._requests.values():
             self.queue.remove(request)
@@ -408,7 +408,7 @@ class Core:
         self.chains.reset()
         self._uses.reset()
         self.grants.reset()
-        self.transfers.reset(row for _, _, row in late)
+        self.transfers.reset(row for _, row in late)
         self._victims.reset()
 
     def transfers_ended(self) -> None:
@@ -458,15 +458,20 @@ class Core:
 
     # -- inside --------------------------------------------------------------------------
 
-    def _device_transfers(self) -> Iterable[tuple[str, bytes, int]]:
-        """Request, key and row of loads and stores that were prepared and are not complete."""
-        yield from self._loads.under_way()
-        yield from self._stores.under_way()
+    def _device_transfers(self) -> Iterable[tuple[Transfer, int]]:
+        """Loads and stores that were prepared and are not complete, and their rows."""
+        for name, key, row in self._loads.under_way():
+            yield Transfer(self.era, name, key, stores=False), row
+        for name, key, row in self._stores.under_way():
+            yield Transfer(self.era, name, key, stores=True), row
 
-    def _ended_late(self, keys: Collection[bytes], request_id: str, era: int) -> None:
-        """A transfer from before a reset has ended: its rows are free."""
+    def _ended_late(
+        self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool
+    ) -> None:
+        """Transfers from before a reset have ended: their rows are free."""
         for key in dict.fromkeys(keys):
-            self._stray += not self.overtaken.ended((era, request_id, key))
+            ended = self.overtaken.ended(Transfer(era, request_id, key, stores))
+            self._stray += not ended
         self.queue.rows_moved(self.now)
 
     def _medium(self, origin: int) -> str:

@@ -8,13 +8,26 @@ until each of its transfers was reported, or all are known to have ended.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvstore.core.pool import HostPool
 
 __all__ = ["Overtaken", "Transfer"]
 
-Transfer = tuple[int, str, bytes]
-"""The era in which a transfer of a chunk was prepared, its request, the chunk's key."""
+
+class Transfer(NamedTuple):
+    """A copy of one chunk.
+
+    Attributes:
+        era: in which it was prepared.
+        request: whose it is.
+        stores: whether the device writes the row, or reads it.
+    """
+
+    era: int
+    request: str
+    key: bytes
+    stores: bool
 
 
 class Overtaken:
@@ -31,6 +44,14 @@ class Overtaken:
         """These go on, each in its row, which the pool holds once for each."""
         for transfer, row in transfers:
             self._rows.setdefault(transfer, []).append(row)
+
+    def eras(self, request: str, *, stores: bool) -> dict[bytes, int]:
+        """Keys that a request still stores, or loads, with the era of the first such transfer."""
+        found: dict[bytes, int] = {}
+        for transfer in self._rows:
+            if (transfer.request, transfer.stores) == (request, stores):
+                found[transfer.key] = min(transfer.era, found.get(transfer.key, transfer.era))
+        return found
 
     def ended(self, transfer: Transfer) -> bool:
         """One has ended; False if it is not known."""

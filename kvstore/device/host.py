@@ -19,15 +19,21 @@ Ids = npt.NDArray[np.int32]
 class BlockPlaces(Protocol):
     """Blocks of the device, as `kvstore.connector.mediums.DeviceLoadStoreSpec` names them."""
 
-    block_ids: Ids
-    group_sizes: Sequence[int]
-    block_indices: Sequence[int]
+    @property
+    def block_ids(self) -> Ids: ...
+
+    @property
+    def group_sizes(self) -> Sequence[int]: ...
+
+    @property
+    def block_indices(self) -> Sequence[int]: ...
 
 
 class RowPlaces(Protocol):
     """Rows of host memory, as `kvstore.connector.mediums.HostLoadStoreSpec` names them."""
 
-    block_ids: Ids
+    @property
+    def block_ids(self) -> Ids: ...
 
 
 class HostCopies:

@@ -339,18 +339,14 @@ class ManagerContract(ABC):
         for number in range(1, 5):
             bench.store(keys_from(100 * number, 6))
         assert all(bench.holds(place, key) for key, place in zip(keys, places, strict=True))
-        self.end_late(bench, keys, held.keys_to_store)
+        bench.end_load(keys)
+        bench.end_store(held.keys_to_store)
         everything = keys_from(1000, self.blocks)
         end = time.monotonic() + PATIENCE_SECONDS
         while bench.load(everything) < self.blocks:
             assert time.monotonic() < end, "places are held for ever"
             bench.end_step()
             bench.store(everything)
-
-    def end_late(self, bench: ManagerBench, loading: list[bytes], storing: list[bytes]) -> None:
-        """What was under way at a reset ends."""
-        bench.end_load(loading)
-        bench.end_store(storing)
 
 
 def _ids(out: PrepareStoreOutput) -> list[int]:

@@ -70,6 +70,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             region,
             one_group=self._single_group,
             steady=True,
+            late_completions=False,
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
             release=lambda: release_region(engine, region),
         )

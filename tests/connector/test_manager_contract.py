@@ -38,15 +38,7 @@ class TestMappedFile(ManagerContract):
         return PolicyManager(backend, enable_events=True), backend.array
 
 
-class KVStoreContract(ManagerContract):
-    def end_late(self, bench: ManagerBench, loading: list[bytes], storing: list[bytes]) -> None:
-        super().end_late(bench, loading, storing)
-        if not bench.by_lists:
-            assert isinstance(bench.manager, KVStoreManager)
-            bench.manager.transfers_ended()
-
-
-class TestKVStoreHostAlone(KVStoreContract):
+class TestKVStoreHostAlone(ManagerContract):
     def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:
         manager = KVStoreManager(
             {
@@ -59,7 +51,7 @@ class TestKVStoreHostAlone(KVStoreContract):
         return manager, manager.region.array
 
 
-class TestKVStoreOverADisk(KVStoreContract):
+class TestKVStoreOverADisk(ManagerContract):
     forgets = False
 
     def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:

@@ -73,6 +73,7 @@ class KVStoreManager(OffloadingManager):
         block_size: int = 1,
         one_group: bool = True,
         steady: bool = False,
+        late_completions: bool = True,
         label: str | None = None,
         release: Callable[[], None] | None = None,
     ) -> None:
@@ -84,6 +85,8 @@ class KVStoreManager(OffloadingManager):
             block_size: tokens of a chunk, for events.
             one_group: all keys are of one KV cache group.
             steady: the server calls `on_schedule_end`, and takes steps while there is pending work.
+            late_completions: what was under way at a reset is completed like all else;
+                otherwise `transfers_ended` is called for it.
             label: how caches on disk are called; by default as the model of the identity.
             release: called once nobody here uses `region` any more; by default it is closed.
 
@@ -94,6 +97,7 @@ class KVStoreManager(OffloadingManager):
         if checked.chunk_bytes is None:
             raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
         self._one_group = one_group
+        self._late_completions = late_completions
         self._block_size = block_size
         self._drain = checked.shutdown_timeout_s
         self.region = region or PinnedRegion.private(*rows_for(checked, checked.chunk_bytes))
@@ -228,7 +232,9 @@ class KVStoreManager(OffloadingManager):
         self, keys: Collection[bytes], req_context: RequestContext | None = None
     ) -> None:
         if req_context is not None:
-            self._core.complete_load(keys, req_context.req_id)
+            request = req_context.req_id
+            for era, its in self._eras(keys, request, stores=False):
+                self._core.complete_load(its, request, era)
         else:
             shares, stray = self._loading.take(keys)
             for share in shares:
@@ -266,7 +272,9 @@ class KVStoreManager(OffloadingManager):
         if isinstance(req_context, bool):
             success, req_context = req_context, None
         if req_context is not None:
-            self._core.complete_store(keys, req_context.req_id, success)
+            request = req_context.req_id
+            for era, its in self._eras(keys, request, stores=True):
+                self._core.complete_store(its, request, success, era)
         else:
             shares, stray = self._storing.take(keys)
             for share in shares:
@@ -306,8 +314,9 @@ class KVStoreManager(OffloadingManager):
     def reset(self) -> None:
         """Forget everything, on every tier.
 
-        Loads and stores that are under way keep their rows until they are completed, or, where
-        calls name their requests, until `transfers_ended`.
+        Loads and stores that are under way keep their rows until they are completed, or until
+        `transfers_ended`. Should the same key be prepared again meanwhile, the older transfer
+        is completed first.
         """
         self._core.reset()
         self.stepper.hand_over()
@@ -325,6 +334,18 @@ class KVStoreManager(OffloadingManager):
             self._release()
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _eras(
+        self, keys: Collection[bytes], request: str, *, stores: bool
+    ) -> Iterable[tuple[int | None, Collection[bytes]]]:
+        """When the transfers of `keys` were prepared that end now; None for the present era."""
+        if not self._late_completions or not self._core.overtaken:
+            return [(None, keys)]
+        late = self._core.overtaken.eras(request, stores=stores)
+        found: dict[int | None, list[bytes]] = {}
+        for key in keys:
+            found.setdefault(late.get(key), []).append(key)
+        return found.items()
 
     def _end(self, prompt: Prompt, calls: int) -> None:
         for _ in range(calls):

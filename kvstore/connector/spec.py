@@ -1,0 +1,268 @@
+"""What a server builds from its configuration: a manager, and handlers for its workers."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvstore.assembly import rows_for
+from kvstore.config import Config
+from kvstore.connector.config import KVCacheConfigLike, ServerConfigLike
+from kvstore.connector.handler import HostHandler, OffloadingHandler
+from kvstore.connector.manager import KVStoreManager, OffloadingManager
+from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvstore.errors import ConfigError
+from tiers.pinned import PinnedRegion
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.device import HostCopies
+
+__all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
+
+Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
+"""From which kind of place to which, and who moves it."""
+
+CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size"})
+"""Keys of ``kv_connector_extra_config`` that are not the store's."""
+
+SHAPE_BLOCKS = 1234
+"""A number of blocks that no other dimension of a KV tensor has."""
+
+
+class OffloadingSpec(ABC):
+    """Sizes of a server's blocks, and what is built from them.
+
+    Attributes:
+        extra_config: what the operator has configured.
+        hash_block_size: tokens of a hashed block.
+        device_block_size: tokens of a block of the device, for each KV cache group.
+        block_size_factor: blocks of the device in an offloaded one.
+        offloaded_block_size: tokens of an offloaded block, for each KV cache group.
+    """
+
+    def __init__(self, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
+        """
+        Raises:
+            ConfigError: for sizes that do not fit each other; it says which, and what is allowed.
+        """
+        self.config = config
+        self.kv_cache_config = kv_cache_config
+        self.extra_config: Mapping[str, Any] = config.kv_transfer_config.kv_connector_extra_config
+        self.hash_block_size = _positive("hash block size", config.cache_config.block_size)
+        self.device_block_size = tuple(
+            _positive("device block size", group.kv_cache_spec.block_size)
+            for group in kv_cache_config.kv_cache_groups
+        )
+        if not self.device_block_size:
+            raise ConfigError("the model has no KV cache group: there is nothing to offload")
+        for number, size in enumerate(self.device_block_size):
+            if size % self.hash_block_size:
+                raise ConfigError(
+                    f"group {number} has device blocks of {size} tokens: must be a multiple of "
+                    f"the hash block size, {self.hash_block_size}"
+                )
+        self.block_size_factor = self._factor()
+        self.offloaded_block_size = tuple(
+            size * self.block_size_factor for size in self.device_block_size
+        )
+
+    @property
+    def gpu_block_size(self) -> tuple[int, ...]:
+        """`device_block_size`, as published integrations call it."""
+        return self.device_block_size
+
+    def _factor(self) -> int:
+        told = self.extra_config.get("block_size")
+        if told is None:
+            return 1
+        size = _positive("block_size", told)
+        sizes = set(self.device_block_size)
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"block_size = {told!r}: allowed only where all groups have device blocks of one "
+                f"size; here they have {', '.join(map(str, sorted(sizes)))} tokens"
+            )
+        (device,) = sizes
+        if size % device:
+            raise ConfigError(
+                f"block_size = {told!r}: must be a multiple of the device block size, {device}"
+            )
+        return size // device
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """The manager, for the scheduler. The same at each call."""
+
+    @abstractmethod
+    def get_handlers(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        attn_backends: Mapping[str, Any] | None = None,
+    ) -> Handlers:
+        """Who moves blocks, for a worker.
+
+        Args:
+            kv_caches: the KV tensor of each layer.
+            attn_backends: for each layer what says where blocks are in the shape of its
+                tensor: the number of that dimension, or an object whose ``get_kv_cache_shape(
+                num_blocks, block_size, num_kv_heads, head_size)`` tells. By default the first.
+        """
+
+
+class KVStoreSpec(OffloadingSpec):
+    """kvstore for a server whose scheduler and worker are one process.
+
+    ``kv_connector_extra_config`` has the keys of `kvstore.config`, ``chunk_bytes`` excepted, which
+    follows from the blocks, and ``block_size``.
+    """
+
+    def __init__(self, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
+        """
+        Raises:
+            ConfigError: as `OffloadingSpec`; for a key that is unknown or missing, or a value
+                that cannot be used.
+        """
+        super().__init__(config, kv_cache_config)
+        if "chunk_bytes" in self.extra_config:
+            raise ConfigError("unknown key chunk_bytes: it follows from the blocks of the device")
+        checked = Config.from_mapping(self.extra_config, ignore=CONNECTOR_KEYS)
+        if checked.tiers and not checked.identity:
+            raise ConfigError(
+                "missing key identity: name what servers must have in common to share chunks on "
+                'disk, such as {"model": "m", "weights": "v1", "dtype": "bfloat16"}'
+            )
+        groups = [
+            (list(group.layer_names), int(group.kv_cache_spec.page_size_bytes))
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        block_bytes = max(len(layers) * page for layers, page in groups)
+        self.chunk_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
+        self.store_config = replace(
+            checked,
+            chunk_bytes=self.chunk_bytes,
+            identity={
+                **checked.identity,
+                "hash_block_size": self.hash_block_size,
+                "block_size_factor": self.block_size_factor,
+                "groups": [
+                    {"layers": layers, "page_bytes": page, "block_size": size}
+                    for (layers, page), size in zip(groups, self.device_block_size, strict=True)
+                ],
+            },
+        )
+        self._manager: KVStoreManager | None = None
+        self._region: PinnedRegion | None = None
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def get_manager(self) -> KVStoreManager:
+        """
+        Raises:
+            KVStoreError: if memory or a path cannot be had.
+        """
+        if self._manager is None:
+            self._manager = KVStoreManager(
+                self.store_config,
+                self._use_region(),
+                block_size=self.offloaded_block_size[0],
+                one_group=len(self.device_block_size) == 1,
+                release=self._release_region,
+            )
+        return self._manager
+
+    def get_handlers(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        attn_backends: Mapping[str, Any] | None = None,
+    ) -> Handlers:
+        """
+        Raises:
+            ConfigError: for a layer that has no tensor, a tensor whose blocks are larger
+                than was announced, and one that is not in host memory.
+        """
+        from kvstore.device import HostCopies, Pages, pages_of
+
+        groups: list[list[Pages]] = []
+        for group in self.kv_cache_config.kv_cache_groups:
+            tables: list[Pages] = []
+            for layer in group.layer_names:
+                if layer not in kv_caches:
+                    raise ConfigError(f"layer {layer} has no KV tensor")
+                dim = _block_dim((attn_backends or {}).get(layer, 0), layer)
+                pages = pages_of(kv_caches[layer], dim)
+                held = sum(table.size for table in pages)
+                if held > group.kv_cache_spec.page_size_bytes:
+                    raise ConfigError(
+                        f"layer {layer} has {held} bytes in a block where "
+                        f"{group.kv_cache_spec.page_size_bytes} were announced"
+                    )
+                tables += pages
+            groups.append(tables)
+        region = self._use_region()
+        try:
+            copies = HostCopies(groups, region.array, self.block_size_factor)
+        except BaseException:
+            self._release_region()
+            raise
+        handler = _Handler(copies, self._release_region)
+        return iter(
+            [
+                (DeviceLoadStoreSpec, HostLoadStoreSpec, handler),
+                (HostLoadStoreSpec, DeviceLoadStoreSpec, handler),
+            ]
+        )
+
+    def _use_region(self) -> PinnedRegion:
+        with self._lock:
+            if self._region is None:
+                self._region = PinnedRegion.private(*rows_for(self.store_config, self.chunk_bytes))
+            self._users += 1
+            return self._region
+
+    def _release_region(self) -> None:
+        """The last one who uses the memory gives it back."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._region is not None:
+                self._region.close()
+                self._region = None
+
+
+class _Handler(HostHandler):
+    """Lets go of host memory at the end."""
+
+    def __init__(self, copies: HostCopies, release: Callable[[], None]) -> None:
+        super().__init__(copies)
+        self._release: Callable[[], None] | None = release
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} = {value!r}: must be a whole number, 1 at least")
+    return value
+
+
+def _block_dim(backend: Any, layer: str) -> int:
+    """Which dimension of a layer's tensor counts blocks."""
+    if isinstance(backend, int):
+        return backend
+    shape = tuple(backend.get_kv_cache_shape(SHAPE_BLOCKS, 16, 8, 256))
+    if SHAPE_BLOCKS not in shape:
+        raise ConfigError(
+            f"layer {layer}: {backend!r} gives the shape {shape} for {SHAPE_BLOCKS} blocks, in "
+            "which no dimension counts them"
+        )
+    return shape.index(SHAPE_BLOCKS)
