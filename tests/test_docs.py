@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kvstore
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -47,6 +49,14 @@ async def test_the_independent_reader_of_the_format_reads_a_lane(tmp_path: Path)
     assert told == {
         key.hex(): ["5000", (bytes([index]) * 8).hex()] for index, key in enumerate(keys)
     }
+
+
+def test_the_program_of_the_connector_runs_as_it_stands() -> None:
+    pytest.importorskip("torch")
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "connector.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["[True]", "10", "[True]", "True", ""]
 
 
 def test_the_tables_of_a_chunks_life_are_those_of_the_code() -> None:

@@ -112,8 +112,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: RequestContext) -> None:
         self.backing.on_request_finished(req_context)
 
-    def on_schedule_end(self) -> None:
-        self.backing.on_schedule_end()
+    def on_schedule_end(self, context: object = None) -> None:
+        self.backing.on_schedule_end(context)
 
     def has_pending_work(self) -> bool:
         return self.backing.has_pending_work()

@@ -76,11 +76,19 @@ class HostCopies:
         """Copy blocks to rows; returns the bytes that were copied.
 
         A chunk whose first or last blocks are not named keeps what its row has there.
+
+        Raises:
+            IndexError: for a block or a row that is not there. What was copied before it stays.
+            ValueError: if blocks and rows are not as many as they say.
         """
         return self._copy(blocks, rows, store=True)
 
     def load(self, rows: RowPlaces, blocks: BlockPlaces) -> int:
-        """Copy rows to blocks; returns the bytes that were copied."""
+        """Copy rows to blocks; returns the bytes that were copied.
+
+        Raises:
+            IndexError, ValueError: as `store`.
+        """
         return self._copy(blocks, rows, store=False)
 
     def _table(
@@ -115,6 +123,8 @@ class HostCopies:
             skip = first_block % per_chunk
             chunks = -(-(skip + size) // per_chunk)
             ids = blocks.block_ids[block_at : block_at + size]
+            if ids.min() < 0:
+                raise IndexError(f"block {ids.min()}: the first has the number 0")
             position = np.arange(skip, skip + size)
             its_rows = rows.block_ids[row_at : row_at + chunks][position // per_chunk]
             within = position % per_chunk

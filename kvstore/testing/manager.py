@@ -335,12 +335,16 @@ class ManagerContract(ABC):
         assert held is not None
         bench.manager.reset()
         bench.end_step()
-        assert bench.lookup(keys_from(20, 1)) == 0
+        assert bench.lookup(keys) == 0
+        assert not bench.ask(late)
         for number in range(1, 5):
             bench.store(keys_from(100 * number, 6))
         assert all(bench.holds(place, key) for key, place in zip(keys, places, strict=True))
         bench.end_load(keys)
         bench.end_store(held.keys_to_store)
+        bench.end_step()
+        assert bench.lookup(keys) == 0
+        assert bench.lookup(late) == 0
         everything = keys_from(1000, self.blocks)
         end = time.monotonic() + PATIENCE_SECONDS
         while bench.load(everything) < self.blocks:

@@ -220,12 +220,14 @@ def test_a_job_that_makes_no_sense_has_no_success_and_harms_nobody(tmp_path: Pat
     assert not handler.transfer_async(1, (HostLoadStoreSpec([1]), HostLoadStoreSpec([2])))
     assert handler.transfer_async(2, (DeviceLoadStoreSpec([99]), HostLoadStoreSpec([2])))
     assert handler.transfer_async(3, (DeviceLoadStoreSpec([1, 2]), HostLoadStoreSpec([2])))
+    assert handler.transfer_async(4, (DeviceLoadStoreSpec([-1]), HostLoadStoreSpec([2])))
     assert [(done.job_id, done.success) for done in handler.get_finished()] == [
         (2, False),
         (3, False),
+        (4, False),
     ]
     worker.shutdown()
-    assert not handler.transfer_async(4, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([2])))
+    assert not handler.transfer_async(5, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([2])))
     manager.shutdown()
 
 

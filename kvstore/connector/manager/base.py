@@ -16,7 +16,7 @@ The caller guarantees:
 * `prepare_load` names keys that can be loaded: the leading ones that `lookup` has counted, or
   those that it has answered True, in the same step. A step ends with `on_schedule_end`.
   For a server that never calls it, it ends when a prompt is looked up once more, when
-  all that was found has been loaded, or after 50 milliseconds;
+  all that was found has been loaded, or after a quarter of a second;
 * each `prepare_load` and `prepare_store` is followed by its completion.
 
 The manager guarantees:
@@ -163,8 +163,8 @@ class OffloadingManager(ABC):
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
         """A request asks and prepares no more; completions may still come."""
 
-    def on_schedule_end(self) -> None:  # noqa: B027
-        """A step of the scheduler ends."""
+    def on_schedule_end(self, context: object = None) -> None:  # noqa: B027
+        """A step of the scheduler ends. What some servers tell of it is not needed."""
 
     def has_pending_work(self) -> bool:
         """Whether the server shall go on taking steps although it has no request."""
@@ -175,7 +175,9 @@ class OffloadingManager(ABC):
         return ()
 
     def reset(self) -> None:  # noqa: B027
-        """Forget everything. What is being loaded or stored keeps its places until it ends."""
+        """Forget everything, also what is being loaded or stored: only its places stay its own
+        until it is completed. Should a key be prepared again before, the older transfer ends first.
+        """
 
     def shutdown(self) -> None:  # noqa: B027
         """Let go of everything. No call follows."""

@@ -49,6 +49,9 @@ class PolicyManager(OffloadingManager):
             policy = create_policy(policy, max(1, self._capacity))
         self._policy = policy
         self._blocks: dict[bytes, BlockStatus] = {}
+        self._late_loads: dict[bytes, list[BlockStatus]] = {}
+        self._late_stores: dict[bytes, list[BlockStatus]] = {}
+        """What was under way at a reset."""
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self.stray = 0
 
@@ -95,11 +98,14 @@ class PolicyManager(OffloadingManager):
         self, keys: Collection[bytes], req_context: RequestContext | None = None
     ) -> None:
         for key in keys:
-            block = self._blocks.get(key)
+            late = self._late_loads.get(key)
+            block = late[0] if late else self._blocks.get(key)
             if block is None or block.ref_cnt < 1:
                 self.stray += 1
-            else:
-                block.ref_cnt -= 1
+                continue
+            block.ref_cnt -= 1
+            if late and not block.ref_cnt:
+                self._free_late(self._late_loads, key)
 
     def prepare_store(
         self, keys: Collection[bytes], req_context: RequestContext | None = None
@@ -126,7 +132,9 @@ class PolicyManager(OffloadingManager):
         stored = []
         for key in keys:
             block = self._blocks.get(key)
-            if block is None or block.is_ready:
+            if key in self._late_stores:
+                self._free_late(self._late_stores, key)
+            elif block is None or block.is_ready:
                 self.stray += 1
             elif success:
                 block.ref_cnt = 0
@@ -146,12 +154,15 @@ class PolicyManager(OffloadingManager):
         return events
 
     def reset(self) -> None:
-        """Forget everything but what is being loaded or stored."""
-        idle = [key for key, block in self._blocks.items() if block.ref_cnt == 0]
-        for key in idle:
+        blocks, self._blocks = self._blocks, {}
+        for key, block in blocks.items():
             self._policy.remove(key)
-            self._backend.free(self._blocks.pop(key))
-        self._tell(idle, removed=True)
+            if block.ref_cnt == 0:
+                self._backend.free(block)
+            else:
+                late = self._late_loads if block.is_ready else self._late_stores
+                late.setdefault(key, []).append(block)
+        self._tell([key for key, block in blocks.items() if block.is_ready], removed=True)
 
     def shutdown(self) -> None:
         self._backend.close()
@@ -183,6 +194,12 @@ class PolicyManager(OffloadingManager):
             self._backend.free(blocks.pop(key))
         self._tell(evicted, removed=True)
         return free + len(evicted), evicted
+
+    def _free_late(self, late: dict[bytes, list[BlockStatus]], key: bytes) -> None:
+        blocks = late[key]
+        self._backend.free(blocks.pop(0))
+        if not blocks:
+            del late[key]
 
     def _tell(self, keys: list[bytes], *, removed: bool) -> None:
         if keys and self._events is not None:

@@ -32,7 +32,7 @@ logger = logging.getLogger("kvstore")
 NOBODY = "\0"
 """A request that has prepared nothing."""
 
-STEP_SECONDS = 0.05
+STEP_SECONDS = 0.25
 """How long a step lasts whose end nobody tells."""
 
 
@@ -248,12 +248,12 @@ class KVStoreManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         self._end_if_late()
         self.stepper.absorb()
+        keys = check_keys(list(keys))
         if req_context is not None:
             grant = self._core.prepare_store(keys, req_context.req_id)
+        elif not keys:
+            return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
         else:
-            keys = check_keys(list(keys))
-            if not keys:
-                return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
             prompt = self._prompts.storing(keys, None, time.monotonic())
             self._core.chains.extend(prompt.id, keys)
             grant = self._core.prepare_store(keys, prompt.id)
@@ -292,7 +292,7 @@ class KVStoreManager(OffloadingManager):
     def on_request_finished(self, req_context: RequestContext) -> None:
         self._core.on_request_finished(req_context.req_id)
 
-    def on_schedule_end(self) -> None:
+    def on_schedule_end(self, context: object = None) -> None:
         self._asked.clear()
         self._found.clear()
         self.stepper.end()
