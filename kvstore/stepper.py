@@ -42,19 +42,22 @@ class Stepper:
         turn: held by whoever uses the core.
         begun: a step has begun and not ended.
         began: when it has.
-        steady: the scheduler says where its steps end, and takes steps while anything is
-            to be copied. Otherwise upkeep takes a server that has not begun a step for a
-            while to be idle, and goes on with copies too.
+        ends_told: the scheduler says where its steps end.
         on_begin: called with the time when a step has begun.
     """
 
     def __init__(self, assembly: Assembly, *, steady: bool) -> None:
+        """
+        Args:
+            steady: the scheduler says where its steps end, and takes steps while anything is to
+                be copied: upkeep is compaction alone.
+        """
         self._assembly = assembly
         self.core = assembly.core
         self.engine = _engine_over(assembly)
         self.turn = threading.RLock()
         self.begun = False
-        self.steady = steady
+        self._steady = self.ends_told = steady
         self.began = self._ended = 0.0
         self.on_begin: Callable[[float], None] = lambda now: None
         self._closed = False
@@ -86,7 +89,7 @@ class Stepper:
 
         A step that had nothing to do but wait waits for the next completion, for a moment.
         """
-        self.steady = True
+        self.ends_told = True
         if not self.begun:
             self.begin()
         self.hand_over()
@@ -150,10 +153,10 @@ class Stepper:
 
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
-        if self.steady and (self.begun or not self._compacts):
+        if self._steady and not self._compacts:
             return True
         if self.begun:
-            return now - self.began < IDLE_SECONDS
+            return self.ends_told or now - self.began < IDLE_SECONDS
         return now - self._ended < IDLE_SECONDS
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import overload
 
 from kvstore.connector.manager.base import (
@@ -65,7 +65,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.lookup(keys)
 
     def prepare_store(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
         counts, enough = self._counts, self.store_threshold
         wanted = [key for key in keys if counts.get(key, 0) >= enough]
@@ -81,21 +81,21 @@ class FilterReusedOffloadingManager(OffloadingManager):
     # -- what is up to the backing manager -------------------------------------------------
 
     def prepare_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, *_named(req_context))
 
-    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
+    def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         self.backing.touch(keys, *_named(req_context))
 
     def complete_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
         self.backing.complete_load(keys, *_named(req_context))
 
     def complete_store(
         self,
-        keys: Collection[bytes],
+        keys: Iterable[bytes],
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:

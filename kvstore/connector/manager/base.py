@@ -32,7 +32,7 @@ The manager guarantees:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, overload
 
@@ -118,7 +118,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:
         """Protect `keys` until `complete_load`; returns where they lie, in their order.
 
@@ -127,18 +127,18 @@ class OffloadingManager(ABC):
         """
 
     def touch(  # noqa: B027
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
         """`keys` were used, although not loaded from here. Those that are not here are ignored."""
 
     def complete_load(  # noqa: B027
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
         """`keys` have been loaded, each as often as it was prepared: they may leave."""
 
     @abstractmethod
     def prepare_store(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
         """Reserve places for those of `keys` that are not here, making room if need be.
 
@@ -148,7 +148,7 @@ class OffloadingManager(ABC):
 
     def complete_store(  # noqa: B027
         self,
-        keys: Collection[bytes],
+        keys: Iterable[bytes],
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from typing import overload
 
 from kvstore.connector.backend.base import Backend, BlockStatus
@@ -75,7 +75,7 @@ class PolicyManager(OffloadingManager):
             count += 1
         return count
 
-    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
+    def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         # Tail first: a chain is given up from its end.
         for key in reversed([key for key in keys if key in self._blocks]):
             self._policy.touch(key)
@@ -83,8 +83,9 @@ class PolicyManager(OffloadingManager):
     # -- load and store ------------------------------------------------------------------
 
     def prepare_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:
+        keys = list(keys)
         for key in keys:
             if not self._is_ready(key):
                 raise KeyError(f"{key.hex()} cannot be loaded: it is not stored")
@@ -95,7 +96,7 @@ class PolicyManager(OffloadingManager):
         return self._backend.get_load_store_spec(keys, blocks)
 
     def complete_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
         for key in keys:
             late = self._late_loads.get(key)
@@ -108,10 +109,11 @@ class PolicyManager(OffloadingManager):
                 self._free_late(self._late_loads, key)
 
     def prepare_store(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
-        new = [key for key in dict.fromkeys(keys) if key not in self._blocks]
-        room, evicted = self._make_room(new, frozenset(keys))
+        storing = dict.fromkeys(keys)
+        new = [key for key in storing if key not in self._blocks]
+        room, evicted = self._make_room(new, storing.keys())
         if new and not room:
             return None
         new = new[:room]
@@ -123,7 +125,7 @@ class PolicyManager(OffloadingManager):
 
     def complete_store(
         self,
-        keys: Collection[bytes],
+        keys: Iterable[bytes],
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
@@ -173,7 +175,7 @@ class PolicyManager(OffloadingManager):
         block = self._blocks.get(key)
         return block is not None and block.is_ready
 
-    def _make_room(self, new: list[bytes], storing: frozenset[bytes]) -> tuple[int, list[bytes]]:
+    def _make_room(self, new: list[bytes], storing: Set[bytes]) -> tuple[int, list[bytes]]:
         """How many of `new` there is room for, and what has left for them."""
         free = self._backend.get_num_free_blocks()
         if len(new) <= free:

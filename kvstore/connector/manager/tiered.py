@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from kvstore.assembly import assemble, rows_for
@@ -173,7 +173,7 @@ class KVStoreManager(OffloadingManager):
         """Begin a step unless one goes on; who asks for its first key again asks in a new one."""
         if not self.stepper.begun:
             self.stepper.begin()
-        elif not self.stepper.steady and self._asked.get(request) == key:
+        elif not self.stepper.ends_told and self._asked.get(request) == key:
             self._renew()
         else:
             self._end_if_late()
@@ -182,14 +182,14 @@ class KVStoreManager(OffloadingManager):
     def _end_if_late(self) -> None:
         """The end of a step that nobody tells: its hits are kept from others no longer."""
         stepper = self.stepper
-        lasting = stepper.begun and not stepper.steady
+        lasting = stepper.begun and not stepper.ends_told
         if lasting and time.monotonic() - stepper.began > STEP_SECONDS:
             self._renew()
 
     def _loads(self, request: str) -> None:
         """`request` loads what it has found: nobody else's hits may be left to keep."""
         self._found.discard(request)
-        if not self._found and self.stepper.begun and not self.stepper.steady:
+        if not self._found and self.stepper.begun and not self.stepper.ends_told:
             self._renew()
 
     def _renew(self) -> None:
@@ -201,19 +201,19 @@ class KVStoreManager(OffloadingManager):
         """Begin a step, for callers that ask the core itself."""
         self.stepper.begin()
 
-    def touch(self, keys: Collection[bytes], req_context: RequestContext | None = None) -> None:
-        self._core.touch(keys)
+    def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
+        self._core.touch(list(keys))
 
     # -- load and store ------------------------------------------------------------------
 
     def prepare_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> HostLoadStoreSpec:
+        keys = check_keys(list(keys))
         if req_context is not None:
             rows = self._core.prepare_load(keys, req_context.req_id)
             self._loads(req_context.req_id)
             return HostLoadStoreSpec(rows)
-        keys = check_keys(list(keys))
         if not keys:
             return HostLoadStoreSpec([])
         prompt = self._prompts.getting(keys, None, time.monotonic())
@@ -229,11 +229,11 @@ class KVStoreManager(OffloadingManager):
         return HostLoadStoreSpec(rows)
 
     def complete_load(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
         if req_context is not None:
             request = req_context.req_id
-            for era, its in self._eras(keys, request, stores=False):
+            for era, its in self._eras(list(keys), request, stores=False):
                 self._core.complete_load(its, request, era)
         else:
             shares, stray = self._loading.take(keys)
@@ -244,7 +244,7 @@ class KVStoreManager(OffloadingManager):
         self.stepper.hand_over()
 
     def prepare_store(
-        self, keys: Collection[bytes], req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
         self._end_if_late()
         self.stepper.absorb()
@@ -265,7 +265,7 @@ class KVStoreManager(OffloadingManager):
 
     def complete_store(
         self,
-        keys: Collection[bytes],
+        keys: Iterable[bytes],
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
@@ -273,7 +273,7 @@ class KVStoreManager(OffloadingManager):
             success, req_context = req_context, None
         if req_context is not None:
             request = req_context.req_id
-            for era, its in self._eras(keys, request, stores=True):
+            for era, its in self._eras(list(keys), request, stores=True):
                 self._core.complete_store(its, request, success, era)
         else:
             shares, stray = self._storing.take(keys)
@@ -336,8 +336,8 @@ class KVStoreManager(OffloadingManager):
     # -- inside ----------------------------------------------------------------------------
 
     def _eras(
-        self, keys: Collection[bytes], request: str, *, stores: bool
-    ) -> Iterable[tuple[int | None, Collection[bytes]]]:
+        self, keys: list[bytes], request: str, *, stores: bool
+    ) -> Iterable[tuple[int | None, list[bytes]]]:
         """When the transfers of `keys` were prepared that end now; None for the present era."""
         if not self._late_completions or not self._core.overtaken:
             return [(None, keys)]

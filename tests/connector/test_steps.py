@@ -1,0 +1,154 @@
+"""Steps of a manager over the store: told by the server, or not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.connector.manager import KVStoreManager, ReqContext
+from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
+from kvstore.testing.manager import keys_from
+
+BYTES = 4096
+
+
+def open_manager(folder: Path | None = None, rows: int = 16, **more: Any) -> KVStoreManager:
+    tiers = []
+    if folder is not None:
+        disk = {"type": "disk", "path": str(folder), "capacity_bytes": "8MiB"}
+        tiers = [{**disk, "segment_bytes": "1MiB"}]
+    config: dict[str, Any] = {
+        "cpu_bytes_to_use": rows * BYTES,
+        "chunk_bytes": BYTES,
+        "identity": {"model": "m"},
+    }
+    # A few chunks at a time: what waits goes on only when somebody goes on.
+    config["write_queue_bytes"] = 8 * BYTES
+    return KVStoreManager({**config, "tiers": tiers}, **more)
+
+
+def store(manager: KVStoreManager, keys: list[bytes], *who: Any) -> list[bytes]:
+    out = manager.prepare_store(keys, *who)
+    assert out is not None
+    manager.complete_store(out.keys_to_store, *who)
+    return out.keys_to_store
+
+
+def on_disk(manager: KVStoreManager, count: int) -> None:
+    end = time.monotonic() + 10
+    while manager.stats().tiers[0].chunks < count:
+        assert time.monotonic() < end, manager.stats()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: bool) -> None:
+    manager = open_manager(tmp_path, rows=256)
+    who = ReqContext("r")
+    manager.on_new_request(who)
+    store(manager, keys_from(0, 200), who)
+    if told:
+        manager.on_schedule_end()
+    on_disk(manager, 200)
+    manager.shutdown()
+
+
+def test_what_was_found_stays_while_other_prompts_are_looked_up() -> None:
+    manager = open_manager(rows=16)
+    prompts = [keys_from(100 * n, 4) for n in range(4)]
+    for keys in prompts:
+        store(manager, keys)
+    assert [manager.lookup(keys) for keys in prompts] == [4] * 4
+    out = manager.prepare_store(keys_from(900, 16))
+    assert out is None or not out.keys_to_store, "what was found has left before it was loaded"
+    for keys in prompts:
+        manager.prepare_load(keys)
+    for keys in prompts:
+        manager.complete_load(keys)
+    manager.shutdown()
+
+
+def test_what_was_found_and_never_loaded_is_in_the_way_for_a_moment_only() -> None:
+    manager = open_manager(rows=16)
+    keys, new = keys_from(0, 16), keys_from(100, 16)
+    store(manager, keys)
+    assert manager.lookup(keys) == 16
+    end = time.monotonic() + 5
+    while (out := manager.prepare_store(new)) is None or not out.keys_to_store:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert out.keys_to_store == new
+    manager.complete_store(new)
+    manager.shutdown()
+
+
+def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
+    tmp_path: Path,
+) -> None:
+    keys = keys_from(0, 8)
+    first = open_manager(tmp_path)
+    store(first, keys)
+    on_disk(first, 8)
+    first.shutdown()
+    manager = open_manager(tmp_path, rows=8)
+    one, other = ReqContext("one"), ReqContext("other")
+    end = time.monotonic() + 10
+    for who in (one, other):
+        manager.on_new_request(who)
+        while None in (answers := [manager.lookup(key, who) for key in keys]):
+            assert time.monotonic() < end
+            manager.on_schedule_end()
+        assert answers == [True] * 8
+        manager.prepare_load(keys, who)
+    for who in (other, one):
+        assert manager.stats().busy_rows == 8
+        manager.complete_load(keys, who)
+        manager.on_request_finished(who)
+    assert manager.stats().busy_rows == 0
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("kind", [iter, set, dict.fromkeys, tuple])
+def test_keys_come_in_any_wrapping(kind: Any) -> None:
+    manager = open_manager()
+    keys = keys_from(0, 1)
+    assert store(manager, kind(keys)) == keys
+    assert manager.lookup(kind(keys)) == 1
+    manager.prepare_load(kind(keys))
+    manager.touch(kind(keys))
+    manager.complete_load(kind(keys))
+    who = ReqContext("r")
+    assert manager.lookup(keys[0], who)
+    manager.prepare_load(kind(keys), who)
+    manager.complete_load(kind(keys), who)
+    assert manager.stats().busy_rows == 0
+    manager.shutdown()
+
+
+def test_what_is_no_key_is_refused_by_name() -> None:
+    manager = open_manager()
+    with pytest.raises(BlockKeyError, match="56 bytes; this one has 57"):
+        manager.prepare_store([b"x" * 57])
+    with pytest.raises(BlockKeyError, match="must be bytes, not str"):
+        manager.lookup(["a"])  # type: ignore[list-item]
+    with pytest.raises(KVStoreError, match="needs the request that asks"):
+        manager.lookup(b"a")  # type: ignore[call-overload]
+    with pytest.raises(KVStoreError, match="takes no req_context"):
+        manager.lookup([b"a"], ReqContext("r"))  # type: ignore[call-overload]
+    manager.shutdown()
+
+
+def test_a_configuration_without_a_chunk_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="missing key chunk_bytes"):
+        KVStoreManager({"cpu_bytes_to_use": "1MiB"})
+
+
+def test_a_manager_that_ended_stays_ended(tmp_path: Path) -> None:
+    manager = open_manager(tmp_path)
+    manager.shutdown()
+    manager.shutdown()
+    again = open_manager(tmp_path)
+    again.shutdown()
