@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,8 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
         block_ids: int32, of shape (blocks,).
     """
 
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        self.block_ids: npt.NDArray[np.int32] = np.array(block_ids, np.int32)
+    def __init__(self, block_ids: Iterable[int]) -> None:
+        self.block_ids: npt.NDArray[np.int32] = np.array(list(block_ids), np.int32)
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -59,7 +59,7 @@ class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
 
     def __init__(
         self,
-        block_ids: Sequence[int],
+        block_ids: Iterable[int],
         group_sizes: Sequence[int] | None = None,
         block_indices: Sequence[int] | None = None,
     ) -> None:
@@ -72,13 +72,13 @@ class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
             ValueError: if the groups do not add up.
         """
         super().__init__(block_ids)
-        self.group_sizes = list(group_sizes) if group_sizes is not None else [len(block_ids)]
+        self.group_sizes = list(group_sizes) if group_sizes is not None else [len(self)]
         self.block_indices = (
             list(block_indices) if block_indices is not None else [0] * len(self.group_sizes)
         )
-        if sum(self.group_sizes) != len(block_ids):
+        if sum(self.group_sizes) != len(self):
             raise ValueError(
-                f"group_sizes = {self.group_sizes}: must add up to the {len(block_ids)} blocks"
+                f"group_sizes = {self.group_sizes}: must add up to the {len(self)} blocks"
             )
         if len(self.block_indices) != len(self.group_sizes):
             raise ValueError(

@@ -11,14 +11,18 @@ from kvstore.connector.manager.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
+    by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.errors import KVStoreError
 
 __all__ = ["FilterReusedOffloadingManager"]
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
     """Offers `backing` only keys that lookups have named `store_threshold` times.
+
+    A lookup counts when it is answered: one that is told to ask again is the same one next time.
 
     What is skipped takes no room there and evicts nothing. Counts are kept for the
     `max_tracker_size` keys that were looked up last. All else is up to `backing`.
@@ -55,14 +59,21 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
     ) -> int | None:
+        named: list[bytes]
+        answer: int | None
         if isinstance(keys, bytes):
-            self._count(keys)
-            assert req_context is not None
-            return self.backing.lookup(keys, req_context)
-        keys = list(keys)
-        for key in keys:
-            self._count(key)
-        return self.backing.lookup(keys)
+            if req_context is None:
+                raise KVStoreError("lookup of one key needs the request that asks: req_context")
+            named = [keys]
+            answer = self.backing.lookup(keys, req_context)
+        else:
+            named = list(keys)
+            answer = self.backing.lookup(named)
+        if answer is not None:
+            # Who asks again because it was told to does not come back.
+            for key in named:
+                self._count(key)
+        return answer
 
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
@@ -99,8 +110,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
-        if isinstance(req_context, bool):
-            success, req_context = req_context, None
+        req_context, success = by_lists(req_context, success)
         if req_context is None:
             self.backing.complete_store(keys, success=success)
         else:

@@ -52,7 +52,9 @@ class OffloadingSpec(ABC):
         """
         self.config = config
         self.kv_cache_config = kv_cache_config
-        self.extra_config: Mapping[str, Any] = config.kv_transfer_config.kv_connector_extra_config
+        self.extra_config: Mapping[str, Any] = (
+            config.kv_transfer_config.kv_connector_extra_config or {}
+        )
         self.hash_block_size = _positive("hash block size", config.cache_config.block_size)
         self.device_block_size = tuple(
             _positive("device block size", group.kv_cache_spec.block_size)

@@ -79,7 +79,7 @@ class HostCopies:
 
         Raises:
             IndexError: for a block or a row that is not there. What was copied before it stays.
-            ValueError: if blocks and rows are not as many as they say.
+            ValueError: if blocks or rows are not as many as they say; then nothing is copied.
         """
         return self._copy(blocks, rows, store=True)
 
@@ -114,19 +114,21 @@ class HostCopies:
 
     def _copy(self, blocks: BlockPlaces, rows: RowPlaces, *, store: bool) -> int:
         per_chunk = self._blocks_per_chunk
+        parts = [
+            (tables, size, first_block % per_chunk)
+            for tables, size, first_block in zip(
+                self._groups, blocks.group_sizes, blocks.block_indices, strict=True
+            )
+            if size
+        ]
+        chunks = [-(-(skip + size) // per_chunk) for _, size, skip in parts]
+        _check("block", blocks.block_ids, sum(size for _, size, _ in parts))
+        _check("row", rows.block_ids, sum(chunks))
         moved = block_at = row_at = 0
-        for tables, size, first_block in zip(
-            self._groups, blocks.group_sizes, blocks.block_indices, strict=True
-        ):
-            if not size:
-                continue
-            skip = first_block % per_chunk
-            chunks = -(-(skip + size) // per_chunk)
+        for (tables, size, skip), count in zip(parts, chunks, strict=True):
             ids = blocks.block_ids[block_at : block_at + size]
-            if ids.min() < 0:
-                raise IndexError(f"block {ids.min()}: the first has the number 0")
             position = np.arange(skip, skip + size)
-            its_rows = rows.block_ids[row_at : row_at + chunks][position // per_chunk]
+            its_rows = rows.block_ids[row_at : row_at + count][position // per_chunk]
             within = position % per_chunk
             for device, host in tables:
                 if store:
@@ -135,8 +137,15 @@ class HostCopies:
                     device[ids] = host[its_rows, within]
                 moved += device.itemsize * size
             block_at += size
-            row_at += chunks
+            row_at += count
         return moved
+
+
+def _check(what: str, ids: Ids, count: int) -> None:
+    if len(ids) != count:
+        raise ValueError(f"{len(ids)} {what}s are named where there are {count}")
+    if count and ids.min() < 0:
+        raise IndexError(f"{what} {ids.min()}: the first has the number 0")
 
 
 def _side_by_side(tables: Sequence[Pages], blocks_per_chunk: int) -> list[tuple[int, int]]:

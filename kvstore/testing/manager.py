@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ class ManagerBench:
             manager.on_new_request(self._context)
 
     @property
-    def _who(self) -> tuple[ReqContext, ...]:
+    def who(self) -> tuple[ReqContext, ...]:
+        """What calls are told of the request, in this form."""
         return () if self.by_lists else (self._context,)
 
     def ask(self, keys: Sequence[bytes]) -> int | None:
@@ -75,12 +76,12 @@ class ManagerBench:
 
     def begin_load(self, keys: Sequence[bytes]) -> list[int]:
         """Prepare a load; returns the places."""
-        spec = self.manager.prepare_load(keys, *self._who)
+        spec = self.manager.prepare_load(keys, *self.who)
         return _places_of(spec, len(keys))
 
     def end_load(self, keys: Collection[bytes]) -> None:
         """Complete it."""
-        self.manager.complete_load(keys, *self._who)
+        self.manager.complete_load(keys, *self.who)
 
     def load(self, keys: Sequence[bytes]) -> int:
         """Look `keys` up, load what there is and check its bytes; returns how many."""
@@ -91,9 +92,9 @@ class ManagerBench:
         self.end_load(found)
         return len(found)
 
-    def begin_store(self, keys: Sequence[bytes]) -> PrepareStoreOutput | None:
+    def begin_store(self, keys: Iterable[bytes]) -> PrepareStoreOutput | None:
         """Prepare a store, and write what is to be stored."""
-        out = self.manager.prepare_store(keys, *self._who)
+        out = self.manager.prepare_store(keys, *self.who)
         if out is not None:
             places = _places_of(out.store_spec, len(out.keys_to_store))
             assert len(set(places)) == len(places), "one place for two keys"
@@ -102,7 +103,7 @@ class ManagerBench:
                 self.places[place] = payload
         return out
 
-    def end_store(self, keys: Collection[bytes], success: bool = True) -> None:
+    def end_store(self, keys: Iterable[bytes], success: bool = True) -> None:
         """Complete it."""
         if self.by_lists:
             self.manager.complete_store(keys, success)
@@ -120,7 +121,7 @@ class ManagerBench:
         return out.keys_to_store
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self.manager.touch(keys, *self._who)
+        self.manager.touch(keys, *self.who)
 
     def end_step(self) -> None:
         """A step ends; servers that call by lists do not say so."""
@@ -253,6 +254,24 @@ class ManagerContract(ABC):
         assert out is None or not out.keys_to_store
         bench.end_store(held.keys_to_store)
         assert bench.load(keys) == self.blocks
+
+    @pytest.mark.parametrize("kind", [iter, set, dict.fromkeys, tuple])
+    def test_keys_come_in_any_wrapping(
+        self, bench: ManagerBench, kind: Callable[[Iterable[bytes]], Any]
+    ) -> None:
+        manager, who, keys = bench.manager, bench.who, keys_from(0, 1)
+        for _ in range(2):
+            out = bench.begin_store(kind(keys))
+            assert out is not None
+            bench.end_store(kind(out.keys_to_store))
+        assert bench.load(keys) == 1
+        spec = manager.prepare_load(kind(keys), *who)
+        assert len(_places_of(spec, 1)) == 1
+        manager.touch(kind(keys), *who)
+        manager.complete_load(kind(keys), *who)
+        for number in range(1, 4):
+            bench.end_step()
+            assert bench.store(keys_from(100 * number, self.blocks))
 
     # -- who leaves --------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ def test_blocks_are_given_out_once_and_come_back(backend: Backend) -> None:
     assert backend.get_num_free_blocks() == 5
     assert not any(block.is_ready for block in more)
     backend.close()
+    backend.close()
 
 
 def test_more_than_is_free_is_refused_and_nothing_is_given_out(backend: Backend) -> None:

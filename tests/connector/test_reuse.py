@@ -15,6 +15,7 @@ from kvstore.connector.manager import (
 )
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
+from kvstore.errors import KVStoreError
 
 A, B, C = b"a", b"b", b"c"
 
@@ -24,10 +25,11 @@ class Lists(OffloadingManager):
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
+        self.answer: int | None = 0
 
-    def lookup(self, keys: Iterable[bytes]) -> int:  # type: ignore[override]
+    def lookup(self, keys: Iterable[bytes]) -> int | None:  # type: ignore[override]
         self.calls.append(("lookup", list(keys)))
-        return 0
+        return self.answer
 
     def prepare_load(self, keys: Collection[bytes]) -> LoadStoreSpec:  # type: ignore[override]
         self.calls.append(("prepare_load", keys))
@@ -92,6 +94,24 @@ def test_asking_key_by_key_counts_as_well() -> None:
     manager.prepare_load([A], who)
     manager.complete_load([A], who)
     manager.shutdown()
+
+
+def test_a_lookup_that_is_to_be_repeated_does_not_count() -> None:
+    backing = Lists()
+    manager = FilterReusedOffloadingManager(backing)
+    backing.answer = None
+    for _ in range(5):
+        assert manager.lookup([A]) is None
+    backing.answer = 0
+    manager.lookup([A])
+    assert stored(manager, [A]) == []
+    manager.lookup([A])
+    assert stored(manager, [A]) == [A]
+
+
+def test_one_key_without_a_request_is_refused() -> None:
+    with pytest.raises(KVStoreError, match="needs the request that asks"):
+        FilterReusedOffloadingManager(Lists()).lookup(A)  # type: ignore[call-overload]
 
 
 def test_the_order_of_a_prompt_is_kept() -> None:

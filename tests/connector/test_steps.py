@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.connector.manager import KVStoreManager, ReqContext
@@ -111,20 +112,65 @@ def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
     manager.shutdown()
 
 
-@pytest.mark.parametrize("kind", [iter, set, dict.fromkeys, tuple])
-def test_keys_come_in_any_wrapping(kind: Any) -> None:
+def test_a_lookup_that_was_abandoned_does_not_hold_up_a_store(tmp_path: Path) -> None:
+    forgotten, new = keys_from(0, 16), keys_from(100, 10)
+    first = open_manager(tmp_path)
+    store(first, forgotten)
+    on_disk(first, 16)
+    first.shutdown()
+    manager = open_manager(tmp_path)
+    end = time.monotonic() + 5
+    while manager.lookup(forgotten) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    while (out := manager.prepare_store(new)) is None or not out.keys_to_store:
+        assert time.monotonic() < end, "it waits for a lookup that nobody repeats"
+        time.sleep(0.01)
+    manager.complete_store(out.keys_to_store)
+    manager.shutdown()
+
+
+def test_a_second_request_with_a_prompt_that_is_fetched_takes_nothing_from_others(
+    tmp_path: Path,
+) -> None:
+    here, there = keys_from(0, 10), keys_from(100, 12)
+    first = open_manager(tmp_path)
+    store(first, there)
+    on_disk(first, 12)
+    first.shutdown()
+    manager = open_manager(tmp_path)
+    store(manager, here)
+    assert manager.lookup(here) == 10
+    assert manager.lookup(there) is None
+    assert manager.lookup(there) is None
+    time.sleep(0.05)
+    assert manager.lookup(there) is None
+    manager.prepare_load(here)
+    manager.complete_load(here)
+    end = time.monotonic() + 5
+    while manager.lookup(there) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    manager.shutdown()
+
+
+def test_completions_after_the_end_are_ignored() -> None:
+    manager, who = open_manager(), ReqContext("r")
+    manager.on_new_request(who)
+    assert manager.prepare_store(keys_from(0, 2)) is not None
+    assert manager.prepare_store(keys_from(10, 2), who) is not None
+    manager.shutdown()
+    manager.complete_store(keys_from(0, 2))
+    manager.complete_store(keys_from(10, 2), who)
+    manager.complete_load(keys_from(0, 2))
+
+
+def test_success_may_be_any_truth() -> None:
     manager = open_manager()
-    keys = keys_from(0, 1)
-    assert store(manager, kind(keys)) == keys
-    assert manager.lookup(kind(keys)) == 1
-    manager.prepare_load(kind(keys))
-    manager.touch(kind(keys))
-    manager.complete_load(kind(keys))
-    who = ReqContext("r")
-    assert manager.lookup(keys[0], who)
-    manager.prepare_load(kind(keys), who)
-    manager.complete_load(kind(keys), who)
-    assert manager.stats().busy_rows == 0
+    for ok in (np.bool_(False), np.bool_(True)):
+        assert manager.prepare_store(keys_from(0, 2)) is not None
+        manager.complete_store(keys_from(0, 2), ok)
+    assert manager.lookup(keys_from(0, 2)) == 2
     manager.shutdown()
 
 

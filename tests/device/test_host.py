@@ -202,6 +202,26 @@ def test_rows_hold_table_after_table() -> None:
         at += pages.size
 
 
+@pytest.mark.parametrize(
+    ("blocks", "rows", "error"),
+    [
+        ([0, -1], [0], IndexError),
+        ([0, 1], [-1], IndexError),
+        ([0, 24], [0], IndexError),
+        ([0, 1], [12], IndexError),
+        ([0, 1, 2], [0], ValueError),
+        ([0, 1], [0, 1], ValueError),
+    ],
+)
+def test_places_that_are_not_there_or_not_as_many_are_refused(
+    blocks: list[int], rows: list[int], error: type[Exception]
+) -> None:
+    bed = Bed(per_chunk=2, groups=1)
+    with pytest.raises(error):
+        bed.copies.store(DeviceLoadStoreSpec(blocks), HostLoadStoreSpec(rows))
+    assert not bed.rows.any()
+
+
 def test_a_chunk_larger_than_a_row_is_refused() -> None:
     pages = pages_of(torch.zeros(4, 100, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="2 pages of 100 bytes.* do not fit a row of 199 bytes"):

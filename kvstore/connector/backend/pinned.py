@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from kvstore.connector.backend.rows import RowBackend
 from tiers.pinned import PinnedRegion, round_to_page
 
@@ -27,5 +29,6 @@ class PinnedBackend(RowBackend):
         super().__init__(block_size, "host", self.region.array)
 
     def close(self) -> None:
-        del self.array
+        with contextlib.suppress(AttributeError):
+            del self.array
         self.region.close()

@@ -98,6 +98,15 @@ class OffloadingEvent:
     removed: bool
 
 
+def by_lists(
+    req_context: RequestContext | bool | None, success: bool
+) -> tuple[RequestContext | None, bool]:
+    """Whose store is complete, and whether it is: by lists, `success` comes in its place."""
+    if req_context is None or hasattr(req_context, "req_id"):
+        return req_context, success
+    return None, bool(req_context)
+
+
 class OffloadingManager(ABC):
     """See the module's text."""
 

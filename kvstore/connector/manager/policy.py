@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import overload
 
+from kvstore.checks import check_keys
 from kvstore.connector.backend.base import Backend, BlockStatus
 from kvstore.connector.manager.base import (
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
+    by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
 from policies import EvictionPolicy, create_policy
@@ -111,7 +113,7 @@ class PolicyManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
-        storing = dict.fromkeys(keys)
+        storing = dict.fromkeys(check_keys(list(keys)))
         new = [key for key in storing if key not in self._blocks]
         room, evicted = self._make_room(new, storing.keys())
         if new and not room:
@@ -129,8 +131,7 @@ class PolicyManager(OffloadingManager):
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
-        if isinstance(req_context, bool):
-            success = req_context
+        _, success = by_lists(req_context, success)
         stored = []
         for key in keys:
             block = self._blocks.get(key)

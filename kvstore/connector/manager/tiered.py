@@ -15,6 +15,7 @@ from kvstore.connector.manager.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
+    by_lists,
 )
 from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
@@ -128,6 +129,8 @@ class KVStoreManager(OffloadingManager):
         self._loading = UnderWay()
         """Loads without a request."""
         self._storing = UnderWay()
+        self._store_refused = False
+        """Since the last step: somebody waits for room, although nobody is deferred."""
         self._closed = False
         logger.info("kvstore: %s", self.description)
 
@@ -170,13 +173,20 @@ class KVStoreManager(OffloadingManager):
         return answer
 
     def _begin_for(self, request: str, key: bytes) -> None:
-        """Begin a step unless one goes on; who asks for its first key again asks in a new one."""
+        """Begin a step unless one goes on.
+
+        Where nobody tells its end, who asks for its first key again asks in a new step, unless
+        others have found what they have not loaded yet.
+        """
         if not self.stepper.begun:
             self.stepper.begin()
         elif not self.stepper.ends_told and self._asked.get(request) == key:
-            self._renew()
-        else:
-            self._end_if_late()
+            self._found.discard(request)
+            if self._found:
+                self.stepper.absorb()
+            else:
+                self._renew()
+        self._end_if_late()
         self._asked.setdefault(request, key)
 
     def _end_if_late(self) -> None:
@@ -231,6 +241,8 @@ class KVStoreManager(OffloadingManager):
     def complete_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
+        if self._closed:
+            return
         if req_context is not None:
             request = req_context.req_id
             for era, its in self._eras(list(keys), request, stores=False):
@@ -260,6 +272,7 @@ class KVStoreManager(OffloadingManager):
             if grant is not None:
                 self._storing.add(grant.keys, prompt, self._core.era)
         if grant is None:
+            self._store_refused = True
             return None
         return PrepareStoreOutput(grant.keys, HostLoadStoreSpec(grant.rows), grant.evicted)
 
@@ -269,8 +282,9 @@ class KVStoreManager(OffloadingManager):
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
-        if isinstance(req_context, bool):
-            success, req_context = req_context, None
+        req_context, success = by_lists(req_context, success)
+        if self._closed:
+            return
         if req_context is not None:
             request = req_context.req_id
             for era, its in self._eras(list(keys), request, stores=True):
@@ -326,7 +340,10 @@ class KVStoreManager(OffloadingManager):
         self._core.transfers_ended()
 
     def shutdown(self) -> None:
-        """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
+        """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them.
+
+        Completions that come later are ignored.
+        """
         if self._closed:
             return
         self._closed = True
@@ -352,4 +369,5 @@ class KVStoreManager(OffloadingManager):
             self._prompts.returned(prompt)
 
     def _expire(self, now: float) -> None:
-        self._prompts.expire(now, crowded=self._core.waiting > 0)
+        self._prompts.expire(now, crowded=self._core.waiting > 0 or self._store_refused)
+        self._store_refused = False
