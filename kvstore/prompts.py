@@ -122,7 +122,13 @@ class Prompts:
     # -- calls -------------------------------------------------------------------------
 
     def waiting(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt | None:
-        """The request that looks `keys` up and is deferred, if there is one."""
+        """The request that looks `keys` up and is deferred, if there is one.
+
+        To ask again for what is being fetched is the same work for any number of keys, which
+        are not checked once more.
+        """
+        if not (type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes):
+            return None
         if request is None:
             prompt = self._asked.get((len(keys), keys[-1]))
         else:

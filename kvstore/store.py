@@ -342,10 +342,7 @@ class Store:
         """The request that asks (None without keys), and the answer."""
         self._driver.check()
         now = time.monotonic()
-        prompt = None
-        if type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes:
-            # To ask again for what is being fetched is the same work for any number of keys.
-            prompt = self._prompts.waiting(keys, request, now)
+        prompt = self._prompts.waiting(keys, request, now)
         if prompt is None:
             keys, request = check_keys(keys), check_request(request)
             if not keys:

@@ -229,9 +229,7 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
     if namespace is not None and header.namespace != namespace:
         faults.append(Fault(str(path), None, "belongs to another namespace"))
     if size < geometry.file_bytes:
-        faults.append(
-            Fault(str(path), None, f"cut short: {size} of {geometry.file_bytes} bytes are left")
-        )
+        faults.append(Fault.cut_short(path, size, geometry.file_bytes))
     damaged = live.damaged
     if damaged:
         # A record that a running server was just writing is whole by now.

@@ -11,10 +11,10 @@ from kvstore.connector.manager.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
+    asking,
     by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
-from kvstore.errors import KVStoreError
 
 __all__ = ["FilterReusedOffloadingManager"]
 
@@ -62,10 +62,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         named: list[bytes]
         answer: int | None
         if isinstance(keys, bytes):
-            if req_context is None:
-                raise KVStoreError("lookup of one key needs the request that asks: req_context")
             named = [keys]
-            answer = self.backing.lookup(keys, req_context)
+            answer = self.backing.lookup(keys, asking(req_context))
         else:
             named = list(keys)
             answer = self.backing.lookup(named)

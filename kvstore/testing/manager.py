@@ -27,7 +27,7 @@ from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput, Req
 from kvstore.connector.mediums import BlockIDsLoadStoreSpec
 from kvstore.testing.tier import key_of, payload_of
 
-__all__ = ["ManagerBench", "ManagerContract"]
+__all__ = ["ManagerBench", "ManagerContract", "keys_from", "stored_in"]
 
 Places = npt.NDArray[np.uint8]
 
@@ -96,7 +96,7 @@ class ManagerBench:
         """Prepare a store, and write what is to be stored."""
         out = self.manager.prepare_store(keys, *self.who)
         if out is not None:
-            places = _places_of(out.store_spec, len(out.keys_to_store))
+            places = stored_in(out)
             assert len(set(places)) == len(places), "one place for two keys"
             for key, place in zip(out.keys_to_store, places, strict=True):
                 payload = np.frombuffer(payload_of(key, self.places.shape[1]), np.uint8)
@@ -138,6 +138,11 @@ def _places_of(spec: object, count: int) -> list[int]:
     places: list[int] = spec.block_ids.tolist()
     assert len(places) == count
     return places
+
+
+def stored_in(out: PrepareStoreOutput) -> list[int]:
+    """The places of what is to be stored."""
+    return _places_of(out.store_spec, len(out.keys_to_store))
 
 
 def keys_from(first: int, count: int) -> list[bytes]:
@@ -238,7 +243,7 @@ class ManagerContract(ABC):
         second = bench.begin_store(keys_from(10, 5))
         assert first is not None
         assert second is not None
-        assert not {*_ids(first)} & {*_ids(second)}
+        assert not {*stored_in(first)} & {*stored_in(second)}
         bench.end_store(second.keys_to_store)
         bench.end_store(first.keys_to_store)
         assert bench.load(keys_from(0, 5)) == 5
@@ -370,7 +375,3 @@ class ManagerContract(ABC):
             assert time.monotonic() < end, "places are held for ever"
             bench.end_step()
             bench.store(everything)
-
-
-def _ids(out: PrepareStoreOutput) -> list[int]:
-    return _places_of(out.store_spec, len(out.keys_to_store))

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.connector.backend import PinnedBackend
 from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
-from kvstore.testing.manager import ManagerBench, keys_from
+from kvstore.testing.manager import ManagerBench, keys_from, stored_in
 
 BLOCKS, BYTES = 24, 4096
 
@@ -89,7 +89,7 @@ class Acts:
             return
         out = self.bench.begin_store(self.prompt())
         if out is not None and out.keys_to_store:
-            places = [int(place) for place in getattr(out.store_spec, "block_ids")]  # noqa: B009
+            places = stored_in(out)
             held = {place for _, its in [*self.loading, *self.storing] for place in its}
             assert not held & set(places), "a place that is in use was given out"
             self.storing.append((out.keys_to_store, places))

@@ -45,6 +45,13 @@ def on_disk(manager: KVStoreManager, count: int) -> None:
         time.sleep(0.01)
 
 
+def leave_on_disk(folder: Path, keys: list[bytes]) -> None:
+    first = open_manager(folder)
+    store(first, keys)
+    on_disk(first, len(keys))
+    first.shutdown()
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: bool) -> None:
     manager = open_manager(tmp_path, rows=256)
@@ -90,10 +97,7 @@ def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
     tmp_path: Path,
 ) -> None:
     keys = keys_from(0, 8)
-    first = open_manager(tmp_path)
-    store(first, keys)
-    on_disk(first, 8)
-    first.shutdown()
+    leave_on_disk(tmp_path, keys)
     manager = open_manager(tmp_path, rows=8)
     one, other = ReqContext("one"), ReqContext("other")
     end = time.monotonic() + 10
@@ -114,10 +118,7 @@ def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
 
 def test_a_lookup_that_was_abandoned_does_not_hold_up_a_store(tmp_path: Path) -> None:
     forgotten, new = keys_from(0, 16), keys_from(100, 10)
-    first = open_manager(tmp_path)
-    store(first, forgotten)
-    on_disk(first, 16)
-    first.shutdown()
+    leave_on_disk(tmp_path, forgotten)
     manager = open_manager(tmp_path)
     end = time.monotonic() + 5
     while manager.lookup(forgotten) is None:
@@ -134,10 +135,7 @@ def test_a_second_request_with_a_prompt_that_is_fetched_takes_nothing_from_other
     tmp_path: Path,
 ) -> None:
     here, there = keys_from(0, 10), keys_from(100, 12)
-    first = open_manager(tmp_path)
-    store(first, there)
-    on_disk(first, 12)
-    first.shutdown()
+    leave_on_disk(tmp_path, there)
     manager = open_manager(tmp_path)
     store(manager, here)
     assert manager.lookup(here) == 10

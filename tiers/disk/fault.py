@@ -31,6 +31,11 @@ class Fault:
             return cls(str(path), None, f"cannot be read: {error.strerror}")
         return cls(str(path), None, str(error).removeprefix(f"{path}: "))
 
+    @classmethod
+    def cut_short(cls, path: Path, left: int, whole: int) -> Fault:
+        """A segment that has `left` of its `whole` bytes."""
+        return cls(str(path), None, f"cut short: {left} of {whole} bytes are left")
+
     def __str__(self) -> str:
         where = f" slot {self.slot}" if self.slot is not None else ""
         key = f" (key {self.key})" if self.key else ""

@@ -182,13 +182,13 @@ class _Found:
     @property
     def faults(self) -> list[Fault]:
         path = str(self.segment.path)
-        cut = [Fault(path, None, self._cut)] if self.missing else []
+        cut = [self._cut] if self.missing else []
         return cut + [Fault(path, slot, "damaged record") for slot in self.records.damaged]
 
     @property
-    def _cut(self) -> str:
+    def _cut(self) -> Fault:
         whole = self.segment.geometry.file_bytes
-        return f"cut short: {whole - self.missing} of {whole} bytes are left"
+        return Fault.cut_short(self.segment.path, whole - self.missing, whole)
 
     def make_whole(self, room: int) -> int:
         """Give back what was cut off; returns how much of `room` that takes.
@@ -200,8 +200,7 @@ class _Found:
             return 0
         more = self.segment.geometry.file_bytes - self.held_bytes
         if more > room:
-            told = f"{self._cut}, and the capacity has no room for the rest"
-            raise ForeignFileError(f"{self.segment.path}: {told}")
+            raise ForeignFileError(f"{self._cut}, and the capacity has no room for the rest")
         self.segment.make_whole()
         return more
 

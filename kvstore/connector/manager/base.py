@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, overload
 
 from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.errors import KVStoreError
 
 __all__ = [
     "OffloadingEvent",
@@ -96,6 +97,17 @@ class OffloadingEvent:
     block_size: int
     medium: str
     removed: bool
+
+
+def asking(req_context: RequestContext | None) -> RequestContext:
+    """The request that looks one key up.
+
+    Raises:
+        KVStoreError: if none is named.
+    """
+    if req_context is None:
+        raise KVStoreError("lookup of one key needs the request that asks: req_context")
+    return req_context
 
 
 def by_lists(

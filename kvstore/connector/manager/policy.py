@@ -46,9 +46,8 @@ class PolicyManager(OffloadingManager):
             ValueError: if no policy has that name; the message lists those that exist.
         """
         self._backend = backend
-        self._capacity = backend.get_num_free_blocks()
         if isinstance(policy, str):
-            policy = create_policy(policy, max(1, self._capacity))
+            policy = create_policy(policy, max(1, backend.get_num_free_blocks()))
         self._policy = policy
         self._blocks: dict[bytes, BlockStatus] = {}
         self._late_loads: dict[bytes, list[BlockStatus]] = {}

@@ -15,6 +15,7 @@ from kvstore.connector.manager.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
+    asking,
     by_lists,
 )
 from kvstore.connector.manager.under_way import UnderWay
@@ -146,22 +147,24 @@ class KVStoreManager(OffloadingManager):
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
     ) -> int | None:
         if isinstance(keys, bytes):
-            if req_context is None:
-                raise KVStoreError("lookup of one key needs the request that asks: req_context")
-            self._begin_for(req_context.req_id, keys)
-            found = self._core.lookup(keys, req_context.req_id)
-            if found:
-                self._found.add(req_context.req_id)
+            request = asking(req_context).req_id
+            self._begin_for(request, keys)
+            found = self._core.lookup(keys, request)
+            if found and not self.stepper.ends_told:
+                self._found.add(request)
             return found
         if req_context is not None:
             raise KVStoreError("lookup of several keys takes no req_context: ask key by key")
-        return self._lookup_all(check_keys(list(keys)))
+        return self._lookup_all(keys if isinstance(keys, list) else list(keys))
 
     def _lookup_all(self, keys: Sequence[bytes]) -> int | None:
-        if not keys:
-            return 0
         now = time.monotonic()
-        prompt = self._prompts.waiting(keys, None, now) or self._prompts.asking(keys, None, now)
+        prompt = self._prompts.waiting(keys, None, now)
+        if prompt is None:
+            keys = check_keys(keys)
+            if not keys:
+                return 0
+            prompt = self._prompts.asking(keys, None, now)
         self._begin_for(prompt.id, keys[0])
         answer = self._core.lookup_prefix(keys, prompt.id)
         self._prompts.told(prompt, answer)
@@ -180,7 +183,9 @@ class KVStoreManager(OffloadingManager):
         """
         if not self.stepper.begun:
             self.stepper.begin()
-        elif not self.stepper.ends_told and self._asked.get(request) == key:
+        elif self.stepper.ends_told:
+            return
+        elif self._asked.get(request) == key:
             self._found.discard(request)
             if self._found:
                 self.stepper.absorb()
