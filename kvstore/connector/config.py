@@ -69,9 +69,15 @@ class KVCacheConfigLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """See `CacheConfigLike`."""
+    """See `CacheConfigLike`.
+
+    Attributes:
+        enable_prefix_caching: whether the device keeps blocks for other requests. Who could share
+            what another request is loading then waits for it.
+    """
 
     block_size: int
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +95,30 @@ class ServerConfig:
     kv_transfer_config: KVTransferConfig
 
     @classmethod
-    def of(cls, hash_block_size: int, extra_config: Mapping[str, Any]) -> ServerConfig:
+    def of(
+        cls,
+        hash_block_size: int,
+        extra_config: Mapping[str, Any],
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> ServerConfig:
         """Both in one."""
-        return cls(CacheConfig(hash_block_size), KVTransferConfig(extra_config))
+        cache = CacheConfig(hash_block_size, enable_prefix_caching)
+        return cls(cache, KVTransferConfig(extra_config))
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """See `KVCacheSpecLike`."""
+    """See `KVCacheSpecLike`.
+
+    Attributes:
+        sliding_window: tokens that a token attends to, itself included, where the server gives
+            back the blocks that no later token needs; None where it keeps all of them.
+    """
 
     block_size: int
     page_size_bytes: int
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     # -- what is up to the backing manager -------------------------------------------------
 
+    def is_deferred(self, req_context: RequestContext) -> bool:
+        return self.backing.is_deferred(req_context)
+
     def prepare_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:

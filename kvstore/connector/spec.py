@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config
-from kvstore.connector.config import KVCacheConfigLike, ServerConfigLike
+from kvstore.connector.config import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
 from kvstore.connector.handler import HostHandler, OffloadingHandler
 from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
@@ -27,7 +27,7 @@ __all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
 """From which kind of place to which, and who moves it."""
 
-CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size"})
+CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size", "offload_prompt_only"})
 """Keys of ``kv_connector_extra_config`` that are not the store's."""
 
 SHAPE_BLOCKS = 1234
@@ -43,6 +43,12 @@ class OffloadingSpec(ABC):
         device_block_size: tokens of a block of the device, for each KV cache group.
         block_size_factor: blocks of the device in an offloaded one.
         offloaded_block_size: tokens of an offloaded block, for each KV cache group.
+        sliding_window: for each KV cache group the tokens that a token attends to, itself
+            included, where the server gives back blocks that no later token needs; None where
+            it keeps them.
+        enable_prefix_caching: whether the device keeps blocks for other requests.
+        offload_prompt_only: whether only what was computed of prompts is offloaded.
+        num_workers: workers that each end every transfer.
     """
 
     def __init__(self, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
@@ -68,6 +74,18 @@ class OffloadingSpec(ABC):
                     f"group {number} has device blocks of {size} tokens: must be a multiple of "
                     f"the hash block size, {self.hash_block_size}"
                 )
+        self.sliding_window = tuple(
+            None if window is None else _positive("sliding window", window)
+            for window in map(self._window, kv_cache_config.kv_cache_groups)
+        )
+        self.enable_prefix_caching = bool(
+            getattr(config.cache_config, "enable_prefix_caching", True)
+        )
+        only = self.extra_config.get("offload_prompt_only", False)
+        if not isinstance(only, bool):
+            raise ConfigError(f"offload_prompt_only = {only!r}: must be true or false")
+        self.offload_prompt_only = only
+        self.num_workers = 1
         self.block_size_factor = self._factor()
         self.offloaded_block_size = tuple(
             size * self.block_size_factor for size in self.device_block_size
@@ -77,6 +95,10 @@ class OffloadingSpec(ABC):
     def gpu_block_size(self) -> tuple[int, ...]:
         """`device_block_size`, as published integrations call it."""
         return self.device_block_size
+
+    def _window(self, group: KVCacheGroupLike) -> Any:
+        """The sliding window of a group, for servers whose specs say it in another way."""
+        return getattr(group.kv_cache_spec, "sliding_window", None)
 
     def _factor(self) -> int:
         told = self.extra_config.get("block_size")

@@ -137,6 +137,28 @@ class OffloadingManager(ABC):
         None says that it is being fetched: ask again.
         """
 
+    def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
+        """How many leading `keys` of a request can be loaded: `lookup` key by key, in one call.
+
+        None as soon as one before the first that is not there is to be asked for again; all up
+        to there have been asked for.
+        """
+        deferred = False
+        count = 0
+        for key in keys:
+            answer = self.lookup(key, req_context)
+            if answer is None:
+                deferred = True
+            elif not answer:
+                break
+            else:
+                count += 1
+        return None if deferred else count
+
+    def is_deferred(self, req_context: RequestContext) -> bool:
+        """Whether every lookup of the request would be answered None now: it has asked again."""
+        return False
+
     @abstractmethod
     def prepare_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None

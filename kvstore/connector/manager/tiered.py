@@ -40,6 +40,8 @@ STEP_SECONDS = 0.25
 
 @in_turns(
     "lookup",
+    "lookup_prefix",
+    "is_deferred",
     "touch",
     "prepare_load",
     "complete_load",
@@ -156,6 +158,26 @@ class KVStoreManager(OffloadingManager):
         if req_context is not None:
             raise KVStoreError("lookup of several keys takes no req_context: ask key by key")
         return self._lookup_all(keys if isinstance(keys, list) else list(keys))
+
+    def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
+        keys = keys if isinstance(keys, list) else list(keys)
+        if not keys:
+            return 0
+        request = req_context.req_id
+        self._begin_for(request, keys[0])
+        found = self._core.lookup_prefix(keys, request)
+        if found and not self.stepper.ends_told:
+            self._found.add(request)
+        return found
+
+    def is_deferred(self, req_context: RequestContext) -> bool:
+        if not self.stepper.begun:
+            self.stepper.begin()
+        request = req_context.req_id
+        deferred = self._core.is_waiting(request)
+        if deferred:
+            self._core.renew(request)
+        return deferred
 
     def _lookup_all(self, keys: Sequence[bytes]) -> int | None:
         now = time.monotonic()

@@ -1,0 +1,296 @@
+"""The scheduler's half of a connector, for any server.
+
+At each step of its scheduler a server
+
+1. asks `get_num_new_matched_tokens` for requests that it may begin; None: not in this step;
+2. tells `update_state_after_alloc` the blocks of a request that it begins. What was found of it
+   is loaded; it computes nothing until the load has ended;
+3. ends the step with `build_connector_meta`, and gives the result to the workers' halves, before
+   they compute;
+4. gives what they have ended to `update_connector_output`.
+
+Of a request that has finished, or was aborted at any time, it tells `request_finished`, and
+names it in `finished_req_ids` of the next step. Its blocks, and those of one that was preempted,
+may be given to others at once, as long as each block that is given out is named in the step
+that does it: transfers that still use such a block are ended before it is written.
+
+Steps go on while there `has_pending_work`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from kvstore.connector.manager import OffloadingEvent, OffloadingManager
+from kvstore.connector.scheduler.group import groups_of
+from kvstore.connector.scheduler.jobs import Jobs
+from kvstore.connector.scheduler.loads import Loads
+from kvstore.connector.scheduler.match import Matcher
+from kvstore.connector.scheduler.stats import ConnectorStats, EndedLoads
+from kvstore.connector.scheduler.stores import Stores
+from kvstore.connector.scheduler.tracked import TrackedRequest
+from kvstore.connector.server import BlockIds, BlocksLike, RequestLike, StepOutputLike
+from kvstore.connector.spec import OffloadingSpec
+from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
+from kvstore.errors import KVStoreError
+
+__all__ = ["ConnectorScheduler"]
+
+logger = logging.getLogger("kvstore")
+
+
+class ConnectorScheduler:
+    """See the module's text. One thread at a time calls it.
+
+    Attributes:
+        manager: knows what is offloaded.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self.manager: OffloadingManager = spec.get_manager()
+        self._groups = groups_of(spec)
+        self._windowed = any(group.window is not None for group in self._groups)
+        self._matcher = Matcher(self.manager, self._groups)
+        self._jobs = Jobs(spec.num_workers)
+        self._loads = Loads(self.manager, self._jobs, shares_blocks=spec.enable_prefix_caching)
+        self._stores = Stores(self.manager, self._jobs, prompt_only=spec.offload_prompt_only)
+        self._requests: dict[str, TrackedRequest] = {}
+        self._given_out: set[int] = set()
+        """Blocks that somebody got in the present step."""
+        self._stats = ConnectorStats()
+
+    # -- what can be loaded ----------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: RequestLike, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens after the first `num_computed_tokens` can be loaded.
+
+        None: ask again in a later step. Some of it is being fetched, or another request is loading
+        it into blocks that this one can share, or earlier transfers of this request go on.
+        Each of these ends.
+
+        All known tokens may be found. Where the next one is sampled from what the last one gives,
+        a server computes the last one all the same.
+
+        Args:
+            num_computed_tokens: leading tokens that the device has, whole blocks of them.
+
+        Returns:
+            The number, and whether they are loaded between steps, as they are if there are any.
+        """
+        tracked = self._track(request)
+        tracked.drop_blocks()
+        if tracked.jobs:
+            return None, False
+        tracked.look_up(num_computed_tokens)
+        matched: int | None = 0
+        if not (tracked.load_failed or getattr(request, "skip_reading_prefix_cache", False)):
+            matched = self._match(tracked)
+        if matched is None:
+            self._stats.deferred += 1
+            return None, False
+        had = tracked.take_had()
+        if had:
+            self.manager.touch(had, tracked.context)
+        return matched, matched > 0
+
+    def _match(self, tracked: TrackedRequest) -> int | None:
+        keys = [state.keys for state in tracked.groups]
+        # The last token is computed anew: a window has to reach back from there.
+        end = tracked.request.num_tokens - self._windowed
+        matched = self._matcher.match(keys, tracked.computed, end, tracked.context)
+        if matched and self._loads.under_way(tracked, matched):
+            return None
+        return matched
+
+    def update_state_after_alloc(
+        self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
+    ) -> None:
+        """`request` has got blocks; its next `num_external_tokens` tokens are to be loaded.
+
+        Blocks that hold them already, as the device's own prefix cache says, are left alone,
+        and so are those that a window has left.
+
+        Args:
+            blocks: all of its blocks.
+            num_external_tokens: as many as were found in this step. Where no group has a window
+                they may be fewer; 0: none.
+
+        Raises:
+            KVStoreError: if it has too few blocks, or was never looked up.
+            KeyError: if some of it was not found in this step.
+        """
+        if num_external_tokens == 0:
+            return
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            raise KVStoreError(f"request {request.request_id} was not looked up: nothing to load")
+        self._loads.begin(tracked, blocks, num_external_tokens)
+        for its in blocks.blocks:
+            self._given_out.update(block.block_id for block in its if not block.is_null)
+        self._stats.loads += 1
+        self._stats.matched_tokens += num_external_tokens
+
+    # -- the end of a step ---------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: StepOutputLike) -> ConnectorMetadata:
+        """What the workers shall do; ends the step.
+
+        Stored is what is computed once the step is done: workers copy it when the next one begins.
+        """
+        self._take_blocks(scheduler_output)
+        self.manager.on_schedule_end()
+        loads = self._loads.take_begun()
+        # A load of this step uses blocks that were given out for it.
+        flush = self._jobs.using(self._given_out) - loads.keys()
+        for req_id in scheduler_output.preempted_req_ids or ():
+            tracked = self._requests.get(req_id)
+            if tracked is not None:
+                tracked.drop_blocks()
+                flush |= tracked.jobs
+        stores: dict[int, TransferJob] = {}
+        for req_id, count in scheduler_output.num_scheduled_tokens.items():
+            self._store(req_id, count, stores)
+        for req_id in scheduler_output.finished_req_ids:
+            flush |= self._store(req_id, None, stores)
+            self._end(req_id)
+        self._given_out = set()
+        return ConnectorMetadata(loads, stores, flush)
+
+    def _take_blocks(self, output: StepOutputLike) -> None:
+        """Requests have got blocks in this step; others may have lost them."""
+        given: dict[str, tuple[BlockIds, bool]] = {}
+        for new in output.scheduled_new_reqs:
+            given[new.req_id] = new.block_ids, True
+        cached = output.scheduled_cached_reqs
+        for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if ids is not None:
+                given[req_id] = ids, req_id in cached.resumed_req_ids
+        for ids, _ in given.values():
+            for its in ids:
+                self._given_out.update(its)
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self._given_out.add(copy.dst_block_id)
+        if self._windowed and self._given_out:
+            self._given_out.discard(0)
+            for tracked in self._requests.values():
+                tracked.left_by(self._given_out)
+        for req_id, (ids, anew) in given.items():
+            if req_id in self._requests:
+                self._requests[req_id].give_blocks(ids, anew=anew)
+
+    def _store(
+        self, req_id: str, scheduled: int | None, stores: dict[int, TransferJob]
+    ) -> set[int]:
+        """Offer what a request has; returns what must be done before the step computes."""
+        tracked = self._requests.get(req_id)
+        begun = None if tracked is None else self._stores.offer(tracked, scheduled)
+        if begun is None:
+            return set()
+        job, transfer = begun
+        stores[job.number] = transfer
+        self._stats.stores += 1
+        return set() if self._given_out.isdisjoint(job.block_ids) else {job.number}
+
+    # -- what has ended ------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: ConnectorOutput) -> EndedLoads:
+        """Take in what workers have ended, one of them or several together.
+
+        Returns:
+            The requests whose loads have ended with all workers; they can be scheduled.
+            Those that have finished meanwhile are named all the same.
+        """
+        stats = self._stats
+        stats.count_copies(connector_output)
+        ended = EndedLoads([], [])
+        # Where a key is prepared again after a reset, the older transfer ends first.
+        for number, workers in sorted(connector_output.completed_jobs.items()):
+            failed = number in connector_output.failed_jobs
+            if number not in self._jobs:
+                stats.unknown_jobs += 1
+                logger.warning("transfer %d was reported, but is not under way", number)
+                continue
+            job = self._jobs.ended(number, workers, failed=failed)
+            if job is None:
+                continue
+            tracked = job.tracked
+            if job.is_store:
+                self._stores.end(job)
+                stats.failed_stores += job.failed
+            else:
+                self._loads.end(job)
+                stats.failed_loads += job.failed
+                (ended.failed if job.failed else ended.loaded).append(tracked.context.req_id)
+            self._forget_if_done(tracked)
+        return ended
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def request_finished(
+        self, request: RequestLike, block_ids: Any = None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request` has finished or was aborted.
+
+        What of it is not stored yet is offered in the step that names it in `finished_req_ids`.
+
+        Returns:
+            Whether its blocks have to be kept: never. Nothing is to be told to the client.
+        """
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            tracked.name_chunks()
+        return False, None
+
+    def _track(self, request: RequestLike) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.ended:
+            tracked = TrackedRequest(request, self._groups)
+            self._requests[request.request_id] = tracked
+            self.manager.on_new_request(tracked.context)
+        return tracked
+
+    def _end(self, req_id: str) -> None:
+        tracked = self._requests.get(req_id)
+        if tracked is not None and not tracked.ended:
+            tracked.end()
+            self.manager.on_request_finished(tracked.context)
+            self._forget_if_done(tracked)
+
+    def _forget_if_done(self, tracked: TrackedRequest) -> None:
+        req_id = tracked.context.req_id
+        if tracked.ended and not tracked.jobs and self._requests.get(req_id) is tracked:
+            del self._requests[req_id]
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> ConnectorStats:
+        """What has happened so far."""
+        self._stats.refused_stores = self._stores.refused
+        return self._stats
+
+    def has_pending_work(self) -> bool:
+        """Whether steps have to go on although no request is there to be computed."""
+        return len(self._jobs) > 0 or self.manager.has_pending_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What was stored on and removed from each medium since the last call."""
+        return self.manager.take_events()
+
+    def reset(self) -> None:
+        """Forget everything that is offloaded. To be called between steps.
+
+        Loads under way end well; what is being stored is forgotten. What requests that go on
+        have computed is offered anew.
+        """
+        self.manager.reset()
+        for tracked in self._requests.values():
+            tracked.store_anew()
+
+    def shutdown(self) -> None:
+        """Let go of everything. No call follows."""
+        self.manager.shutdown()

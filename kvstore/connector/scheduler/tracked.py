@@ -1,0 +1,200 @@
+"""What the scheduler's half knows of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.connector.manager.base import ReqContext
+from kvstore.connector.scheduler.group import Group, key_of
+from kvstore.connector.server import BlockIds, RequestLike
+
+__all__ = ["GroupState", "TrackedRequest"]
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A request's chunks and blocks in one KV cache group.
+
+    Attributes:
+        keys: of its whole chunks.
+        block_ids: blocks of the device that it holds; 0 where the window has left one.
+        next_chunk: the first chunk that was not stored yet, nor loaded.
+    """
+
+    group: Group
+    keys: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    next_chunk: int = 0
+
+    def storable(self, tokens: int) -> int:
+        """How many leading chunks are computed, named and in blocks once `tokens` tokens are."""
+        return min(
+            tokens // self.group.tokens_per_chunk,
+            len(self.block_ids) // self.group.blocks_per_chunk,
+            len(self.keys),
+        )
+
+    def blocks_of(self, chunk: int) -> list[int]:
+        """The blocks of a chunk to be stored, without those that the window has left.
+
+        Empty if the window has left so much of it that a request which loads it could miss some.
+        """
+        group = self.group
+        count = group.blocks_per_chunk
+        blocks = self.block_ids[chunk * count : (chunk + 1) * count]
+        if group.window is None or all(blocks):
+            return blocks
+        # What is given back lies before what is not.
+        kept = blocks[len(blocks) - blocks[::-1].index(0) :]
+        return kept if len(kept) * group.tokens_per_block >= group.uncut else []
+
+    def left_by(self, blocks: Collection[int]) -> None:
+        """`blocks` were given to somebody: those that this request had before are lost to it.
+
+        Only with a sliding window does that happen, and only what is still to be stored matters.
+        """
+        begin = self.next_chunk * self.group.blocks_per_chunk
+        for place in range(begin, len(self.block_ids)):
+            if self.block_ids[place] in blocks:
+                self.block_ids[place] = 0
+
+
+class TrackedRequest:
+    """See the module's text.
+
+    Attributes:
+        context: how the manager knows it.
+        computed: tokens that the device had when it was looked up last.
+        jobs: its transfers under way.
+        loading: the one that is a load, or None.
+        load_failed: nothing is loaded for it any more.
+        ended: the manager has been told that it has finished.
+    """
+
+    def __init__(self, request: RequestLike, groups: Sequence[Group]) -> None:
+        self.request = request
+        self.groups = [GroupState(group) for group in groups]
+        self._ends: dict[bytes, int] | None = None
+        position: Callable[[bytes], int] | None = None
+        if len(groups) > 1 or groups[0].window is not None:
+            ends = self._ends = {}
+
+            def position(key: bytes) -> int:
+                return ends.get(key, 0)
+
+        self.context = ReqContext(request.request_id, position)
+        self.computed = 0
+        self.jobs: set[int] = set()
+        self.loading: int | None = None
+        self._told = False
+        self.load_failed = False
+        self.ended = False
+
+    # -- its prompt ------------------------------------------------------------------------
+
+    def name_chunks(self) -> None:
+        """Chunks may have become whole since the last call: they have keys now."""
+        hashes = self.request.block_hashes
+        for state in self.groups:
+            group = state.group
+            step = group.hashes_per_chunk
+            for place in range((len(state.keys) + 1) * step - 1, len(hashes), step):
+                key = key_of(hashes[place], group.index)
+                state.keys.append(key)
+                if self._ends is not None:
+                    self._ends[key] = len(state.keys) * group.tokens_per_chunk
+
+    def look_up(self, computed: int) -> None:
+        """It is looked up; the device has its first `computed` tokens."""
+        self.name_chunks()
+        self.computed = computed
+
+    def take_had(self) -> list[bytes]:
+        """Keys of chunks that the device had, when it was looked up first; [] later."""
+        if self._told:
+            return []
+        self._told = True
+        had: list[bytes] = []
+        for state in self.groups:
+            group = state.group
+            last = self.computed // group.tokens_per_chunk
+            first = 0
+            if group.window is not None:
+                first = max(0, last - group.window_chunks(self.computed))
+            had += state.keys[first:last]
+        return had
+
+    def computed_after(self, scheduled: int | None) -> int:
+        """Leading tokens that are known and computed once it has computed `scheduled` more.
+
+        Where steps overlap, a server counts tokens that are only being sampled; their KV cache is
+        computed one step later. None says that it has finished: of the token that was sampled
+        last nobody has computed it.
+        """
+        request = self.request
+        if scheduled is not None:
+            return min(request.num_computed_tokens + scheduled, request.num_tokens)
+        known = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return min(request.num_computed_tokens, known)
+
+    # -- its blocks ------------------------------------------------------------------------
+
+    def give_blocks(self, block_ids: BlockIds, *, anew: bool) -> None:
+        """It has got blocks: all of its blocks `anew`, or some more."""
+        for state in self.groups:
+            if anew:
+                state.block_ids.clear()
+            state.block_ids.extend(block_ids[state.group.index])
+
+    def left_by(self, blocks: Collection[int]) -> None:
+        """`blocks` were given out: those that a window of it has left are lost to it."""
+        for state in self.groups:
+            if state.group.window is not None:
+                state.left_by(blocks)
+
+    def drop_blocks(self) -> None:
+        """It has lost its blocks."""
+        for state in self.groups:
+            state.block_ids.clear()
+
+    # -- its transfers ---------------------------------------------------------------------
+
+    def load_begins(self, job: int, end: int) -> None:
+        """Its tokens up to `end` are being loaded: they need not be stored.
+
+        Unless it will be decoded elsewhere: there all of it is looked for.
+        """
+        self.jobs.add(job)
+        self.loading = job
+        params = getattr(self.request, "kv_transfer_params", None)
+        if not (params and params.get("do_remote_decode")):
+            self.offered_up_to([state.group.chunks_to(end) for state in self.groups])
+
+    def load_ends(self, *, failed: bool) -> None:
+        """If it `failed`, what is computed instead can be stored, and nothing is loaded again."""
+        assert self.loading is not None
+        self.jobs.discard(self.loading)
+        self.loading = None
+        if failed:
+            self.load_failed = True
+            self.store_anew()
+
+    def store_begins(self, job: int) -> None:
+        self.jobs.add(job)
+
+    def store_ends(self, job: int) -> None:
+        self.jobs.discard(job)
+
+    def offered_up_to(self, ends: Sequence[int]) -> None:
+        """For each group the first chunk that was not offered, nor loaded."""
+        for state, end in zip(self.groups, ends, strict=True):
+            state.next_chunk = end
+
+    def store_anew(self) -> None:
+        """Nothing of it is stored any more."""
+        self.offered_up_to([0] * len(self.groups))
+
+    def end(self) -> None:
+        """It has finished, and nothing more of it is stored."""
+        self.ended = True
