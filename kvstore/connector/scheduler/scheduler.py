@@ -144,13 +144,14 @@ class ConnectorScheduler:
         self._take_blocks(scheduler_output)
         self.manager.on_schedule_end()
         loads = self._loads.take_begun()
-        # A load of this step uses blocks that were given out for it.
-        flush = self._jobs.using(self._given_out) - loads.keys()
+        flush = self._jobs.using(self._given_out)
         for req_id in scheduler_output.preempted_req_ids or ():
             tracked = self._requests.get(req_id)
             if tracked is not None:
                 tracked.drop_blocks()
                 flush |= tracked.jobs
+        # A load of this step uses blocks that were given out for it.
+        flush -= loads.keys()
         stores: dict[int, TransferJob] = {}
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
             self._store(req_id, count, stores)

@@ -1,0 +1,3 @@
+"""What the examples' tests share."""
+
+from tests.faults.conftest import faulty as faulty
