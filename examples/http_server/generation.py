@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since start, except `running`."""
+    """Totals since start, except `running` and `saving`: requests, and savings, now."""
 
     requests: int = 0
     running: int = 0
+    saving: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -62,6 +63,7 @@ class Generator:
         """Do `work` while requests go on."""
         task = asyncio.get_running_loop().create_task(work)
         self._saving.add(task)
+        self.counts.saving += 1
         task.add_done_callback(self._saved)
         return task
 
@@ -73,6 +75,7 @@ class Generator:
 
     def _saved(self, task: asyncio.Task[None]) -> None:
         self._saving.discard(task)
+        self.counts.saving -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("nothing is saved", exc_info=error)
 

@@ -11,6 +11,7 @@ __all__ = ["page"]
 
 NOW = {
     "running",
+    "saving",
     # Of the store and of its tiers; all their other numbers are totals.
     "rows",
     "free_rows",
