@@ -1,8 +1,8 @@
 """A small Llama with random weights, and its KV cache as chunks of bytes.
 
 Outputs are the same bits with and without cached chunks, because a chunk is always
-computed in one way: its tokens in one pass, after all tokens before it. Kernels sum in
-another order for another number of tokens, so passes of other sizes would give other bits.
+computed in one way: its tokens in one pass, after all tokens before it. Kernels may sum in
+another order for another number of tokens; for a single one they do.
 """
 
 from __future__ import annotations

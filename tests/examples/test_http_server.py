@@ -181,10 +181,11 @@ def test_a_prompt_that_begins_as_another_shares_its_first_chunks(plain: Talk, ca
 
 def test_the_same_chunk_after_another_beginning_is_not_shared(plain: Talk, cached: Talk) -> None:
     prompt = prompt_of(4, 3 * CHUNK)
-    other = [*prompt_of(5, CHUNK), *prompt[CHUNK:]]
+    other = [*prompt_of(5, CHUNK), *prompt[CHUNK:], 7]
     cached.learn(prompt)
+    cached.learn(other[: CHUNK + 1])
     answer = cached.ask(other)
-    assert answer.cached == 0
+    assert answer.cached == CHUNK
     assert answer.same(plain.ask(other))
 
 
