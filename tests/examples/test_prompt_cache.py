@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,16 @@ async def test_a_fault_of_the_store_is_a_miss(
     assert await cache.load("one", keys, copies) == (0, [])
     assert await cache.held("one", keys) == 0
     assert "nothing is loaded" in caplog.text
+
+
+async def test_a_damaged_disk_is_a_miss(open_store: Open, tmp_path: Path) -> None:
+    keys = some_keys("a", 4)
+    async with open_store(disk=16) as store:
+        await PromptCache(store).save("one", keys, lambda: payloads(keys))
+    for segment in tmp_path.glob("cache/*/lane-*/*.safetensors"):
+        with segment.open("r+b") as file:
+            for place in range(0, segment.stat().st_size, CHUNK // 2):
+                (byte,) = os.pread(file.fileno(), 1, place)
+                os.pwrite(file.fileno(), bytes([byte ^ 0xFF]), place)
+    async with open_store(disk=16) as store:
+        assert await PromptCache(store).load("two", keys, copies) == (0, [])
