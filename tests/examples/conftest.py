@@ -1,3 +1,6 @@
-"""What the examples' tests share."""
+"""Stores and disks for tests, as in their own rooms."""
 
-from tests.faults.conftest import faulty as faulty
+from tests.faults.conftest import faulty
+from tests.store.conftest import open_store
+
+__all__ = ["faulty", "open_store"]
