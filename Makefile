@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # skipped is listed with its reason. A worker that crashes ends the run.
 TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
-.PHONY: demo test check unit vllm figures kill reset simulation soak fuzz clean
+.PHONY: demo test check unit vllm figures engine kill reset simulation soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -34,6 +34,10 @@ check: $(READY)
 # Replays of long traces, hit for hit: a few minutes.
 figures: $(READY)
 	@$(TESTS) -m slow
+
+# Four streams of 10,000 random requests through the paged engine, token by token: some minutes.
+engine: $(READY)
+	@KVSTORE_REQUESTS=10000 $(TESTS) tests/examples/test_paged_engine.py --timeout 1800 -o faulthandler_timeout=1900
 
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
 kill: $(READY)
