@@ -130,6 +130,51 @@ def serve(
     return served
 
 
+class Audit:
+    """Compares what an engine loads with what another one computes.
+
+    Attributes:
+        places: tokens of groups that were compared. wrong: those that differ.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        config = dataclasses.replace(engine.config, offload=None, max_tokens_per_step=256)
+        self._other = Engine(dataclasses.replace(config, num_blocks=200))
+        self._computed: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._loads_ended = engine.scheduler.loads_ended
+        engine.scheduler.loads_ended = self._look  # type: ignore[method-assign]
+        self.places = 0
+        self.wrong: list[tuple[str, int, int]] = []
+
+    def _look(self, loaded: Sequence[str], failed: Sequence[str]) -> None:
+        requests = self._engine.scheduler._loading
+        for request in [requests[req_id] for req_id in loaded if req_id in requests]:
+            end = request.num_computed_tokens
+            for layer, expected in enumerate(self._expected(tuple(request.tokens))):
+                window = self._engine.config.model.layer_windows()[layer]
+                blocks = request.block_ids[self._engine._windows.index(window)]
+                for place in range(max(0, end - window + 1) if window else 0, end):
+                    block, at = divmod(place, 4)
+                    got = self._engine.kv_caches[layer][blocks[block], :, at]
+                    self.places += 1
+                    if not torch.allclose(got, expected[:, place], atol=1e-9):
+                        self.wrong.append((request.request_id, layer, place))
+        self._loads_ended(loaded, failed)
+
+    def _expected(self, tokens: tuple[int, ...]) -> list[torch.Tensor]:
+        """For each layer keys and values of all tokens: (2, tokens, heads, size)."""
+        if tokens not in self._computed:
+            request = self._other.add(tokens, 2)
+            self._other.step()
+            self._computed[tokens] = [
+                torch.cat([cache[block] for block in request.block_ids[layer % 2]], dim=1)
+                for layer, cache in enumerate(self._other.kv_caches)
+            ]
+            self._other.abort(request)
+        return self._computed[tokens]
+
+
 @pytest.fixture(scope="module")
 def full() -> Stream:
     return stream_for(MODEL)
@@ -161,12 +206,16 @@ def test_every_token_is_the_same_with_a_tiny_pool_aborts_and_resets(
     engine.shutdown()
 
 
-def test_every_token_is_the_same_where_layers_have_a_window(
+def test_every_token_and_all_that_is_loaded_is_the_same_where_layers_have_a_window(
     windowed: Stream, tmp_path: Path
 ) -> None:
     engine = Engine(tiny(WINDOWED, offload=offload(tmp_path)))
+    # Few tokens tell whether one place in the KV cache is right: it is looked at itself.
+    audit = Audit(engine)
     served = serve(engine, windowed, resets=0.005)
     assert served.wrong == []
+    assert audit.wrong == []
+    assert audit.places > REQUESTS
     assert engine.scheduler.preempted > 0
     assert engine.connector.stats.loads > REQUESTS // 4
     engine.shutdown()

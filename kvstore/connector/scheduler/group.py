@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.connector.spec import OffloadingSpec
+from kvstore.types import check_key
 
 __all__ = ["Group", "groups_of", "key_of"]
 
@@ -70,8 +71,12 @@ def groups_of(spec: OffloadingSpec) -> tuple[Group, ...]:
 
 
 def key_of(block_hash: bytes, group: int) -> bytes:
-    """The key of the chunk whose last hashed block has this hash."""
-    return bytes(block_hash) + group.to_bytes(4, "big")
+    """The key of the chunk whose last hashed block has this hash.
+
+    Raises:
+        BlockKeyError: if the hash is too long.
+    """
+    return check_key(bytes(block_hash) + group.to_bytes(4, "big"))
 
 
 def _uncut(window: int | None, chunk: int, *, one_size: bool) -> int:

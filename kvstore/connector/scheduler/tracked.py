@@ -59,6 +59,15 @@ class GroupState:
             if self.block_ids[place] in blocks:
                 self.block_ids[place] = 0
 
+    def store_anew(self, computed: int) -> None:
+        """Nothing is stored any more; the request has computed its first `computed` tokens."""
+        self.next_chunk = 0
+        if self.group.window is not None:
+            # Nobody has looked after what the window has left: it may be somebody else's.
+            left = max(0, computed - self.group.window + 1) // self.group.tokens_per_block
+            left = min(left, len(self.block_ids))
+            self.block_ids[:left] = [0] * left
+
 
 class TrackedRequest:
     """See the module's text.
@@ -193,7 +202,8 @@ class TrackedRequest:
 
     def store_anew(self) -> None:
         """Nothing of it is stored any more."""
-        self.offered_up_to([0] * len(self.groups))
+        for state in self.groups:
+            state.store_anew(self.request.num_computed_tokens)
 
     def end(self) -> None:
         """It has finished, and nothing more of it is stored."""

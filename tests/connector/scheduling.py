@@ -1,0 +1,157 @@
+"""A scheduler's half over rows of memory, and requests of a server, for tests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.connector.backend import PinnedBackend
+from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
+from kvstore.connector.manager import OffloadingManager, PolicyManager
+from kvstore.connector.mediums import BlockIDsLoadStoreSpec, DeviceLoadStoreSpec
+from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
+from kvstore.connector.server import Block, CachedRequests, KVBlocks, NewRequest, StepOutput
+from kvstore.connector.spec import Handlers, OffloadingSpec
+from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
+
+__all__ = ["TOKENS", "Request", "Server", "blocks_of", "open_scheduler"]
+
+TOKENS = 4
+"""Of a block of the device."""
+
+
+class RowSpec(OffloadingSpec):
+    """Rows of memory; nothing is copied."""
+
+    rows = 64
+
+    def get_manager(self) -> OffloadingManager:
+        return PolicyManager(PinnedBackend(self.offloaded_block_size[0], self.rows, 4096))
+
+    def get_handlers(self, *arguments: Any) -> Handlers:
+        raise NotImplementedError
+
+
+def open_scheduler(
+    *windows: int | None, blocks_per_chunk: int = 1, rows: int = 64, **more: Any
+) -> ConnectorScheduler:
+    """A scheduler's half; a group for each of `windows`, by default one without a window."""
+    groups = [
+        KVCacheGroup([f"layer-{n}"], KVCacheSpec(TOKENS, 64, window))
+        for n, window in enumerate(windows or [None])
+    ]
+    caching = more.pop("enable_prefix_caching", True)
+    extra = {"block_size": blocks_per_chunk * TOKENS, **more}
+    server = ServerConfig.of(TOKENS, extra, enable_prefix_caching=caching)
+    kind = type("Spec", (RowSpec,), {"rows": rows})
+    return ConnectorScheduler(kind(server, KVCacheConfig(groups)))
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of a server. Its hashes follow from its tokens."""
+
+    request_id: str
+    tokens: list[int]
+    num_computed_tokens: int = 0
+    finished: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        ends = range(TOKENS, len(self.tokens) + 1, TOKENS)
+        return [hashlib.sha256(bytes(self.tokens[:end])).digest() for end in ends]
+
+    def is_finished(self) -> bool:
+        return self.finished
+
+
+class Server:
+    """Says what a server says, step by step."""
+
+    def __init__(self, scheduler: ConnectorScheduler) -> None:
+        self.scheduler = scheduler
+
+    def step(
+        self,
+        scheduled: Mapping[Request, int] | None = None,
+        *,
+        new: Mapping[Request, Sequence[Sequence[int]]] | None = None,
+        more: Mapping[Request, Sequence[Sequence[int]]] | None = None,
+        finished: Sequence[Request] = (),
+        preempted: Sequence[Request] = (),
+    ) -> ConnectorMetadata:
+        """A step in which requests compute some tokens and get some blocks."""
+        scheduled, new, more = scheduled or {}, new or {}, more or {}
+        cached = CachedRequests()
+        for request in scheduled:
+            if request not in new:
+                cached.req_ids.append(request.request_id)
+                cached.new_block_ids.append(more.get(request))
+        output = StepOutput(
+            [NewRequest(request.request_id, ids) for request, ids in new.items()],
+            cached,
+            {request.request_id: count for request, count in scheduled.items()},
+            {request.request_id for request in finished},
+            {request.request_id for request in preempted},
+        )
+        meta = self.scheduler.build_connector_meta(output)
+        for request, count in scheduled.items():
+            request.num_computed_tokens += count
+        return meta
+
+    def end(self, *jobs: Mapping[int, TransferJob] | int, failed: Sequence[int] = ()) -> EndedLoads:
+        """Workers have ended these."""
+        output = ConnectorOutput(failed_jobs=set(failed))
+        for some in jobs:
+            output.completed_jobs.update([some] if isinstance(some, int) else list(some))
+        return self.scheduler.update_connector_output(output)
+
+    def find(self, request: Request, computed: int = 0) -> int | None:
+        """Tokens that can be loaded."""
+        return self.scheduler.get_num_new_matched_tokens(request, computed)[0]
+
+    def load(self, request: Request, tokens: int, *ids: Sequence[int]) -> None:
+        """The request gets blocks, 0 for none, and its next tokens are loaded."""
+        known = [[Block(block, is_null=not block) for block in its] for its in ids]
+        self.scheduler.update_state_after_alloc(request, KVBlocks(known), tokens)
+
+    def store(self, tokens: list[int], *ids: Sequence[int], name: str = "first") -> None:
+        """A request computes and stores all of a prompt, and finishes."""
+        request = Request(name, tokens)
+        self.find(request)
+        self.end(self.step({request: len(tokens)}, new={request: ids}).store_jobs)
+        request.finished = True
+        self.scheduler.request_finished(request)
+        self.end(self.step(finished=[request]).store_jobs)
+
+
+def blocks_of(job: TransferJob) -> tuple[list[list[int]], list[int]]:
+    """For each group the blocks of the device of a transfer, and the place of the first."""
+    for spec in (job.src_spec, job.dst_spec):
+        if isinstance(spec, DeviceLoadStoreSpec):
+            ids = spec.block_ids.tolist()
+            groups = []
+            for size in spec.group_sizes:
+                groups.append(ids[:size])
+                ids = ids[size:]
+            return groups, spec.block_indices
+    raise AssertionError("no blocks of the device")
+
+
+def rows_of(job: TransferJob) -> list[int]:
+    """Its rows of host memory."""
+    for spec in (job.src_spec, job.dst_spec):
+        if isinstance(spec, BlockIDsLoadStoreSpec) and not isinstance(spec, DeviceLoadStoreSpec):
+            return list(map(int, spec.block_ids))
+    raise AssertionError("no rows")
