@@ -58,6 +58,9 @@ class KVStoreOffloadingManager(OffloadingManager):
             self.lock = threading.RLock()
         engine = spec.config.engine_id
         self._single_group = len(spec.config.groups) == 1
+        # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
+        # rest as if it were whole.
+        self._offered_again = self._single_group or spec.blocks_per_chunk == 1
         config = replace(
             spec.store_config,
             chunk_bytes=spec.layout.chunk_bytes,
@@ -133,7 +136,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
-            return None
+            return None if self._offered_again else PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         assert isinstance(out.store_spec, HostLoadStoreSpec)
         return PrepareStoreOutput(
             keys_to_store=[OffloadKey(key) for key in out.keys_to_store],
