@@ -19,6 +19,8 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheSpecLike",
     "KVTransferConfig",
+    "ParallelConfig",
+    "ParallelConfigLike",
     "ServerConfig",
     "ServerConfigLike",
 ]
@@ -36,7 +38,24 @@ class KVTransferConfigLike(Protocol):
         """What the operator has configured."""
 
 
+class ParallelConfigLike(Protocol):
+    """How many workers there are. A server without this has one, in its scheduler's process."""
+
+    @property
+    def world_size(self) -> int:
+        """Workers, each of which has a part of every block."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is, from 0; the scheduler's does not matter."""
+
+
 class ServerConfigLike(Protocol):
+    """Where there are workers in processes of their own, ``parallel_config``, a
+    `ParallelConfigLike`, says how many, and ``kv_transfer_config.engine_id`` is the
+    server's name, no other's of the same user on the machine.
+    """
+
     @property
     def cache_config(self) -> CacheConfigLike: ...
 
@@ -82,9 +101,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """See `KVTransferConfigLike`."""
+    """See `KVTransferConfigLike` and `ServerConfigLike`."""
 
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    engine_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """See `ParallelConfigLike`."""
+
+    world_size: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +121,7 @@ class ServerConfig:
 
     cache_config: CacheConfig
     kv_transfer_config: KVTransferConfig
+    parallel_config: ParallelConfig | None = None
 
     @classmethod
     def of(
@@ -101,10 +130,16 @@ class ServerConfig:
         extra_config: Mapping[str, Any],
         *,
         enable_prefix_caching: bool = True,
+        engine_id: str | None = None,
+        world_size: int | None = None,
+        rank: int = 0,
     ) -> ServerConfig:
-        """Both in one."""
-        cache = CacheConfig(hash_block_size, enable_prefix_caching)
-        return cls(cache, KVTransferConfig(extra_config))
+        """All in one. With a `world_size` workers are in processes of their own."""
+        return cls(
+            CacheConfig(hash_block_size, enable_prefix_caching),
+            KVTransferConfig(extra_config, engine_id),
+            None if world_size is None else ParallelConfig(world_size, rank),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +15,7 @@ from kvstore.connector.handler import HostHandler, OffloadingHandler
 from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import ConfigError
+from kvstore.region import join_region, private_region, release_region, share_region
 from tiers.pinned import PinnedRegion
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class OffloadingSpec(ABC):
         if not isinstance(only, bool):
             raise ConfigError(f"offload_prompt_only = {only!r}: must be true or false")
         self.offload_prompt_only = only
-        self.num_workers = 1
+        parallel = getattr(config, "parallel_config", None)
+        self.num_workers = 1 if parallel is None else _positive("world size", parallel.world_size)
         self.block_size_factor = self._factor()
         self.offloaded_block_size = tuple(
             size * self.block_size_factor for size in self.device_block_size
@@ -139,10 +141,18 @@ class OffloadingSpec(ABC):
 
 
 class KVStoreSpec(OffloadingSpec):
-    """kvstore for a server whose scheduler and worker are one process.
+    """kvstore behind a server.
 
     ``kv_connector_extra_config`` has the keys of `kvstore.config`, ``chunk_bytes`` excepted, which
-    follows from the blocks, and ``block_size``.
+    follows from the blocks, ``block_size`` and ``offload_prompt_only``.
+
+    With a ``parallel_config`` workers are processes of their own on one machine. Each of them, and
+    the scheduler's process, builds a spec. Workers call `get_handlers` before the scheduler calls
+    `get_manager`. A row of host memory has the parts of all workers side by side.
+
+    Attributes:
+        chunk_bytes: of a chunk, all workers together.
+        store_config: the configuration of the store.
     """
 
     def __init__(self, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
@@ -165,7 +175,9 @@ class KVStoreSpec(OffloadingSpec):
             for group in kv_cache_config.kv_cache_groups
         ]
         block_bytes = max(len(layers) * page for layers, page in groups)
-        self.chunk_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
+        self._part_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
+        self.chunk_bytes = self.num_workers * self._part_bytes
+        self._server, self._rank = _place(config, self.num_workers)
         self.store_config = replace(
             checked,
             chunk_bytes=self.chunk_bytes,
@@ -173,29 +185,30 @@ class KVStoreSpec(OffloadingSpec):
                 **checked.identity,
                 "hash_block_size": self.hash_block_size,
                 "block_size_factor": self.block_size_factor,
+                "workers": self.num_workers,
                 "groups": [
-                    {"layers": layers, "page_bytes": page, "block_size": size}
-                    for (layers, page), size in zip(groups, self.device_block_size, strict=True)
+                    {"layers": layers, "page_bytes": page, "block_size": size, "window": window}
+                    for (layers, page), size, window in zip(
+                        groups, self.device_block_size, self.sliding_window, strict=True
+                    )
                 ],
             },
         )
         self._manager: KVStoreManager | None = None
-        self._region: PinnedRegion | None = None
-        self._users = 0
-        self._lock = threading.Lock()
 
     def get_manager(self) -> KVStoreManager:
         """
         Raises:
-            KVStoreError: if memory or a path cannot be had.
+            KVStoreError: if memory or a path cannot be had, or workers are missing.
         """
         if self._manager is None:
+            region = self._region(join_region)
             self._manager = KVStoreManager(
                 self.store_config,
-                self._use_region(),
+                region,
                 block_size=self.offloaded_block_size[0],
                 one_group=len(self.device_block_size) == 1,
-                release=self._release_region,
+                release=lambda: self._release(region),
             )
         return self._manager
 
@@ -227,13 +240,15 @@ class KVStoreSpec(OffloadingSpec):
                     )
                 tables += pages
             groups.append(tables)
-        region = self._use_region()
+        region = self._region(share_region)
+        first = (self._rank or 0) * self._part_bytes
+        rows = region.array[:, first : first + self._part_bytes]
         try:
-            copies = HostCopies(groups, region.array, self.block_size_factor)
+            copies = HostCopies(groups, rows, self.block_size_factor)
         except BaseException:
-            self._release_region()
+            self._release(region)
             raise
-        handler = _Handler(copies, self._release_region)
+        handler = _Handler(copies, lambda: self._release(region))
         return iter(
             [
                 (DeviceLoadStoreSpec, HostLoadStoreSpec, handler),
@@ -241,20 +256,15 @@ class KVStoreSpec(OffloadingSpec):
             ]
         )
 
-    def _use_region(self) -> PinnedRegion:
-        with self._lock:
-            if self._region is None:
-                self._region = PinnedRegion.private(*rows_for(self.store_config, self.chunk_bytes))
-            self._users += 1
-            return self._region
+    def _region(self, meet: Callable[[str, int, int, int], PinnedRegion]) -> PinnedRegion:
+        """Host memory: where workers have processes of their own, they `meet` there."""
+        rows, row_bytes = rows_for(self.store_config, self.chunk_bytes)
+        if self._rank is None:
+            return private_region(self._server, rows, row_bytes)
+        return meet(self._server, self.num_workers, rows, row_bytes)
 
-    def _release_region(self) -> None:
-        """The last one who uses the memory gives it back."""
-        with self._lock:
-            self._users -= 1
-            if not self._users and self._region is not None:
-                self._region.close()
-                self._region = None
+    def _release(self, region: PinnedRegion) -> None:
+        release_region(self._server, region)
 
 
 class _Handler(HostHandler):
@@ -277,6 +287,22 @@ def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} = {value!r}: must be a whole number, 1 at least")
     return value
+
+
+def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:
+    """The server's name, and which of its workers this is; None where all are one process."""
+    name = getattr(config.kv_transfer_config, "engine_id", None)
+    parallel = getattr(config, "parallel_config", None)
+    if parallel is None:
+        return name or f"one-process-{uuid.uuid4()}", None
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"engine_id = {name!r}: {workers} workers in processes of their own meet under the "
+            "name of their server"
+        )
+    if not 0 <= parallel.rank < workers:
+        raise ConfigError(f"rank = {parallel.rank!r}: there are {workers} workers, from 0 on")
+    return name, int(parallel.rank)
 
 
 def _block_dim(backend: Any, layer: str) -> int:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiers.pinned  # noqa: E402
+from kvstore import region as held  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from kvstore.vllm import region as regions  # noqa: E402
 from kvstore.vllm import worker as workers  # noqa: E402
@@ -25,7 +26,7 @@ from tiers.pinned import PinnedRegion  # noqa: E402
 @pytest.fixture(autouse=True)
 def no_other_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests of this process still hold is not looked at."""
-    monkeypatch.setattr(regions, "_in_process", {})
+    monkeypatch.setattr(held, "_in_process", {})
 
 
 class Cuda:
@@ -235,7 +236,7 @@ def test_a_handler_that_does_not_end_well_costs_neither_the_others_nor_the_regio
     assert at_sync[0][1] == [], "the rows went before the copies ended"
     assert closed == [region]
     assert not cuda.held
-    assert not regions._in_process
+    assert not held._in_process
     assert len(caplog.records) == len(raising) + 1
 
 
@@ -260,7 +261,7 @@ def test_a_worker_that_cannot_be_built_keeps_nothing(
         started([512])
     assert len(closed) == 1
     assert not cuda.held
-    assert not regions._in_process
+    assert not held._in_process
 
 
 def test_a_host_worker_that_cannot_be_built_keeps_nothing(
@@ -273,7 +274,7 @@ def test_a_host_worker_that_cannot_be_built_keeps_nothing(
     with pytest.raises(ValueError, match="no such view"):
         create_worker(*build([512]))
     assert len(closed) == 1
-    assert not regions._in_process
+    assert not held._in_process
 
 
 def test_a_host_worker_that_ends_twice_ends_once(closed: list[PinnedRegion]) -> None:
@@ -317,7 +318,7 @@ def test_a_manager_that_cannot_be_built_keeps_nothing(
         descriptors.append(len(os.listdir("/proc/self/fd")))
     # The first may open what a process has once.
     assert descriptors[1] == descriptors[2]
-    assert regions._in_process[engine] == (region, 1)
+    assert held._in_process[engine] == (region, 1)
     regions.release_region(engine, region)
     assert closed == [region]
 
@@ -349,7 +350,7 @@ def test_a_manager_that_does_not_end_well_ends_the_rest(
     owner, name = broken.split(".")
     monkeypatch.setattr(getattr(manager._stepper, owner), name, refuse, raising=False)
     manager.shutdown()
-    assert regions._in_process[engine] == (region, 1 if released else 2)
+    assert held._in_process[engine] == (region, 1 if released else 2)
     assert "no space left" in caplog.text
     if not released:
         close([], 1.0)
@@ -379,4 +380,4 @@ def test_a_device_of_another_kind_is_refused_before_memory_is_taken(
     caches.tensors[0].tensor = torch.empty((8, 512), dtype=torch.int8, device="meta")
     with pytest.raises(ConfigError, match="not on 'meta'"):
         create_worker(spec, caches)
-    assert not regions._in_process
+    assert not held._in_process

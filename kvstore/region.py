@@ -1,0 +1,73 @@
+"""The host memory of one server, as its parts find it.
+
+The scheduler's part and a worker in the same process use private memory, which gets huge pages more
+easily. Where a worker has a process of its own the memory is shared.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvstore.errors import KVStoreError
+from tiers.pinned import PinnedRegion
+
+__all__ = ["in_process", "join_region", "private_region", "release_region", "share_region"]
+
+_lock = threading.Lock()
+_in_process: dict[str, tuple[PinnedRegion, int]] = {}
+"""Server -> its private memory, and how many parts use it."""
+
+
+def in_process(server: str) -> bool:
+    """Whether a part of the server has private memory in this process."""
+    with _lock:
+        return server in _in_process
+
+
+def private_region(server: str, rows: int, row_bytes: int) -> PinnedRegion:
+    """Private memory for all parts of a server in this process, which are all that there are.
+
+    Raises:
+        ConfigError: if the machine has not that much memory.
+    """
+    with _lock:
+        region, users = _in_process.get(server) or (PinnedRegion.private(rows, row_bytes), 0)
+        _in_process[server] = (region, users + 1)
+        return region
+
+
+def share_region(server: str, workers: int, rows: int, row_bytes: int) -> PinnedRegion:
+    """Memory that `workers` processes and the scheduler's share, for a worker.
+
+    Raises:
+        KVStoreError: as `PinnedRegion.shared`.
+    """
+    return PinnedRegion.shared(server, rows, row_bytes, workers + 1)
+
+
+def join_region(server: str, workers: int, rows: int, row_bytes: int) -> PinnedRegion:
+    """The same for the scheduler, which comes last, when all workers have it.
+
+    Raises:
+        KVStoreError: as `share_region`; if workers are missing.
+    """
+    region = share_region(server, workers, rows, row_bytes)
+    if not region.complete:
+        region.close()
+        raise KVStoreError(
+            f"not all {workers} workers share this process's memory; kvstore needs the "
+            "scheduler and its workers on one machine, started before the scheduler"
+        )
+    return region
+
+
+def release_region(server: str, region: PinnedRegion) -> None:
+    """A part is done with the memory; the last one in this process frees it."""
+    with _lock:
+        held = _in_process.get(server)
+        if held is not None and held[0] is region:
+            if held[1] > 1:
+                _in_process[server] = (region, held[1] - 1)
+                return
+            del _in_process[server]
+    region.close()
