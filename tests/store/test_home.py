@@ -41,7 +41,7 @@ ASYNCHRONOUS: dict[str, Callable[[Store], Any]] = {
     "get": _lease,
     "flush": lambda store: store.flush(),
     "reset": lambda store: store.reset(),
-    "close": lambda store: store._close(),
+    "close": lambda store: store.close(),
 }
 
 
