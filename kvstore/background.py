@@ -33,11 +33,14 @@ class LoopThread:
         loop: what is to run there is handed to its ``call_soon_threadsafe``.
 
     Args:
+        keeps: lives as long as the thread, which may outlive whoever began it: tasks that
+            nobody refers to any more are destroyed, with a warning.
         at_end: called in the thread when the loop will run nothing more.
     """
 
-    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, keeps: object, at_end: Callable[[], None] = lambda: None) -> None:
         self.loop = new_event_loop()
+        self._keeps = keeps
         self._at_end = at_end
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
@@ -87,3 +90,4 @@ class LoopThread:
             # A task that waits for a call that never returns is destroyed without a warning.
             self.loop.set_exception_handler(lambda loop, context: None)
             self.loop.close()
+            self._keeps = None

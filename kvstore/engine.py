@@ -230,7 +230,7 @@ class EngineThread:
         self._engine = Engine(tiers, self._arrived.set, beside)
         self._pid = os.getpid()
         self._closed = False
-        self._thread = LoopThread("kvstore-engine")
+        self._thread = LoopThread("kvstore-engine", self)
         self._loop = self._thread.loop
         self._loop.call_soon_threadsafe(self._engine.begin)
 

@@ -23,16 +23,19 @@ class Handover:
 
     Nothing is handed over twice, and nobody waits for what will not come: when the
     loop ends, however it does, the calls that are left raise.
+
+    Args:
+        keeps: lives as long as the thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, keeps: object) -> None:
         self._pid = os.getpid()
         # What a collector of garbage runs while a thread holds it may make calls too.
         self._lock = threading.RLock()
         self._ended = False
         self._left: set[_Call[Any]] = set()
         """Calls that have no outcome yet."""
-        self._thread = LoopThread(name, self._fail_rest)
+        self._thread = LoopThread(name, keeps, self._fail_rest)
 
     @property
     def foreign(self) -> bool:

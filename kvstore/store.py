@@ -178,14 +178,14 @@ class Store:
         """
         self._driver.check()
         keys, request = list(check_keys(keys)), check_request(request)
-        check_timeout(timeout)
+        seconds = check_timeout(timeout)
         if not keys:
             return Lease(self._home, self._nothing, lambda chunks: None)
         # One prompt for both ends of the lease.
         held: list[tuple[Prompt, int]] = []
         return Lease(
             self._home,
-            lambda: within(timeout, "get", self._begin_lease(keys, request, held)),
+            lambda: within(seconds, "get", self._begin_lease(keys, request, held)),
             lambda chunks: self._end_lease(chunks, *held[0]),
         )
 
@@ -201,8 +201,7 @@ class Store:
             KVStoreError: for a bad timeout, on another loop, or when the store is closed.
         """
         self._driver.check()
-        check_timeout(timeout)
-        return await self._save(timeout)
+        return await self._save(check_timeout(timeout))
 
     async def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.

@@ -294,7 +294,7 @@ class _Running:
     """A store on its thread. It does not know the face, which may be forgotten."""
 
     def __init__(self, config: Config | Mapping[str, Any], timeout: float | None) -> None:
-        self.calls = Handover("kvstore-sync")
+        self.calls = Handover("kvstore-sync", self)
         self._started: Store | None = None
         # A handler of a signal that interrupts a close may close too.
         self._closing = threading.RLock()
