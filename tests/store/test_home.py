@@ -138,6 +138,23 @@ async def test_a_call_after_a_fork_is_refused(open_store: Open, method: str) -> 
         await still_works(store)
 
 
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+async def test_an_awaited_call_after_a_fork_is_refused(open_store: Open, method: str) -> None:
+    async with open_store(disk=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                await ASYNCHRONOUS[method](store)
+            except KVStoreError as error:
+                status = 0 if "belongs to process" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        await still_works(store)
+
+
 async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Open) -> None:
     async with open_store() as store:
         await store.put(KEYS, payloads(KEYS))
