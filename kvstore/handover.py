@@ -7,8 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from kvstore.background import LoopThread
 from kvstore.errors import KVStoreError
@@ -16,6 +15,8 @@ from kvstore.errors import KVStoreError
 __all__ = ["Handover"]
 
 T = TypeVar("T")
+
+CLOSED = "the store is closed"
 
 
 class Handover:
@@ -55,7 +56,7 @@ class Handover:
         """
         self.check_place()
         if self._ended:
-            raise KVStoreError("the store is closed")
+            raise KVStoreError(CLOSED)
 
     def check_place(self) -> None:
         """Refuse a call from where it cannot be waited for.
@@ -116,13 +117,10 @@ class Handover:
         try:
             with self._lock:
                 if self._ended:
-                    raise KVStoreError("the store is closed")
+                    raise KVStoreError(CLOSED)
                 self._left.add(call)
                 self._thread.loop.call_soon_threadsafe(call.run)
-            return call.outcome.result()
-        except CancelledError:
-            # Nobody cancels a call but the end of the loop.
-            raise KVStoreError("the store is closed") from None
+            return call.outcome()
         except BaseException:
             self._stop(call)
             raise
@@ -138,40 +136,63 @@ class Handover:
                     if not self._ended:
                         # If it was never handed over, this ends it.
                         self._thread.loop.call_soon_threadsafe(call.cancel)
-                call.outcome.exception()
+                call.wait()
 
     def _fail_rest(self) -> None:
         with self._lock:
             self._ended = True
             left = list(self._left)
         for call in left:
-            call.fail(KVStoreError("the store is closed"))
+            call.close()
 
 
 class _Call(Generic[T]):
-    """A function that is called on the loop. All methods belong there."""
+    """A function that is called on the loop.
+
+    `wait` and `outcome` belong to the thread that calls, everything else to the loop.
+    """
 
     def __init__(self, function: Callable[[], Any], left: set[_Call[Any]]) -> None:
-        self.outcome: Future[T] = Future()
         self._function: Callable[[], Any] | None = function
         self._left = left
+        self._ended = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        # A bare lock, not an event or a future: those break when an interrupt finds them
+        # between two of their own steps.
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def wait(self) -> None:
+        """Wait for the end. May be interrupted, and called again."""
+        if not self._ended:
+            self._bell.acquire()
+
+    def outcome(self) -> T:
+        """Wait for the end; what was returned, or raised."""
+        self.wait()
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                # It refers to this call already, by its traceback.
+                self._error = None
+        return cast(T, self._result)
 
     def run(self) -> None:
         try:
             result = self._taken()()
         except BaseException as error:
-            self.fail(error)
+            self._end(error=error)
         else:
-            self._end()
-            self.outcome.set_result(result)
+            self._end(result)
 
     def cancel(self) -> None:
-        if not self.outcome.done():
-            self.fail(CancelledError())
+        self.close()
 
-    def fail(self, error: BaseException) -> None:
-        self._end()
-        self.outcome.set_exception(error)
+    def close(self) -> None:
+        """It will not end by itself any more."""
+        self._end(error=KVStoreError(CLOSED))
 
     def _taken(self) -> Callable[[], Any]:
         """The function; what it holds on to is let go before the caller goes on."""
@@ -179,8 +200,12 @@ class _Call(Generic[T]):
         assert function is not None
         return function
 
-    def _end(self) -> None:
-        self._left.discard(self)
+    def _end(self, result: T | None = None, error: BaseException | None = None) -> None:
+        if not self._ended:
+            self._result, self._error = result, error
+            self._ended = True
+            self._left.discard(self)
+            self._bell.release()
 
 
 class _Task(_Call[T]):
@@ -194,18 +219,16 @@ class _Task(_Call[T]):
 
     def cancel(self) -> None:
         if self._task is None:
-            super().cancel()
+            self.close()
         else:
             self._task.cancel()
 
     def _done(self, task: asyncio.Task[T]) -> None:
         self._task = None
-        if self.outcome.done():
-            return
         if task.cancelled():
-            self.fail(CancelledError())
+            # By an interrupt, which the caller raises, or by the end of the loop.
+            self.close()
         elif (error := task.exception()) is not None:
-            self.fail(error)
+            self._end(error=error)
         else:
-            self._end()
-            self.outcome.set_result(task.result())
+            self._end(task.result())
