@@ -169,7 +169,7 @@ def acts(seed: int) -> list[Act]:
     rng = random.Random(seed)
     prompts = [[*keys_of("common", 3), *keys_of(f"{seed}/{n}", 12, 3)] for n in range(6)]
     made: list[Act] = []
-    for _ in range(60):
+    for _ in range(50):
         keys = rng.choice(prompts)[: rng.randrange(13)]
         name = rng.choice([None, "one", "other"])
         kinds = ["put"] * 4 + ["get"] * 6 + ["resolve"] * 3 + ["flush", "events", "bad", "reset"]
@@ -208,9 +208,11 @@ async def on_a_loop(config: dict[str, Any], given: list[Act]) -> list[object]:
         for what, arguments in given:
             try:
                 told.append(await one(what, arguments))
+                if what == "put":
+                    # How much room there is depends on what still waits for the disk.
+                    await store.flush()
             except KVStoreError as error:
                 told.append((type(error), str(error)))
-            await store.flush()
         told.append(store.stats().stored)
     return told
 
@@ -242,14 +244,15 @@ def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
         for what, arguments in given:
             try:
                 told.append(pool.submit(one, store, what, arguments).result(20.0))
+                if what == "put":
+                    store.flush()
             except KVStoreError as error:
                 told.append((type(error), str(error)))
-            store.flush()
         told.append(store.stats().stored)
     return told
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_both_faces_give_the_same_answers(tmp_path: Path, seed: int) -> None:
     given = acts(seed)
     there = small(tmp_path / "there", 8, 256, keep_events=True)
@@ -652,7 +655,7 @@ REFUSED = re.compile(
 
 @pytest.mark.parametrize("call", [*CALLS, "close", "a lease that is left"])
 def test_a_call_after_a_fork_is_refused(open_sync: Open, call: str) -> None:
-    with open_sync(disk=16) as store:
+    with open_sync() as store:
         store.put(KEYS, payloads(KEYS))
         lease = store.get(KEYS)
         lease.__enter__()
@@ -667,7 +670,7 @@ def test_a_call_after_a_fork_is_refused(open_sync: Open, call: str) -> None:
 
 
 def test_what_a_child_raises_on_its_way_out_is_not_hidden(open_sync: Open) -> None:
-    with open_sync(disk=16) as store:
+    with open_sync() as store:
         store.put(KEYS, payloads(KEYS))
 
         def leave() -> None:
@@ -706,7 +709,7 @@ def test_a_child_that_is_forked_in_the_middle_of_calls_is_refused_and_ends(
         for thread in threads:
             thread.start()
         try:
-            for _ in range(20):
+            for _ in range(10):
                 assert REFUSED.fullmatch(in_a_child(store.stats))
         finally:
             ended.set()
