@@ -346,10 +346,11 @@ class Store:
         Returns:
             The answer, and whether a step was begun, which is for the caller to flush.
         """
-        waiting = self._core.is_waiting
-        if self._driver.fresh and (prompt.told is not None or waiting(prompt.id)):
+        waiting = self._core.is_waiting(prompt.id)
+        if self._driver.fresh and (prompt.told is not None or waiting):
             answer = self._core.lookup_prefix(keys, prompt.id)
-            if answer is not None or waiting(prompt.id):
+            # Who only waits since then came after a step had looked up enough: not the next.
+            if answer is not None or (waiting and self._core.is_waiting(prompt.id)):
                 return answer, False
         self._driver.begin()
         return self._core.lookup_prefix(keys, prompt.id), True
