@@ -510,9 +510,18 @@ def test_buffers_may_be_an_iterable_that_calls_the_store(open_sync: Open) -> Non
         assert contents(store, other) == payloads(KEYS)
 
 
+@pytest.fixture
+def threads_change_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_change_often")
 def test_a_buffer_may_be_changed_as_soon_as_its_put_has_returned(open_sync: Open) -> None:
     with open_sync() as store:
-        for number in range(300):
+        for number in range(1000):
             buffer = bytearray(payloads(KEYS[:1])[0])
             store.put([b"%d" % number], [buffer])
             # Refused while anything still looks at it.
@@ -586,6 +595,25 @@ def test_who_is_interrupted_while_it_waits_leaves_nothing_held(
             WAITS[call](store, 20.0)
         assert store.stats().waiting == 0
         assert store._calls._left == set()
+
+
+def test_an_interrupt_just_after_a_lease_has_begun_ends_it(
+    open_sync: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_sync() as store:
+        store.put(KEYS, payloads(KEYS))
+        real = store._calls.wait
+
+        def interrupted(begin: Any) -> Any:
+            real(begin)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._calls, "wait", interrupted)
+        lease = store.get(KEYS)
+        with pytest.raises(KeyboardInterrupt):
+            lease.__enter__()
+        assert busy(store) == 0
+        monkeypatch.undo()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -824,6 +852,8 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
     assert time.monotonic() - start < 10.0
+    # It was closed, not just left: what was recorded is in the file.
+    assert (tmp_path / "cache.trace").stat().st_size > 1000
     keys = [bytes([number]) * 32 for number in range(32)]
     config = small(tmp_path / "cache", 64, 512, chunk_bytes=size)
     with kvstore.open_sync(config) as store:
