@@ -853,7 +853,7 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
     assert time.monotonic() - start < 10.0
     # It was closed, not just left: what was recorded is in the file.
-    assert (tmp_path / "cache.trace").stat().st_size > 1000
+    assert (tmp_path / "cache.trace").stat().st_size > 300
     keys = [bytes([number]) * 32 for number in range(32)]
     config = small(tmp_path / "cache", 64, 512, chunk_bytes=size)
     with kvstore.open_sync(config) as store:
