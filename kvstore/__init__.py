@@ -7,6 +7,13 @@ The asyncio face:
         async with store.get(keys) as chunks:
             ...
 
+The same without asyncio, from any thread:
+
+    with kvstore.open_sync(config) as store:
+        store.put(keys, buffers)
+        with store.get(keys) as chunks:
+            ...
+
 Importing kvstore imports neither torch nor vLLM.
 """
 
@@ -23,8 +30,18 @@ if TYPE_CHECKING:
     from kvstore.config import Config, DiskConfig
     from kvstore.errors import KVStoreError
     from kvstore.store import Store, open
+    from kvstore.sync import SyncStore, open_sync
 
-__all__ = ["Config", "DiskConfig", "KVStoreError", "Store", "__version__", "open"]
+__all__ = [
+    "Config",
+    "DiskConfig",
+    "KVStoreError",
+    "Store",
+    "SyncStore",
+    "__version__",
+    "open",
+    "open_sync",
+]
 
 
 _HOMES = {
@@ -32,7 +49,9 @@ _HOMES = {
     "DiskConfig": "kvstore.config",
     "KVStoreError": "kvstore.errors",
     "Store": "kvstore.store",
+    "SyncStore": "kvstore.sync",
     "open": "kvstore.store",
+    "open_sync": "kvstore.sync",
 }
 
 

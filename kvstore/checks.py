@@ -50,7 +50,7 @@ def check_request(request: str | None) -> str | None:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """`timeout` unchanged.
+    """`timeout` in seconds; None if it is forever.
 
     Raises:
         KVStoreError: if it is no number of seconds.
@@ -58,7 +58,10 @@ def check_timeout(timeout: float | None) -> float | None:
     if timeout is None or (
         isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout == timeout
     ):
-        return timeout
+        try:
+            return timeout if timeout is None else float(timeout)
+        except OverflowError as error:
+            raise KVStoreError("timeout must be seconds or None, not a number that big") from error
     raise KVStoreError(f"timeout must be seconds or None, not {timeout!r}")
 
 

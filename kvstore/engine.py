@@ -17,18 +17,16 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from kvstore.background import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tiers.base import Tier
 
-__all__ = ["DETACH_SECONDS", "Beside", "Engine", "EngineThread", "new_event_loop"]
+__all__ = ["Beside", "Engine", "EngineThread"]
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
-
-DETACH_SECONDS = 1.0
-"""How long tasks that are left behind get to notice it."""
 
 COMPANION_SECONDS = 5.0
 """How long what runs beside the engine gets to end."""
@@ -44,16 +42,6 @@ class Beside(Protocol):
 
     def stop(self) -> None:
         """Let `run` end soon. Called on the loop, perhaps twice."""
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop where uvloop is installed, else asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 class Engine:
@@ -238,17 +226,12 @@ class EngineThread:
     """
 
     def __init__(self, tiers: Sequence[Tier], beside: Sequence[Beside] = ()) -> None:
-        self._loop = new_event_loop()
         self._arrived = threading.Event()
         self._engine = Engine(tiers, self._arrived.set, beside)
         self._pid = os.getpid()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="kvstore-engine", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._loop.close()
-            raise
+        self._thread = LoopThread("kvstore-engine", self)
+        self._loop = self._thread.loop
         self._loop.call_soon_threadsafe(self._engine.begin)
 
     def submit(self, moves: Sequence[Move]) -> None:
@@ -308,20 +291,7 @@ class EngineThread:
             logger.warning("a tier did not finish within %.0f s and is left behind", timeout)
             return False
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
+            self._thread.end()
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.wait(left, timeout=DETACH_SECONDS))
-        # A task that waits for a call that never returns is destroyed without a warning.
-        self._loop.set_exception_handler(lambda loop, context: None)
-        self._loop.close()

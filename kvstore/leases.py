@@ -12,7 +12,9 @@ from typing import overload
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.home import Home
 
-__all__ = ["Chunks", "Lease"]
+__all__ = ["STILL_ALIVE", "Chunks", "Lease"]
+
+STILL_ALIVE = "an array made from a leased chunk is still alive; copy it before the lease ends"
 
 
 class Chunks(Sequence[memoryview]):
@@ -89,23 +91,30 @@ class Lease:
     ) -> None:
         if not self._home.here:
             # The lease ends on the store's loop; the caller is told that this is another.
-            self._home.send(self._give_back)
+            self.send_back()
             self._home.check()
-        if not self._give_back() and kind is None:
-            raise LeaseEndedError(
-                "an array made from a leased chunk is still alive; copy it before the lease ends"
-            )
+        if not self.give_back() and kind is None:
+            raise LeaseEndedError(STILL_ALIVE)
 
     def __del__(self) -> None:
         if self._chunks is not None:
             # Begun by hand and never ended.
-            self._home.send(self._give_back)
+            self.send_back()
 
-    def _give_back(self) -> bool:
-        """End the lease; False if somebody still holds on to the memory."""
+    def give_back(self) -> bool:
+        """End the lease, on the store's loop; False if somebody still holds on to the memory."""
         chunks, self._chunks = self._chunks, None
         if chunks is None:
             return True
         released = chunks._end()
         self._end(chunks)
         return released
+
+    def send_back(self) -> None:
+        """End the lease soon. From any thread."""
+        self._home.send(self.give_back)
+
+    def drop(self) -> bool:
+        """End the lease of a store that has ended, as `give_back` does. From any thread."""
+        chunks, self._chunks = self._chunks, None
+        return chunks is None or chunks._end()

@@ -147,9 +147,14 @@ class Puts:
             if len(keys) * sources[keys[0]].size <= COPY_INLINE_BYTES:
                 copy()
             else:
-                # The rows are the thread's until it has ended, however often it is cancelled.
-                copying = asyncio.get_running_loop().run_in_executor(None, copy)
-                await outlast(copying, lambda: None)
+                try:
+                    copying = asyncio.get_running_loop().run_in_executor(None, copy)
+                except RuntimeError:
+                    # The interpreter ends, and takes no work for its threads any more.
+                    copy()
+                else:
+                    # The rows are the thread's until it has ended, however often it is cancelled.
+                    await outlast(copying, lambda: None)
             ok = True
         finally:
             self._driver.transfers -= 1

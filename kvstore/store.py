@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
-from kvstore.assembly import Assembly, assemble, rows_for
+from kvstore.assembly import Assembly
+from kvstore.background import DETACH_SECONDS
+from kvstore.building import build
 from kvstore.checks import check_keys, check_request, check_timeout, chunks_of
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
 from kvstore.driver import Driver
-from kvstore.engine import DETACH_SECONDS
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.leases import Chunks, Lease
 from kvstore.prompts import Prompt, Prompts
 from kvstore.puts import COPY_INLINE_BYTES, Puts
 from kvstore.types import Event
-from tiers.pinned import PinnedRegion
+from kvstore.waits import within
 
-__all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open"]
+__all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 
 logger = logging.getLogger("kvstore")
 
@@ -37,11 +36,9 @@ COMPACTION_SECONDS = 0.02
 
 @asynccontextmanager
 async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
-    """Open a store on the running loop, and close it in order at the end.
+    """Open a store on the running loop, and close it in order at the end: see `Store.close`.
 
-    `config` must give ``chunk_bytes``. Closing waits, ``shutdown_timeout_s`` at most, until
-    what was put is on the slower tiers too. When it is cancelled it does not wait
-    for that, but lets go of everything before the cancellation is delivered.
+    `config` must give ``chunk_bytes``.
 
     Raises:
         KVStoreError: if the configuration or a path cannot be used.
@@ -50,77 +47,21 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
         async with kvstore.open({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "2MiB"}) as store:
             await store.put([key], [chunk])
     """
-    checked = config if isinstance(config, Config) else Config.from_mapping(config)
-    if checked.chunk_bytes is None:
-        raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
-    building = _Building(checked, checked.chunk_bytes)
-    try:
-        assembly = await asyncio.get_running_loop().run_in_executor(None, building.run)
-    except asyncio.CancelledError:
-        # A thread cannot be stopped: what it opens it lets go of itself.
-        building.cancel()
-        raise
-    store = Store(checked, assembly)
-    logger.info("kvstore: %s", assembly.description)
+    store = await start(config)
     try:
         yield store
     finally:
-        await store._close()
+        await store.close()
 
 
-class _Building:
-    """Opens what a store needs, in a thread; the caller may be gone when it is done."""
-
-    def __init__(self, config: Config, chunk_bytes: int) -> None:
-        self._config = config
-        self._chunk_bytes = chunk_bytes
-        self._shape = rows_for(config, chunk_bytes)
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._built: Assembly | None = None
-
-    def run(self) -> Assembly:
-        """Open everything; if nobody waits for it any more, let go of it again."""
-        assembly = self._build()
-        with self._lock:
-            self._built = assembly
-            left = self._cancelled
-        if left:
-            _let_go(assembly)
-        return assembly
-
-    def cancel(self) -> None:
-        """Nobody will take it."""
-        with self._lock:
-            self._cancelled = True
-            built = self._built
-        if built is not None:
-            _let_go(built)
-
-    def _build(self) -> Assembly:
-        config = self._config
-        region = PinnedRegion.private(*self._shape)
-        try:
-            label = str(config.identity.get("model", "kv"))
-            return assemble(
-                config,
-                region,
-                self._chunk_bytes,
-                label,
-                config.identity,
-                events=config.keep_events,
-            )
-        except BaseException:
-            region.close()
-            raise
-
-
-def _let_go(assembly: Assembly) -> None:
-    for tier in assembly.tiers:
-        tier.abandon()
-    if assembly.recorder is not None:
-        assembly.recorder.abandon()
-    assembly.region.close()
+async def start(config: Config | Mapping[str, Any]) -> Store:
+    """As `open`, but the caller closes the store."""
+    checked = config if isinstance(config, Config) else Config.from_mapping(config)
+    if checked.chunk_bytes is None:
+        raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
+    store = Store(checked, await build(checked, checked.chunk_bytes))
+    logger.info("kvstore: %s", store.description)
+    return store
 
 
 class Store:
@@ -131,6 +72,9 @@ class Store:
 
     A *request* is one prompt that the server works on. Calls that name it
     belong together until `release`; calls that do not are told together by their keys.
+
+    A `timeout` is in seconds; None waits forever. A call whose timeout passes is cancelled,
+    which is safe for every call; when the `TimeoutError` is raised it has ended and holds nothing.
 
     Attributes:
         chunk_bytes: the size of every chunk.
@@ -179,27 +123,25 @@ class Store:
         """
         return self._look_up(keys, request)[1]
 
-    async def resolve(self, keys: Sequence[bytes], request: str | None = None) -> int:
+    async def resolve(
+        self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
+    ) -> int:
         """Wait until `lookup_prefix` has an answer, and return it.
 
         Raises:
-            KVStoreError: as `lookup_prefix`.
+            KVStoreError: as `lookup_prefix`, or for a bad timeout.
+            TimeoutError: if `timeout` seconds went by first; without a name, what was
+                being fetched is not kept.
         """
-        prompt, answer = self._look_up(keys, request)
-        while answer is None:
-            assert prompt is not None
-            prompt.busy += 1
-            try:
-                await self._driver.answered(prompt.id)
-            except BaseException:
-                self._prompts.given_up(prompt)
-                raise
-            prompt.busy -= 1
-            prompt, answer = self._look_up(keys, request)
-        return answer
+        return await within(check_timeout(timeout), "resolve", self._resolve(keys, request))
 
     async def put(
-        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None = None
+        self,
+        keys: Sequence[bytes],
+        buffers: Iterable[object],
+        request: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
 
@@ -213,47 +155,37 @@ class Store:
 
         Raises:
             KVStoreError: for a bad key or a buffer of another size; then nothing was
-                stored. On another loop, or when the store is or gets closed.
+                stored. For a bad timeout, on another loop, or when the store is or gets closed.
+            TimeoutError: if `timeout` seconds went by first. A copy that runs is waited for;
+                chunks that were whole before it stay stored, the others are not.
         """
-        self._driver.check()
-        keys, request = check_keys(keys), check_request(request)
-        sources = chunks_of(buffers, len(keys), self.chunk_bytes)
-        if not keys:
-            return 0
-        prompt = self._prompts.storing(keys, request, time.monotonic())
-        # Also what finds no room is a part of the prompt.
-        self._core.chains.extend(prompt.id, keys)
-        prompt.busy += 1
-        try:
-            stored = await self._puts.put(keys, sources, prompt.id)
-        except BaseException:
-            self._prompts.end(prompt)
-            raise
-        finally:
-            self._prompts.returned(prompt)
-        return stored
+        return await within(check_timeout(timeout), "put", self._put(keys, buffers, request))
 
-    def get(self, keys: Sequence[bytes], request: str | None = None) -> Lease:
+    def get(
+        self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
+    ) -> Lease:
         """Lease the longest prefix of `keys` that there is; zero copy. For ``async with``.
 
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten
         until the block is left, and cannot be used afterwards.
 
         Raises:
-            KVStoreError: as `lookup_prefix`; a block that is left on another loop raises
+            KVStoreError: as `resolve`; a block that is left on another loop raises
                 it too, and the lease ends on its own.
+            TimeoutError: if `timeout` seconds went by before the block began.
             LeaseEndedError: at the end of the block, if an array made from a
                 chunk is still alive: it would see other bytes from now on.
         """
         self._driver.check()
-        keys, request = check_keys(keys), check_request(request)
+        keys, request = list(check_keys(keys)), check_request(request)
+        seconds = check_timeout(timeout)
         if not keys:
             return Lease(self._home, self._nothing, lambda chunks: None)
         # One prompt for both ends of the lease.
         held: list[tuple[Prompt, int]] = []
         return Lease(
             self._home,
-            partial(self._begin_lease, list(keys), request, held),
+            lambda: within(seconds, "get", self._begin_lease(keys, request, held)),
             lambda chunks: self._end_lease(chunks, *held[0]),
         )
 
@@ -269,10 +201,9 @@ class Store:
             KVStoreError: for a bad timeout, on another loop, or when the store is closed.
         """
         self._driver.check()
-        check_timeout(timeout)
-        return await self._save(timeout)
+        return await self._save(check_timeout(timeout))
 
-    async def reset(self) -> None:
+    async def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.
 
         From the call on, nothing stored before is found, and a `put` under way stores
@@ -280,13 +211,11 @@ class Store:
         leases and copies have ended: until then they keep their rows.
 
         Raises:
-            KVStoreError: on another loop, or when the store is closed.
+            KVStoreError: for a bad timeout, on another loop, or when the store is closed.
+            TimeoutError: if `timeout` seconds went by first. Everything is forgotten all
+                the same, and the slower tiers go on forgetting.
         """
-        self._driver.check()
-        self._core.reset()
-        self._driver.pump()
-        while self._core.overtaken or self._core.clearing:
-            await self._driver.moved()
+        await within(check_timeout(timeout), "reset", self._reset())
 
     def compact(self, bytes_per_second: int | str) -> None:
         """Give sparse segments of the disk tiers back from now on, copying at most so much.
@@ -334,7 +263,63 @@ class Store:
         self._home.check()
         return self._core.stats()
 
+    async def close(self, timeout: float | None = None) -> None:
+        """Close in order; may be called again. The end of the block of `open` does it.
+
+        Waits, ``shutdown_timeout_s`` at most, until what was put is on the slower tiers too.
+        When it is cancelled it does not wait for that, but lets go of everything before
+        the cancellation is delivered. Calls under way raise.
+
+        Raises:
+            KVStoreError: for a bad timeout, or on another loop.
+            TimeoutError: if `timeout` seconds went by first; closed it is all the same,
+                as if it had been cancelled.
+        """
+        await within(check_timeout(timeout), "close", self._close())
+
     # -- inside ------------------------------------------------------------------------
+
+    async def _resolve(self, keys: Sequence[bytes], request: str | None) -> int:
+        prompt, answer = self._look_up(keys, request)
+        while answer is None:
+            assert prompt is not None
+            prompt.busy += 1
+            try:
+                await self._driver.answered(prompt.id)
+            except BaseException:
+                self._prompts.given_up(prompt)
+                raise
+            prompt.busy -= 1
+            prompt, answer = self._look_up(keys, request)
+        return answer
+
+    async def _put(
+        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None
+    ) -> int:
+        self._driver.check()
+        keys, request = check_keys(keys), check_request(request)
+        sources = chunks_of(buffers, len(keys), self.chunk_bytes)
+        if not keys:
+            return 0
+        prompt = self._prompts.storing(keys, request, time.monotonic())
+        # Also what finds no room is a part of the prompt.
+        self._core.chains.extend(prompt.id, keys)
+        prompt.busy += 1
+        try:
+            stored = await self._puts.put(keys, sources, prompt.id)
+        except BaseException:
+            self._prompts.end(prompt)
+            raise
+        finally:
+            self._prompts.returned(prompt)
+        return stored
+
+    async def _reset(self) -> None:
+        self._driver.check()
+        self._core.reset()
+        self._driver.pump()
+        while self._core.overtaken or self._core.clearing:
+            await self._driver.moved()
 
     def _look_up(
         self, keys: Sequence[bytes], request: str | None
@@ -361,10 +346,11 @@ class Store:
         Returns:
             The answer, and whether a step was begun, which is for the caller to flush.
         """
-        waiting = self._core.is_waiting
-        if self._driver.fresh and (prompt.told is not None or waiting(prompt.id)):
+        waiting = self._core.is_waiting(prompt.id)
+        if self._driver.fresh and (prompt.told is not None or waiting):
             answer = self._core.lookup_prefix(keys, prompt.id)
-            if answer is not None or waiting(prompt.id):
+            # Who only waits since then came after a step had looked up enough: not the next.
+            if answer is not None or (waiting and self._core.is_waiting(prompt.id)):
                 return answer, False
         self._driver.begin()
         return self._core.lookup_prefix(keys, prompt.id), True
@@ -443,7 +429,7 @@ class Store:
     # -- the end -----------------------------------------------------------------------
 
     async def _close(self) -> None:
-        """Close in order, and to the end, however often it is cancelled."""
+        """Close to the end, however often it is cancelled."""
         self._home.check()
         if self._closing is None:
             self._closing = self._home.loop.create_task(self._shut())

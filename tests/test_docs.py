@@ -59,6 +59,14 @@ def test_the_program_of_the_connector_runs_as_it_stands() -> None:
     assert done.stdout.split("\n") == ["[True]", "10", "[True]", "True", ""]
 
 
+def test_the_program_without_asyncio_runs_as_it_stands() -> None:
+    text = (DOCS / "library.md").read_text().split("## Without asyncio")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[0, 0, 0, 0]\n[8, 8, 8, 8]\n"
+
+
 def test_the_tables_of_a_chunks_life_are_those_of_the_code() -> None:
     program = runpy.run_path(str(DOCS / "life.py"))
     text = (DOCS / "design.md").read_text()

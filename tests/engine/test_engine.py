@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import background
 from kvstore import engine as engine_module
-from kvstore.engine import Engine, EngineThread, new_event_loop
+from kvstore.background import new_event_loop
+from kvstore.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
 from tests.engine.fakes import GatedTier, RaisingTier, SilentTier
@@ -365,7 +367,7 @@ def test_after_the_end_nothing_is_taken_on_and_no_thread_is_left(threads: Start)
     assert engine.close([[]]), "closing twice is harmless"
     with pytest.raises(KVStoreError, match="closed"):
         engine.submit([read(0)])
-    assert not engine._thread.is_alive()
+    assert not engine._thread.running
     assert engine._loop.is_closed()
 
 
@@ -512,7 +514,7 @@ def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.Mo
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(engine_module, "new_event_loop", watched)
+    monkeypatch.setattr(background, "new_event_loop", watched)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="start new thread"):
         EngineThread([])

@@ -11,7 +11,7 @@ import pytest
 
 import kvstore
 from kvstore.store import Store
-from tests.store.support import CHUNK, Open
+from tests.store.support import Open, small
 
 
 @pytest.fixture
@@ -20,26 +20,7 @@ def open_store(tmp_path: Path) -> Open:
 
     @asynccontextmanager
     async def open_store(rows: int = 8, disk: int = 0, **more: Any) -> AsyncIterator[Store]:
-        size = more.get("chunk_bytes", CHUNK)
-        tiers = []
-        if disk:
-            # One segment more than its payload: headers need room too.
-            tiers = [
-                {
-                    "type": "disk",
-                    "path": tmp_path / "cache",
-                    "capacity_bytes": (disk + 16) * size + 2**20,
-                    "segment_bytes": 16 * size + 2**14,
-                }
-            ]
-        config = {
-            "chunk_bytes": size,
-            "cpu_bytes_to_use": rows * size,
-            "tiers": tiers,
-            "deadline_s": 1.0,
-            "shutdown_timeout_s": 10.0,
-            **more,
-        }
+        config = small(tmp_path / "cache", rows, disk, **more)
         async with kvstore.open(config) as store:
             yield store
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,30 @@ def payload(key: bytes, size: int = CHUNK) -> bytes:
 
 def payloads(keys: Sequence[bytes], size: int = CHUNK) -> list[bytes]:
     return [payload(key, size) for key in keys]
+
+
+def small(path: Path, rows: int = 8, disk: int = 0, **more: Any) -> dict[str, Any]:
+    """The configuration of a small store; `disk` is the capacity of its disk tier, in chunks."""
+    size = more.get("chunk_bytes", CHUNK)
+    tiers = []
+    if disk:
+        # One segment more than its payload: headers need room too.
+        tiers = [
+            {
+                "type": "disk",
+                "path": path,
+                "capacity_bytes": (disk + 16) * size + 2**20,
+                "segment_bytes": 16 * size + 2**14,
+            }
+        ]
+    return {
+        "chunk_bytes": size,
+        "cpu_bytes_to_use": rows * size,
+        "tiers": tiers,
+        "deadline_s": 1.0,
+        "shutdown_timeout_s": 10.0,
+        **more,
+    }
 
 
 Open = Callable[..., AbstractAsyncContextManager[Store]]

@@ -129,7 +129,7 @@ async def test_calls_are_refused_as_soon_as_a_hasty_close_began(
 ) -> None:
     gate = hold(monkeypatch, "close")
     async with open_store(disk=32) as store:
-        closing = asyncio.create_task(store._close())
+        closing = asyncio.create_task(store.close())
         await until(lambda: store._driver.closed)
         with pytest.raises(KVStoreError, match="closed"):
             store.lookup_prefix(KEYS)
@@ -292,7 +292,7 @@ async def test_leaving_on_another_loop_does_not_close_the_store(open_store: Open
     opened = open_store(disk=32)
     store = await opened.__aenter__()
     with pytest.raises(KVStoreError, match="belongs to the loop of thread"):
-        await asyncio.to_thread(lambda: asyncio.run(store._close()))
+        await asyncio.to_thread(lambda: asyncio.run(store.close()))
     assert await store.put(KEYS, payloads(KEYS)) == 4
     await opened.__aexit__(None, None, None)
 

@@ -160,7 +160,9 @@ async def test_what_is_no_rate_is_refused(open_store: Open, wrong: Any) -> None:
         assert store._compacting is not None
 
 
-@pytest.mark.parametrize("wrong", ["1", b"1", [], float("nan"), True])
+@pytest.mark.parametrize(
+    "wrong", ["1", b"1", [], float("nan"), True, 10**400], ids=lambda it: f"{it!r:.9}"
+)
 async def test_what_is_no_timeout_is_refused(open_store: Open, wrong: Any) -> None:
     async with open_store() as store:
         with pytest.raises(KVStoreError, match="timeout must be"):

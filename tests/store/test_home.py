@@ -41,7 +41,7 @@ ASYNCHRONOUS: dict[str, Callable[[Store], Any]] = {
     "get": _lease,
     "flush": lambda store: store.flush(),
     "reset": lambda store: store.reset(),
-    "close": lambda store: store._close(),
+    "close": lambda store: store.close(),
 }
 
 
@@ -130,6 +130,23 @@ async def test_a_call_after_a_fork_is_refused(open_store: Open, method: str) -> 
             status = 1
             try:
                 SYNCHRONOUS[method](store)
+            except KVStoreError as error:
+                status = 0 if "belongs to process" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        await still_works(store)
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+async def test_an_awaited_call_after_a_fork_is_refused(open_store: Open, method: str) -> None:
+    async with open_store(disk=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                await ASYNCHRONOUS[method](store)
             except KVStoreError as error:
                 status = 0 if "belongs to process" in str(error) else 2
             finally:

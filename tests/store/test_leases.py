@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import prompts
+from kvstore import driver, prompts
 from kvstore.store import Store
 from tests.store.support import Open, busy, cancel, contents, hold, keys_of, payloads, until
 
@@ -263,3 +263,22 @@ async def test_who_is_silent_for_long_is_taken_for_ended(
         await asyncio.sleep(0.05)
         assert store.lookup_prefix([b"other"]) == 0
         assert len(store._prompts._open) == 1
+
+
+@pytest.mark.parametrize("call", ["resolve", "get"])
+async def test_many_questions_about_what_is_in_host_memory_wait_for_nothing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(driver, "RECHECK_SECONDS", 60.0)
+    async with open_store(rows=8) as store:
+        await store.put(PROMPT, payloads(PROMPT))
+
+        async def ask() -> None:
+            for _ in range(1000):
+                if call == "resolve":
+                    assert await store.resolve(PROMPT) == 6
+                else:
+                    async with store.get(PROMPT) as chunks:
+                        assert len(chunks) == 6
+
+        await asyncio.wait_for(ask(), 10.0)
