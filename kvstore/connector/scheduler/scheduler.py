@@ -141,16 +141,19 @@ class ConnectorScheduler:
 
         Stored is what is computed once the step is done: workers copy it when the next one begins.
         """
-        self._take_blocks(scheduler_output)
-        self.manager.on_schedule_end()
-        loads = self._loads.take_begun()
-        # A load of this step uses blocks that were given out for it.
-        flush = self._jobs.using(self._given_out) - loads.keys()
+        flush: set[int] = set()
+        # First: who was preempted since the last step may have got blocks again in this one.
         for req_id in scheduler_output.preempted_req_ids or ():
             tracked = self._requests.get(req_id)
             if tracked is not None:
                 tracked.drop_blocks()
                 flush |= tracked.jobs
+        self._take_blocks(scheduler_output)
+        self.manager.on_schedule_end()
+        loads = self._loads.take_begun()
+        # A load of this step uses blocks that were given out for it.
+        flush |= self._jobs.using(self._given_out)
+        flush -= loads.keys()
         stores: dict[int, TransferJob] = {}
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
             self._store(req_id, count, stores)
@@ -243,6 +246,7 @@ class ConnectorScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             tracked.name_chunks()
+            tracked.finished = True
         return False, None
 
     def _track(self, request: RequestLike) -> TrackedRequest:
@@ -285,11 +289,14 @@ class ConnectorScheduler:
         """Forget everything that is offloaded. To be called between steps.
 
         Loads under way end well; what is being stored is forgotten. What requests that go on
-        have computed is offered anew.
+        have computed is offered anew, and of those that have finished nothing more.
         """
         self.manager.reset()
         for tracked in self._requests.values():
-            tracked.store_anew()
+            if tracked.finished:
+                tracked.drop_blocks()
+            else:
+                tracked.store_anew()
 
     def shutdown(self) -> None:
         """Let go of everything. No call follows."""

@@ -59,6 +59,18 @@ class GroupState:
             if self.block_ids[place] in blocks:
                 self.block_ids[place] = 0
 
+    def store_anew(self, computed: int) -> None:
+        """Nothing of it is stored any more; `computed` tokens are computed.
+
+        Blocks that the window has left before are somebody else's by now: of chunks that were
+        stored, nobody has noted that.
+        """
+        self.next_chunk = 0
+        if self.group.window is not None:
+            left = max(0, computed - self.group.window + 1) // self.group.tokens_per_block
+            for place in range(min(left, len(self.block_ids))):
+                self.block_ids[place] = 0
+
 
 class TrackedRequest:
     """See the module's text.
@@ -69,7 +81,8 @@ class TrackedRequest:
         jobs: its transfers under way.
         loading: the one that is a load, or None.
         load_failed: nothing is loaded for it any more.
-        ended: the manager has been told that it has finished.
+        finished: the server has told that it has finished.
+        ended: the manager has been told so.
     """
 
     def __init__(self, request: RequestLike, groups: Sequence[Group]) -> None:
@@ -89,6 +102,7 @@ class TrackedRequest:
         self.loading: int | None = None
         self._told = False
         self.load_failed = False
+        self.finished = False
         self.ended = False
 
     # -- its prompt ------------------------------------------------------------------------
@@ -193,7 +207,8 @@ class TrackedRequest:
 
     def store_anew(self) -> None:
         """Nothing of it is stored any more."""
-        self.offered_up_to([0] * len(self.groups))
+        for state in self.groups:
+            state.store_anew(self.request.num_computed_tokens)
 
     def end(self) -> None:
         """It has finished, and nothing more of it is stored."""
