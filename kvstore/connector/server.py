@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 BlockIds = Sequence[Sequence[int]]
-"""For each KV cache group the numbers of blocks of the device, in the order of the prompt. In a
-group with a sliding window, 0 stands for a block that the window has left."""
+"""For each KV cache group the numbers of blocks of the device, in the order of the prompt. Where a
+group has a sliding window, 0 stands for a block that the window has left, and no block has
+the number 0."""
 
 
 class RequestLike(Protocol):
@@ -50,7 +51,8 @@ class RequestLike(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV cache lies in its blocks, before the present step."""
+        """Leading tokens whose KV cache lies in its blocks, computed or loaded, before what the
+        present step computes. Where steps overlap, those of steps under way are counted."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:

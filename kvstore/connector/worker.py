@@ -36,7 +36,8 @@ class ConnectorWorker:
       its tokens; loads begin before that;
     * copies whose blocks are about to be written again have ended when `start_transfers` returns;
     * each transfer is reported once, those that one handler took in their order; one that fails,
-      or that no handler takes, is reported as failed, and nothing raises.
+      or that no handler takes, is reported as failed, and nothing raises. What no handler takes
+      is reported after all that was taken before it.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -94,12 +95,15 @@ class ConnectorWorker:
     def get_finished(self) -> ConnectorOutput:
         """What has ended since the last call. Never waits."""
         output = ConnectorOutput()
-        for number in self._refused:
-            self._report(TransferResult(number, False), output)
-        self._refused = []
         for handler in self._handlers:
             for result in handler.get_finished():
                 self._report(result, output)
+        # After a reset the same keys may be stored or loaded by two: the older ends first.
+        oldest = min(self._under_way, default=None)
+        for number in list(self._refused):
+            if oldest is None or number < oldest:
+                self._refused.remove(number)
+                self._report(TransferResult(number, False), output)
         return output
 
     def wait(self, job_ids: Collection[int] | None = None) -> None:

@@ -26,6 +26,7 @@ class Matcher:
         self._groups = sorted(
             groups, key=lambda group: (group.window is not None, -(group.window or 0))
         )
+        self._least = max(group.tokens_per_chunk for group in groups)
 
     def match(
         self,
@@ -44,13 +45,14 @@ class Matcher:
         """
         if self._manager.is_deferred(context):
             return None
+        # Before anybody is asked: what was said for a larger end need not hold for a smaller one.
+        end = min(end, *(len(keys[group.index]) * group.tokens_per_chunk for group in self._groups))
+        if end - computed < self._least:
+            return 0
         while True:
             deferred = unsure = again = False
             for group in self._groups:
                 its = keys[group.index]
-                end = min(end, len(its) * group.tokens_per_chunk)
-                if end - computed < group.tokens_per_chunk:
-                    return 0
                 boundary = self._boundary(group, its, computed, end, context)
                 if boundary is None:
                     deferred = unsure = True
@@ -59,7 +61,7 @@ class Matcher:
                     # What was said for a larger end need not hold for this one.
                     again |= unsure
                     end = boundary
-                if end - computed < group.tokens_per_chunk:
+                if end - computed < self._least:
                     return 0
                 unsure |= group.window is not None
             if not again:

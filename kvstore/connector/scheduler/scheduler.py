@@ -9,10 +9,11 @@ At each step of its scheduler a server
    they compute;
 4. gives what they have ended to `update_connector_output`.
 
-Of a request that has finished, or was aborted at any time, it tells `request_finished`, and
+Of a request that has finished, or was aborted between steps, it tells `request_finished`, and
 names it in `finished_req_ids` of the next step. Its blocks, and those of one that was preempted,
 may be given to others at once, as long as each block that is given out is named in the step
-that does it: transfers that still use such a block are ended before it is written.
+that does it: transfers that still use such a block are ended before it is written. Its name may
+be another's once a step has named it, and its load, if there was one, has ended.
 
 Steps go on while there `has_pending_work`.
 """
@@ -76,7 +77,8 @@ class ConnectorScheduler:
         a server computes the last one all the same.
 
         Args:
-            num_computed_tokens: leading tokens that the device has, whole blocks of them.
+            num_computed_tokens: leading tokens that the device's own prefix cache has, whole blocks
+                of them.
 
         Returns:
             The number, and whether they are loaded between steps, as they are if there are any.
@@ -84,6 +86,7 @@ class ConnectorScheduler:
         tracked = self._track(request)
         tracked.drop_blocks()
         if tracked.jobs:
+            self._stats.deferred += 1
             return None, False
         tracked.look_up(num_computed_tokens)
         matched: int | None = 0
@@ -141,16 +144,18 @@ class ConnectorScheduler:
 
         Stored is what is computed once the step is done: workers copy it when the next one begins.
         """
-        self._take_blocks(scheduler_output)
-        self.manager.on_schedule_end()
-        loads = self._loads.take_begun()
-        flush = self._jobs.using(self._given_out)
+        flush: set[int] = set()
+        # First: who was preempted since the last step may have got blocks again in this one.
         for req_id in scheduler_output.preempted_req_ids or ():
             tracked = self._requests.get(req_id)
             if tracked is not None:
                 tracked.drop_blocks()
                 flush |= tracked.jobs
+        self._take_blocks(scheduler_output)
+        self.manager.on_schedule_end()
+        loads = self._loads.take_begun()
         # A load of this step uses blocks that were given out for it.
+        flush |= self._jobs.using(self._given_out)
         flush -= loads.keys()
         stores: dict[int, TransferJob] = {}
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
@@ -243,7 +248,7 @@ class ConnectorScheduler:
         """
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
-            tracked.name_chunks()
+            tracked.finish()
         return False, None
 
     def _track(self, request: RequestLike) -> TrackedRequest:
@@ -286,7 +291,9 @@ class ConnectorScheduler:
         """Forget everything that is offloaded. To be called between steps.
 
         Loads under way end well; what is being stored is forgotten. What requests that go on
-        have computed is offered anew.
+        have computed is offered anew, and of those that have finished nothing more. Where the
+        weights change, a server first preempts what runs and waits for loads: what the device
+        holds is its own.
         """
         self.manager.reset()
         for tracked in self._requests.values():

@@ -29,7 +29,8 @@ class Stores:
     ) -> tuple[Job, TransferJob] | None:
         """Offer what a request will have computed in this step and was not offered yet.
 
-        What finds no room now is offered again in its next step. None if nothing is to be copied.
+        Where nothing finds room, it is offered again in its next step. Where a part finds some, the
+        rest is not. None if nothing is to be copied.
 
         Args:
             scheduled: tokens that it computes in this step, or None if it has finished.

@@ -78,7 +78,8 @@ class TrackedRequest:
         jobs: its transfers under way.
         loading: the one that is a load, or None.
         load_failed: nothing is loaded for it any more.
-        ended: the manager has been told that it has finished.
+        finished: the server has told that it has finished.
+        ended: the manager has been told so.
     """
 
     def __init__(self, request: RequestLike, groups: Sequence[Group]) -> None:
@@ -98,6 +99,7 @@ class TrackedRequest:
         self.loading: int | None = None
         self._told = False
         self.load_failed = False
+        self.finished = False
         self.ended = False
 
     # -- its prompt ------------------------------------------------------------------------
@@ -200,8 +202,16 @@ class TrackedRequest:
         for state, end in zip(self.groups, ends, strict=True):
             state.next_chunk = end
 
+    def finish(self) -> None:
+        """The server has told that it has finished."""
+        self.name_chunks()
+        self.finished = True
+
     def store_anew(self) -> None:
-        """Nothing of it is stored any more."""
+        """Nothing of it is stored any more. Of what has finished nothing more is stored."""
+        if self.finished:
+            self.drop_blocks()
+            return
         for state in self.groups:
             state.store_anew(self.request.num_computed_tokens)
 

@@ -1,0 +1,281 @@
+"""How many tokens can be loaded, against trying every boundary."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvstore.connector.server import Block, KVBlocks
+from tests.connector.scripted import Key, Prompt, Scripted, key, scheduler_over
+
+unhurried = settings(max_examples=400, deadline=None, derandomize=True)
+few = settings(unhurried, max_examples=120)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server, a prompt, and what is known of its chunks.
+
+    Attributes:
+        groups: for each the tokens of a block of the device, and the window.
+        factor: blocks of the device in a chunk.
+        computed: tokens that the device has.
+        hits: chunks that can be loaded.
+        deferred: chunks that are being fetched.
+    """
+
+    hash_size: int
+    groups: tuple[tuple[int, int | None], ...]
+    factor: int
+    tokens: int
+    computed: int
+    hits: frozenset[Key]
+    deferred: frozenset[Key] = frozenset()
+
+    def chunk(self, group: int) -> int:
+        """Tokens of a chunk."""
+        return self.groups[group][0] * self.factor
+
+    @property
+    def end(self) -> int:
+        """The largest boundary that counts: with a window the last token is computed anew."""
+        return self.tokens - any(window is not None for _, window in self.groups)
+
+    def name(self, place: Key) -> bytes:
+        group, chunk = place
+        return key(group, chunk, self.chunk(group) // self.hash_size)
+
+    def places(self) -> list[Key]:
+        """All chunks that may be asked for."""
+        return [
+            (group, chunk)
+            for group in range(len(self.groups))
+            for chunk in range(self.computed // self.chunk(group), self.tokens // self.chunk(group))
+        ]
+
+
+def supplies(case: Case, group: int, boundary: int, hits: Iterable[Key]) -> bool:
+    """Whether one group has what a request needs that computes on from `boundary`."""
+    size, window = case.chunk(group), case.groups[group][1]
+    if boundary > case.tokens // size * size:
+        return False
+    first = 0
+    last = (boundary - 1) // size
+    if window is not None:
+        # The chunk that ends it is wanted even where the window of the next token is empty.
+        first = min(max(0, boundary - window + 1) // size, last)
+        if boundary % size == 0:
+            first = min(first, boundary // size - math.ceil(window / size))
+    first = max(first, case.computed // size)
+    return all((group, chunk) in hits for chunk in range(first, last + 1))
+
+
+def expected(case: Case, hits: Iterable[Key]) -> int:
+    """The largest boundary that all groups supply, by trying each."""
+    everyone = range(len(case.groups))
+    for boundary in range(case.end, case.computed, -1):
+        if all(supplies(case, group, boundary, hits) for group in everyone):
+            found = boundary - case.computed
+            return 0 if any(found < case.chunk(group) for group in everyone) else found
+    return 0
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most_deferred: int = 0, most_groups: int = 3) -> Case:
+    hash_size = draw(st.integers(1, 3))
+    windows = st.none() | st.integers(1, 9 * hash_size)
+    count = draw(st.integers(1, most_groups))
+    if draw(st.booleans()):
+        sizes = [draw(st.integers(1, 2)) * hash_size] * count
+        factor = draw(st.integers(1, 3))
+    else:
+        sizes = [draw(st.integers(1, 4)) * hash_size for _ in range(count)]
+        factor = 1 if len(set(sizes)) > 1 else draw(st.integers(1, 3))
+    groups = tuple((size, draw(windows)) for size in sizes)
+    whole = math.lcm(*sizes)
+    tokens = draw(st.integers(1, 20 * hash_size))
+    computed = draw(st.integers(0, max(0, (tokens - 1) // whole))) * whole
+    bare = Case(hash_size, groups, factor, tokens, computed, frozenset())
+    places = bare.places()
+    misses = draw(st.sets(st.sampled_from(places), max_size=5)) if places else set()
+    others = [place for place in places if place not in misses]
+    deferred = (
+        draw(st.sets(st.sampled_from(others), max_size=most_deferred))
+        if others and most_deferred
+        else set()
+    )
+    hits = frozenset(others) - deferred
+    return Case(hash_size, groups, factor, tokens, computed, hits, frozenset(deferred))
+
+
+class Asking:
+    """A request that is looked up."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.manager = Scripted({case.name(place): True for place in case.hits})
+        self.manager.answers |= {case.name(place): None for place in case.deferred}
+        self.scheduler = scheduler_over(self.manager, case.hash_size, case.groups, case.factor)
+        self.prompt = Prompt(case.tokens, case.hash_size)
+
+    def ask(self) -> int | None:
+        matched, between_steps = self.scheduler.get_num_new_matched_tokens(
+            self.prompt, self.case.computed
+        )
+        assert between_steps == bool(matched)
+        return matched
+
+    def asked(self) -> set[Key]:
+        return {
+            place for place in self.case.places() if self.case.name(place) in self.manager.asked
+        }
+
+    def resolve(self, hits: Iterable[Key], misses: Iterable[Key]) -> None:
+        self.manager.answers |= {self.case.name(place): True for place in hits}
+        self.manager.answers |= {self.case.name(place): False for place in misses}
+
+    def load(self, matched: int) -> int:
+        """Load what was found, into the blocks that a server gives; returns how many chunks."""
+        end = self.case.computed + matched
+        given = []
+        for size, window in self.case.groups:
+            left = 0 if window is None else max(0, end - window + 1) // size
+            given.append([Block(n + 1, n < left) for n in range(-(-self.case.tokens // size))])
+        self.scheduler.update_state_after_alloc(self.prompt, KVBlocks(given), matched)
+        (job,) = self.scheduler._loads.take_begun().values()
+        return len(job.src_spec.block_ids)  # type: ignore[attr-defined]
+
+
+def ways(places: Iterable[Key]) -> Iterable[tuple[set[Key], set[Key]]]:
+    """All ways in which fetches can end: what is there, and what is not."""
+    places = list(places)
+    for ends in itertools.product((True, False), repeat=len(places)):
+        yield (
+            {place for place, there in zip(places, ends, strict=True) if there},
+            {place for place, there in zip(places, ends, strict=True) if not there},
+        )
+
+
+@given(cases())
+@unhurried
+def test_the_answer_is_the_largest_boundary_that_all_groups_supply(case: Case) -> None:
+    assert Asking(case).ask() == expected(case, case.hits)
+
+
+@given(cases())
+@unhurried
+def test_what_was_found_can_be_loaded_into_the_blocks_that_windows_leave(case: Case) -> None:
+    asking = Asking(case)
+    matched = asking.ask()
+    assume(matched)
+    assert matched is not None
+    asking.load(matched)
+
+
+@given(cases(most_deferred=5))
+@unhurried
+def test_an_answer_holds_whatever_is_still_being_fetched(case: Case) -> None:
+    assume(case.deferred)
+    answer = Asking(case).ask()
+    if answer is not None:
+        for there, _ in ways(case.deferred):
+            assert answer == expected(case, case.hits | there)
+
+
+@given(cases(most_deferred=5))
+@few
+def test_only_chunks_between_the_two_ends_can_defer(case: Case) -> None:
+    assume(case.deferred)
+    within = [
+        (group, chunk)
+        for group, chunk in case.deferred
+        if chunk * case.chunk(group)
+        < min(case.end, case.tokens // case.chunk(group) * case.chunk(group))
+    ]
+    if not within:
+        assert Asking(case).ask() is not None
+
+
+@given(cases(most_deferred=5))
+@few
+def test_once_all_are_there_or_not_the_answer_is_given(case: Case) -> None:
+    assume(case.deferred)
+    for there, lost in ways(case.deferred):
+        asking = Asking(case)
+        asking.ask()
+        asking.resolve(there, lost)
+        assert asking.ask() == expected(case, case.hits | there)
+
+
+@given(cases(most_deferred=5, most_groups=1))
+@few
+def test_of_one_group_all_that_matters_is_asked_for_at_once(case: Case) -> None:
+    """So that one wait is enough: what was not asked for changes no answer."""
+    assume(case.deferred)
+    asking = Asking(case)
+    if asking.ask() is None:
+        waited_for = asking.asked() & case.deferred
+        for there, lost in ways(waited_for):
+            again = Asking(case)
+            again.ask()
+            again.resolve(there, lost)
+            answer = again.ask()
+            assert answer is not None
+            for more, _ in ways(case.deferred - waited_for):
+                assert answer == expected(case, case.hits | there | more)
+
+
+def most_waits(case: Case) -> int:
+    """How often a request waits at most, if all that was asked for is there, or not, then."""
+    worst = 0
+
+    def wait(hits: set[Key], misses: set[Key], waits: int) -> None:
+        nonlocal worst
+        worst = max(worst, waits)
+        asking = Asking(case)
+        asking.resolve(hits, misses)
+        if asking.ask() is None:
+            new = (asking.asked() & case.deferred) - hits - misses
+            assert new, "it waits for nothing"
+            for there, lost in ways(new):
+                wait(hits | there, misses | lost, waits + 1)
+
+    wait(set(), set(), 0)
+    return worst
+
+
+@given(cases(most_deferred=4))
+@few
+def test_a_request_waits_once_and_once_more_for_each_window_that_another_group_cuts(
+    case: Case,
+) -> None:
+    """If all that was asked for is there, or known to be lost, when it asks again.
+
+    All that the largest boundary needs is asked for at once. What smaller ones need of a group
+    with a window is asked for only when another group has cut the boundary.
+    """
+    assume(case.deferred)
+    windows = sum(window is not None for _, window in case.groups)
+    assert most_waits(case) <= 1 + (windows if len(case.groups) > 1 else 0)
+
+
+# -- cases that were wrong once --------------------------------------------------------------
+
+
+def test_a_group_with_larger_chunks_leaves_less_before_any_window_is_looked_for() -> None:
+    """Group 1 has no whole chunk behind token 8, where the window of group 0 is not there."""
+    there = frozenset({(0, 1), (0, 2), (1, 0)})
+    case = Case(4, ((4, 8), (8, 4)), 1, 13, 0, there)
+    assert expected(case, there) == 0
+    assert Asking(case).ask() == 0
+
+
+def test_less_than_a_chunk_of_any_group_is_nothing_whichever_group_leaves_it() -> None:
+    there = frozenset({(0, 0), (1, 0)})
+    case = Case(4, ((8, None), (4, None)), 1, 8, 0, there)
+    assert Asking(case).ask() == 0
