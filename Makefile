@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # skipped is listed with its reason. A worker that crashes ends the run.
 TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
-.PHONY: demo test check unit vllm figures engine kill reset simulation soak fuzz clean
+.PHONY: demo test check unit vllm figures engine gpu kill reset simulation soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -38,6 +38,11 @@ figures: $(READY)
 # Four streams of 10,000 random requests through the paged engine, token by token: some minutes.
 engine: $(READY)
 	@KVSTORE_REQUESTS=10000 $(TESTS) tests/examples/test_paged_engine.py --timeout 1800 -o faulthandler_timeout=1900
+
+# Copies to and from a CUDA device, and their rates. Without one, the same tests over a pretended one.
+gpu: $(READY)
+	@$(BIN)/python -m pytest -rs tests/gpu
+	@$(BIN)/python benchmarks/gpu_copy.py
 
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
 kill: $(READY)

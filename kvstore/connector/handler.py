@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.device import HostCopies
+    from kvstore.device import CudaCopies, HostCopies, Ticket
 
-__all__ = ["HostHandler", "OffloadingHandler", "TransferResult", "TransferSpec"]
+__all__ = ["CudaHandler", "HostHandler", "OffloadingHandler", "TransferResult", "TransferSpec"]
 
 logger = logging.getLogger("kvstore")
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 """From where to where."""
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,13 @@ class HostHandler(OffloadingHandler):
     Serves both directions: which one, the specs of a transfer say.
     """
 
-    def __init__(self, copies: HostCopies) -> None:
+    def __init__(self, copies: HostCopies, release: Callable[[], None] = _nothing) -> None:
+        """
+        Args:
+            release: called at shutdown, when nobody here uses host memory any more.
+        """
         self._copies: HostCopies | None = copies
+        self._release = release
         self._done: list[TransferResult] = []
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -96,4 +107,77 @@ class HostHandler(OffloadingHandler):
         return done
 
     def shutdown(self) -> None:
-        self._copies = None
+        if self._copies is not None:
+            self._copies = None
+            self._release()
+
+
+class CudaHandler(OffloadingHandler):
+    """For a KV cache on a CUDA device: transfers of one direction queue up on a stream.
+
+    Nothing waits but `wait` and `shutdown`.
+    """
+
+    def __init__(
+        self, copies: CudaCopies, *, store: bool, release: Callable[[], None] = _nothing
+    ) -> None:
+        """
+        Args:
+            store: whether it copies to rows, or from them.
+            release: as of `HostHandler`.
+        """
+        self._copies: CudaCopies | None = copies
+        self._release = release
+        self._store = store
+        self._queue: deque[tuple[int, Ticket | None]] = deque()
+        """Jobs in their order; None for one that could not begin."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        source, target = spec
+        copies = self._copies
+        if copies is None:
+            return False
+        ticket: Ticket | None = None
+        try:
+            if self._store:
+                assert isinstance(source, DeviceLoadStoreSpec)
+                assert isinstance(target, HostLoadStoreSpec)
+                ticket = copies.store(source, target)
+            else:
+                assert isinstance(source, HostLoadStoreSpec)
+                assert isinstance(target, DeviceLoadStoreSpec)
+                ticket = copies.load(source, target)
+        except (IndexError, ValueError, RuntimeError, KVStoreError):
+            logger.exception("job %d could not begin", job_id)
+        if ticket is not None and ticket.error:
+            logger.error("job %d: the CUDA driver refuses a copy (error %d)", job_id, ticket.error)
+        self._queue.append((job_id, ticket))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        while self._queue:
+            job, ticket = self._queue[0]
+            if ticket is not None and not ticket.done:
+                break
+            self._queue.popleft()
+            if ticket is None or ticket.error:
+                results.append(TransferResult(job, False))
+            else:
+                results.append(TransferResult(job, True, ticket.size, ticket.seconds))
+        return results
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job, ticket in self._queue:
+            if job in job_ids and ticket is not None:
+                ticket.wait()
+
+    def shutdown(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is None:
+            return
+        try:
+            copies.shutdown()
+        except Exception:
+            logger.exception("the device does not answer; its rows are given back all the same")
+        self._release()

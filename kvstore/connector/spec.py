@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.assembly import rows_for
 from kvstore.config import Config
 from kvstore.connector.config import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
-from kvstore.connector.handler import HostHandler, OffloadingHandler
+from kvstore.connector.handler import CudaHandler, HostHandler, OffloadingHandler
 from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import ConfigError
@@ -21,7 +22,7 @@ from tiers.pinned import PinnedRegion
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.device import HostCopies
+    from kvstore.device import Pages
 
 __all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
 
@@ -220,17 +221,48 @@ class KVStoreSpec(OffloadingSpec):
         """
         Raises:
             ConfigError: for a layer that has no tensor, a tensor whose blocks are larger
-                than was announced, and one that is not in host memory.
+                than was announced, and a device that is neither host memory nor CUDA.
         """
-        from kvstore.device import HostCopies, Pages, pages_of
+        from kvstore.device import CudaCopies, HostCopies
 
-        groups: list[list[Pages]] = []
+        groups = self._tables(kv_caches, attn_backends or {})
+        devices = {pages.tensor.device.type for tables in groups for pages in tables}
+        if devices not in ({"cpu"}, {"cuda"}):
+            raise ConfigError(
+                f"a KV cache on {', '.join(sorted(devices))}: must be in host memory or on CUDA"
+            )
+        region = self._region(share_region)
+        first = (self._rank or 0) * self._part_bytes
+        rows = region.array[:, first : first + self._part_bytes]
+        try:
+            if devices == {"cpu"}:
+                copies = HostCopies(groups, rows, self.block_size_factor)
+                handler = HostHandler(copies, lambda: self._release(region))
+                return _both_ways(handler, handler)
+            region.register_with_cuda()
+            on_device = CudaCopies(groups, rows, self.block_size_factor)
+        except BaseException:
+            self._release(region)
+            raise
+        last = _at_last(2, lambda: self._release(region))
+        return _both_ways(
+            CudaHandler(on_device, store=True, release=last),
+            CudaHandler(on_device, store=False, release=last),
+        )
+
+    def _tables(
+        self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
+    ) -> list[list[Pages]]:
+        """For each KV cache group the tables of its blocks."""
+        from kvstore.device import pages_of
+
+        groups = []
         for group in self.kv_cache_config.kv_cache_groups:
             tables: list[Pages] = []
             for layer in group.layer_names:
                 if layer not in kv_caches:
                     raise ConfigError(f"layer {layer} has no KV tensor")
-                dim = _block_dim((attn_backends or {}).get(layer, 0), layer)
+                dim = _block_dim(attn_backends.get(layer, 0), layer)
                 pages = pages_of(kv_caches[layer], dim)
                 held = sum(table.size for table in pages)
                 if held > group.kv_cache_spec.page_size_bytes:
@@ -240,21 +272,7 @@ class KVStoreSpec(OffloadingSpec):
                     )
                 tables += pages
             groups.append(tables)
-        region = self._region(share_region)
-        first = (self._rank or 0) * self._part_bytes
-        rows = region.array[:, first : first + self._part_bytes]
-        try:
-            copies = HostCopies(groups, rows, self.block_size_factor)
-        except BaseException:
-            self._release(region)
-            raise
-        handler = _Handler(copies, lambda: self._release(region))
-        return iter(
-            [
-                (DeviceLoadStoreSpec, HostLoadStoreSpec, handler),
-                (HostLoadStoreSpec, DeviceLoadStoreSpec, handler),
-            ]
-        )
+        return groups
 
     def _region(self, meet: Callable[[str, int, int, int], PinnedRegion]) -> PinnedRegion:
         """Host memory: where workers have processes of their own, they `meet` there."""
@@ -267,18 +285,24 @@ class KVStoreSpec(OffloadingSpec):
         release_region(self._server, region)
 
 
-class _Handler(HostHandler):
-    """Lets go of host memory at the end."""
+def _both_ways(stores: OffloadingHandler, loads: OffloadingHandler) -> Handlers:
+    return iter(
+        [
+            (DeviceLoadStoreSpec, HostLoadStoreSpec, stores),
+            (HostLoadStoreSpec, DeviceLoadStoreSpec, loads),
+        ]
+    )
 
-    def __init__(self, copies: HostCopies, release: Callable[[], None]) -> None:
-        super().__init__(copies)
-        self._release: Callable[[], None] | None = release
 
-    def shutdown(self) -> None:
-        super().shutdown()
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+def _at_last(calls: int, act: Callable[[], None]) -> Callable[[], None]:
+    """What acts when it is called for the last of so many times."""
+    left = itertools.count(calls - 1, -1)
+
+    def called() -> None:
+        if next(left) == 0:
+            act()
+
+    return called
 
 
 def _positive(name: str, value: object) -> int:

@@ -267,7 +267,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="layer layer-0-1 has 1536 bytes in a block where 1024"):
         spec.get_handlers(larger)
     elsewhere = {**layers, "layer-0-0": layers["layer-0-0"].to("meta")}
-    with pytest.raises(ConfigError, match="on meta"):
+    with pytest.raises(ConfigError, match="on cpu, meta: must be in host memory or on CUDA"):
         spec.get_handlers(elsewhere)
 
     class Odd:

@@ -1,0 +1,308 @@
+"""Copies on a device's streams, byte for byte beside those in host memory.
+
+Each test runs over a pretended device, which is host memory, and over a real one if there is one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvstore.connector.handler import CudaHandler  # noqa: E402
+from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec  # noqa: E402
+from kvstore.device import CudaCopies, HostCopies, Pages, pages_of  # noqa: E402
+from kvstore.device.cuda import WAYS  # noqa: E402
+from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
+from tests.gpu.pretend import PretendCuda, PretendDriver  # noqa: E402
+from tiers.pinned import PinnedRegion  # noqa: E402
+
+ROWS = 12
+BLOCKS = 24
+
+
+@pytest.fixture(params=["pretended", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "pretended":
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device: copies on a real one were not run")
+    return "cuda"
+
+
+class Bed:
+    """The same KV cache on a device and in host memory, and rows for either."""
+
+    def __init__(
+        self,
+        device: str,
+        way: str = "batch",
+        *,
+        per_chunk: int = 2,
+        groups: int = 1,
+        page: int = 30,
+        pinned: bool = True,
+        seed: int = 0,
+    ) -> None:
+        dice = torch.Generator().manual_seed(seed)
+        self.device = device
+        self.per_chunk = per_chunk
+        self.tensors: list[Any] = []
+        self.copied: list[Any] = []
+        here: list[list[Pages]] = []
+        there: list[list[Pages]] = []
+        for group in range(groups):
+            here.append([])
+            there.append([])
+            shapes = ((BLOCKS, 2, page // 2), 0), ((2, BLOCKS, page // 2 + group), 1)
+            for shape, dim in shapes:
+                tensor = torch.randint(0, 255, shape, dtype=torch.uint8, generator=dice)
+                copied = tensor.clone() if device == "cpu" else tensor.to(device)
+                self.tensors.append(tensor)
+                self.copied.append(copied)
+                here[-1] += pages_of(tensor, dim)
+                there[-1] += pages_of(copied, dim)
+        width = max(sum(pages.size for pages in tables) for tables in here) * per_chunk
+        self.region = PinnedRegion.private(ROWS, -(-width // 4096) * 4096)
+        if device == "cuda" and pinned:
+            assert self.region.register_with_cuda()
+        self.rows = np.zeros_like(self.region.array)
+        self.host = HostCopies(here, self.rows, per_chunk)
+        self.cuda: Any = torch.cuda
+        self.calls: PretendDriver | None = None
+        if device == "cpu":
+            self.cuda = PretendCuda()
+            self.calls = PretendDriver(self.cuda)
+        self.copies = CudaCopies(
+            there, self.region.array, per_chunk, way=way, cuda=self.cuda, calls=self.calls
+        )
+        if self.calls is not None:
+            self.calls.know(self.copies._stores, self.copies._loads)
+
+    def same(self) -> bool:
+        """Whether device and rows hold what host memory says."""
+        tensors = all(
+            torch.equal(one, other.cpu())
+            for one, other in zip(self.tensors, self.copied, strict=True)
+        )
+        return tensors and bool((self.rows == self.region.array).all())
+
+    def places(self, dice: random.Random) -> tuple[DeviceLoadStoreSpec, HostLoadStoreSpec]:
+        """Any blocks of any groups, and rows for them."""
+        groups = len(self.host._groups)
+        sizes = [dice.randint(0, 6) for _ in range(groups)]
+        firsts = [dice.randint(0, 9) for _ in range(groups)]
+        chunks = sum(
+            -(-(first % self.per_chunk + size) // self.per_chunk) if size else 0
+            for first, size in zip(firsts, sizes, strict=True)
+        )
+        if chunks > ROWS:
+            return self.places(dice)
+        if dice.random() < 0.5:
+            begin = dice.randrange(BLOCKS - sum(sizes) + 1)
+            blocks = list(range(begin, begin + sum(sizes)))
+        else:
+            blocks = dice.sample(range(BLOCKS), sum(sizes))
+        rows = dice.sample(range(ROWS), chunks)
+        return DeviceLoadStoreSpec(blocks, sizes, firsts), HostLoadStoreSpec(rows)
+
+    def close(self) -> None:
+        self.copies.shutdown()
+        self.region.close()
+
+
+@pytest.fixture
+def beds() -> Iterator[list[Bed]]:
+    made: list[Bed] = []
+    yield made
+    for bed in made:
+        bed.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("page", [30, 512, 4096, 65536])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_copies_what_the_host_copies_do(
+    device: str, way: str, page: int, pinned: bool, beds: list[Bed]
+) -> None:
+    dice = random.Random(page)
+    for per_chunk in (1, 2, 3):
+        for groups in (1, 2):
+            shape = {"per_chunk": per_chunk, "groups": groups, "page": page}
+            bed = Bed(device, way, pinned=pinned, seed=per_chunk, **shape)
+            beds.append(bed)
+            for _ in range(12):
+                blocks, rows = bed.places(dice)
+                if dice.random() < 0.5:
+                    size, ticket = bed.host.store(blocks, rows), bed.copies.store(blocks, rows)
+                else:
+                    size, ticket = bed.host.load(rows, blocks), bed.copies.load(rows, blocks)
+                ticket.wait()
+                assert ticket.done
+                assert (ticket.size, ticket.error) == (size, 0)
+                assert ticket.seconds >= 0
+            assert bed.same()
+
+
+def test_neighbours_are_copied_in_one_piece(device: str, beds: list[Bed]) -> None:
+    bed = Bed(device, page=64, per_chunk=4)
+    beds.append(bed)
+    side_by_side = bed.copies._addresses.fragments(
+        DeviceLoadStoreSpec(range(4, 12)), HostLoadStoreSpec([3, 4])
+    )
+    # Three tables: two of them of half pages. Rows are not merged.
+    assert len(side_by_side) == 2 * 3
+    scattered = bed.copies._addresses.fragments(
+        DeviceLoadStoreSpec([9, 3, 7, 5]), HostLoadStoreSpec([3])
+    )
+    assert len(scattered) == 4 * 3
+    assert scattered.bytes * 2 == side_by_side.bytes
+
+
+def test_a_store_copies_what_the_compute_stream_was_given_before(
+    device: str, beds: list[Bed]
+) -> None:
+    bed = Bed(device, page=65536)
+    beds.append(bed)
+    value = torch.full_like(bed.copied[0], 7)
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+        bed.copied[0].copy_(value, non_blocking=True)
+    else:
+        bed.cuda.compute.queue.append(lambda: bed.copied[0].copy_(value))
+    ticket = bed.copies.store(DeviceLoadStoreSpec([2, 5]), HostLoadStoreSpec([1]))
+    assert not ticket.done
+    ticket.wait()
+    bed.tensors[0].fill_(7)
+    bed.host.store(DeviceLoadStoreSpec([2, 5]), HostLoadStoreSpec([1]))
+    assert bed.same()
+
+
+def test_a_load_waits_for_what_the_compute_stream_still_reads(device: str, beds: list[Bed]) -> None:
+    bed = Bed(device, page=65536)
+    beds.append(bed)
+    blocks, rows = DeviceLoadStoreSpec([2, 5]), HostLoadStoreSpec([1])
+    bed.copies.store(DeviceLoadStoreSpec([3, 4]), rows).wait()
+    before = bed.copied[0].clone()
+    seen = torch.zeros_like(bed.copied[0])
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+        seen.copy_(bed.copied[0], non_blocking=True)
+    else:
+        bed.cuda.compute.queue.append(lambda: seen.copy_(bed.copied[0]))
+    ticket = bed.copies.load(rows, blocks)
+    ticket.wait()
+    assert torch.equal(seen, before)
+    assert torch.equal(bed.copied[0][2], before[3])
+
+
+def test_nothing_begins_while_a_graph_is_captured(device: str, beds: list[Bed]) -> None:
+    bed = Bed(device)
+    beds.append(bed)
+    blocks, rows = DeviceLoadStoreSpec([2, 5]), HostLoadStoreSpec([1])
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), pytest.raises(KVStoreError, match="graph is captured"):
+            bed.copies.store(blocks, rows)
+    else:
+        bed.cuda.capturing = True
+        with pytest.raises(KVStoreError, match="graph is captured"):
+            bed.copies.store(blocks, rows)
+    assert not bed.region.array.any()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "error"),
+    [
+        ([0, -1], [0], IndexError),
+        ([0, BLOCKS], [0], IndexError),
+        ([0, 1], [ROWS], IndexError),
+        ([0, 1, 2], [0], ValueError),
+    ],
+)
+def test_places_that_are_not_there_are_refused_and_nothing_is_copied(
+    device: str, blocks: list[int], rows: list[int], error: type[Exception], beds: list[Bed]
+) -> None:
+    bed = Bed(device)
+    beds.append(bed)
+    with pytest.raises(error):
+        bed.copies.store(DeviceLoadStoreSpec(blocks), HostLoadStoreSpec(rows))
+    bed.copies.shutdown()
+    assert not bed.region.array.any()
+
+
+# -- the handler -------------------------------------------------------------------------------
+
+
+def test_a_handler_reports_in_order_and_only_what_has_ended(device: str, beds: list[Bed]) -> None:
+    bed = Bed(device, page=65536)
+    beds.append(bed)
+    handler = CudaHandler(bed.copies, store=True)
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+    for job in range(4):
+        spec = DeviceLoadStoreSpec([job, 10]), HostLoadStoreSpec([job])
+        assert handler.transfer_async(job, spec)
+    assert handler.get_finished() == []
+    handler.wait([1])
+    ended = [result.job_id for result in handler.get_finished()]
+    assert ended[:2] == [0, 1]
+    handler.wait([3])
+    ended += [result.job_id for result in handler.get_finished()]
+    assert ended == [0, 1, 2, 3]
+    handler.shutdown()
+    assert not handler.transfer_async(5, (DeviceLoadStoreSpec([1]), HostLoadStoreSpec([1])))
+
+
+def test_a_job_that_cannot_begin_is_reported_as_failed_in_its_turn(
+    device: str, beds: list[Bed]
+) -> None:
+    bed = Bed(device)
+    beds.append(bed)
+    handler = CudaHandler(bed.copies, store=False)
+    assert handler.transfer_async(0, (HostLoadStoreSpec([1]), DeviceLoadStoreSpec([1, 2])))
+    assert handler.transfer_async(1, (HostLoadStoreSpec([1]), DeviceLoadStoreSpec([1, 99])))
+    assert handler.transfer_async(2, (HostLoadStoreSpec([2]), DeviceLoadStoreSpec([3, 4])))
+    handler.wait([2])
+    results = handler.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [
+        (0, True),
+        (1, False),
+        (2, True),
+    ]
+    handler.shutdown()
+
+
+def test_a_job_of_which_the_driver_refuses_a_part_fails_once_the_rest_has_ended(
+    beds: list[Bed],
+) -> None:
+    bed = Bed("cpu")
+    beds.append(bed)
+    assert bed.calls is not None
+    bed.calls.fails_after = 2
+    handler = CudaHandler(bed.copies, store=True)
+    assert handler.transfer_async(0, (DeviceLoadStoreSpec([1, 9]), HostLoadStoreSpec([1])))
+    assert handler.get_finished() == []
+    handler.wait([0])
+    (result,) = handler.get_finished()
+    assert not result.success
+    handler.shutdown()
+
+
+def test_few_fragments_are_handed_over_one_by_one(beds: list[Bed]) -> None:
+    bed = Bed("cpu")
+    beds.append(bed)
+    assert bed.calls is not None
+    bed.copies.store(DeviceLoadStoreSpec([1, 2]), HostLoadStoreSpec([1]))
+    bed.copies.store(DeviceLoadStoreSpec([1, 3, 5, 7]), HostLoadStoreSpec([1, 2]))
+    assert bed.calls.ways == ["each", "batch"]
+
+
+def test_ways_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match="way = 'teleport': must be one of batch, each"):
+        Bed("cpu", "teleport")
