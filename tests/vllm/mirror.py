@@ -1,0 +1,380 @@
+"""vLLM's connector and ours side by side: each call goes to both, and the answers are compared.
+
+vLLM's answer is what its scheduler gets, except where ours says "not in this step" and a wanted
+difference explains it: to say so is always allowed.
+
+Wanted differences, each named where it is allowed for:
+
+* `AFTER_RESET`: vLLM forgets transfers at a reset, ours waits until they are reported.
+* `ABORTED`: of a request that was aborted ours takes the last known token as not computed.
+* `LOST`: ours does not store a chunk of which the window has left so much that a request which
+  loads it could miss some.
+* `GAP`: ours does not store a chunk with lost blocks behind others of the same transfer: workers
+  take the blocks of a transfer as one run.
+* `FORGOTTEN`: vLLM's reset drops what requests that have just finished could still store.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvstore.connector.scheduler import ConnectorScheduler
+from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
+from tests.vllm.pretend import Copy, Marks, Transfer, copies_of
+from tests.vllm.scripted import Contents
+
+AFTER_RESET = "after a reset"
+ABORTED = "last token of an aborted request"
+LOST = "lost window chunk"
+GAP = "window chunk behind a gap"
+FORGOTTEN = "finished just before a reset"
+
+
+class Different(AssertionError):
+    """The two have answered differently, and nothing explains it."""
+
+
+@dataclass
+class Pair:
+    """A transfer, as each side knows it.
+
+    Attributes:
+        theirs, ours: its numbers; None where that side has none.
+        left: steps until it ends, unless somebody wants it before.
+    """
+
+    request: str
+    is_store: bool
+    step: int
+    left: int
+    theirs: int | None
+    ours: int | None
+    transfers: dict[str, Transfer]
+    stale: bool = False
+
+
+@dataclass
+class Plan:
+    """What both sides want of one step.
+
+    Attributes:
+        flush: for each side the pairs that have to end before the step computes.
+    """
+
+    loads: list[Pair]
+    stores: list[Pair]
+    flush: dict[str, list[Pair]]
+
+
+@dataclass
+class WorkerMetadata(OffloadingWorkerMetadata):
+    """What vLLM's worker tells, and with it what ours tells."""
+
+    ours: ConnectorOutput = field(default_factory=ConnectorOutput)
+
+
+Raw = tuple[list[bytes], list[int], list[int], list[int]]
+"""Keys, blocks, group sizes, block indices."""
+
+
+class Mirror(OffloadingConnector):
+    """See the module's text. `attach` comes before the first call.
+
+    Attributes:
+        plan: what is to be done in the present step.
+        pairs: transfers under way.
+        happened: how often what happened.
+    """
+
+    def attach(
+        self,
+        ours: ConnectorScheduler,
+        contents: dict[str, Contents],
+        windows: list[int | None],
+        delay: Any,
+        marks_of: Any,
+    ) -> None:
+        """
+        Args:
+            contents: what the managers know, of ``theirs`` and ``ours``.
+            delay: how many steps the next transfer takes.
+            marks_of: what a request's tokens leave in their blocks, for each group.
+        """
+        config = self.scheduler.config
+        self.ours = ours
+        self.contents = contents
+        self.windows = windows
+        self.delay = delay
+        self.marks_of = marks_of
+        self.factor = config.blocks_per_chunk
+        self.block_sizes = [group.tokens_per_block for group in config.kv_group_configs]
+        self.pairs: list[Pair] = []
+        self.plan = Plan([], [], {})
+        self.happened: Counter[str] = Counter()
+        self.requests: dict[str, Request] = {}
+        self.step = 0
+        self._given_out: set[int] = set()
+        self._dropped_by_reset: set[str] = set()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        self.requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        their = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        our = self.ours.get_num_new_matched_tokens(request, num_computed_tokens)
+        self.happened["lookups"] += 1
+        self.happened["deferred"] += their[0] is None
+        self.happened["found"] += bool(their[0])
+        if their == our:
+            return their
+        mine = [pair for pair in self.pairs if pair.request == request.request_id]
+        if our[0] is None and any(pair.stale for pair in mine):
+            self.happened[AFTER_RESET] += 1
+            return our
+        if their[0] is None and mine and all(pair.ours is None for pair in mine):
+            # A store that only vLLM has made is under way.
+            return their
+        raise Different(f"{request.request_id} at {num_computed_tokens}: {their}, ours {our}")
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.ours.update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._given_out.update(
+                block.block_id for its in blocks.blocks for block in its if not block.is_null
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        status = dict(self.scheduler._req_status)
+        their = super().build_connector_meta(scheduler_output)
+        assert isinstance(their, OffloadingConnectorMetadata)
+        our = self.ours.build_connector_meta(scheduler_output)
+        tables = {
+            name: [list(state.block_ids) for state in known.group_states]
+            for name, known in status.items()
+        }
+        loads = self._pair(their.load_jobs, our.load_jobs, tables, is_store=False)
+        stores = self._pair(their.store_jobs, our.store_jobs, tables, is_store=True)
+        flush = {
+            "theirs": self._named("theirs", their.jobs_to_flush or (), stores),
+            "ours": self._named("ours", our.jobs_to_flush, stores),
+        }
+        self._given_out.update(_new_blocks(scheduler_output))
+        self._check_flush(scheduler_output, stores, our)
+        for side, pairs in flush.items():
+            self.happened[f"flushed by {side}"] += len(pairs)
+        self.pairs += loads + stores
+        self.happened["loads"] += len(loads)
+        self.happened["stores"] += len(stores)
+        self.happened["preempted"] += len(scheduler_output.preempted_req_ids or ())
+        self.plan = Plan(loads, stores, flush)
+        self._given_out = set()
+        self._dropped_by_reset = set()
+        self.step += 1
+        self.compare_contents()
+        return their
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        assert isinstance(meta, WorkerMetadata)
+        super().update_connector_output(connector_output)
+        ended = self.ours.update_connector_output(meta.ours)
+        assert not ended.failed
+        if sorted(ended.loaded) != sorted(connector_output.finished_recving or ()):
+            raise Different(f"loads that have ended: {connector_output.finished_recving}, {ended}")
+        self.compare_contents()
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        their = super().request_finished_all_groups(request, block_ids)
+        our = self.ours.request_finished(request, block_ids)
+        if their != our:
+            raise Different(f"{request.request_id} has finished: {their}, ours {our}")
+        return their
+
+    def has_pending_push_work(self) -> bool:
+        their = super().has_pending_push_work()
+        our = self.ours.has_pending_work()
+        if their != our and not any(
+            pair.stale or pair.ours is None or pair.theirs is None for pair in self.pairs
+        ):
+            raise Different(f"work is pending: {their}, ours {our}")
+        return their or our
+
+    def reset_cache(self) -> bool | None:
+        before = set(self.scheduler._req_status)
+        their = super().reset_cache()
+        self.ours.reset()
+        self._dropped_by_reset = before - set(self.scheduler._req_status)
+        for pair in self.pairs:
+            pair.stale = True
+        self.happened["resets"] += 1
+        self.compare_contents()
+        return their
+
+    # -- comparisons -----------------------------------------------------------------------------
+
+    def compare_contents(self) -> None:
+        """The same is stored, and being stored."""
+        their, our = self.contents["theirs"], self.contents["ours"]
+        if their.stored != our.stored or their.storing != our.storing:
+            raise Different("the managers know different keys")
+        if their.steps != our.steps:
+            raise Different("steps whose ends were told")
+
+    def _pair(
+        self,
+        their: dict[int, Any],
+        our: dict[int, Any],
+        tables: dict[str, list[list[int]]],
+        *,
+        is_store: bool,
+    ) -> list[Pair]:
+        """The transfers of both sides that belong together."""
+        of_theirs = {job.req_id: number for number, job in their.items()}
+        of_ours = {job.req_id: number for number, job in our.items()}
+        assert len(of_theirs) == len(their)
+        assert len(of_ours) == len(our)
+        pairs = []
+        for request in of_theirs.keys() | of_ours.keys():
+            numbers = of_theirs.get(request), of_ours.get(request)
+            t = None if numbers[0] is None else _raw(their[numbers[0]], is_store)
+            o = None if numbers[1] is None else _raw(our[numbers[1]], is_store)
+            if t != o:
+                if not is_store:
+                    raise Different(f"{request} loads {t}, ours {o}")
+                self._explain(request, t, o, tables.get(request))
+            pair = Pair(request, is_store, self.step, self.delay(), *numbers, {})
+            for side, raw in (("theirs", t), ("ours", o)):
+                if raw is not None:
+                    pair.transfers[side] = self._transfer(request, raw, is_store)
+            pairs.append(pair)
+        return sorted(pairs, key=lambda pair: (pair.theirs is None, pair.theirs or pair.ours or 0))
+
+    def _transfer(self, request: str, raw: Raw, is_store: bool) -> Transfer:
+        copies = copies_of(*raw, self.factor)
+        expected: dict[bytes, Marks] = {}
+        if is_store:
+            marks = self.marks_of(request)
+            for copy in copies:
+                group, chunk = self._place(request, copy.key)
+                size = self.factor * self.block_sizes[group]
+                expected[copy.key] = list(marks[group][chunk * size : (chunk + 1) * size])
+        return Transfer(request, is_store, copies, expected)
+
+    def _place(self, request: str, key: bytes) -> tuple[int, int]:
+        """The group and the number of a request's chunk."""
+        group = int.from_bytes(key[-4:], "big")
+        config = self.scheduler.config.kv_group_configs[group]
+        hashes = self.requests[request].block_hashes
+        named = hashes[config.hashes_per_chunk - 1 :: config.hashes_per_chunk]
+        return group, named.index(key[:-4])
+
+    def _explain(
+        self, request: str, their: Raw | None, our: Raw | None, table: list[list[int]] | None
+    ) -> None:
+        """Stores differ: some wanted difference must be the reason, for each key."""
+        t = set(their[0]) if their else set()
+        o = set(our[0]) if our else set()
+        if request in self._dropped_by_reset and not t:
+            self.happened[FORGOTTEN] += 1
+            self.contents["ours"].forget(request, o)
+            return
+        if o - t or table is None:
+            raise Different(f"{request} stores {their}, ours {our}")
+        for key in t - o:
+            self.happened[self._reason(request, key, o, table)] += 1
+        # The same blocks for what both store.
+        blocks = {copy.key: copy.blocks for copy in copies_of(*our, self.factor)} if our else {}
+        for key, found in blocks.items():
+            group, chunk = self._place(request, key)
+            its = table[group][chunk * self.factor : (chunk + 1) * self.factor]
+            if found != [block for block in its if block]:
+                raise Different(f"{request} stores {its}, ours {found}")
+        # From here on both have to know the same.
+        self.contents["theirs"].forget(request, t - o)
+
+    def _reason(self, request: str, key: bytes, our: set[bytes], table: list[list[int]]) -> str:
+        """Which wanted difference explains that only vLLM stores `key`."""
+        of = self.requests[request]
+        group, chunk = self._place(request, key)
+        size = self.factor * self.block_sizes[group]
+        if (
+            of.status is RequestStatus.FINISHED_ABORTED
+            and (chunk + 1) * size == of.num_tokens > of.num_prompt_tokens
+        ):
+            return ABORTED
+        window = self.windows[group]
+        blocks = table[group][chunk * self.factor : (chunk + 1) * self.factor]
+        if window is not None and 0 in blocks:
+            last = len(blocks) - 1 - blocks[::-1].index(0)
+            kept = (len(blocks) - 1 - last) * self.block_sizes[group]
+            if kept < min(window, size):
+                return LOST
+            before = {self._place(request, other) for other in our}
+            if any(other[0] == group and other[1] < chunk for other in before):
+                return GAP
+        raise Different(f"{request} stores chunk {chunk} of group {group}, ours does not: {blocks}")
+
+    def _named(self, side: str, numbers: Iterable[int], new: list[Pair]) -> list[Pair]:
+        wanted = set(numbers)
+        found = [pair for pair in self.pairs + new if getattr(pair, side) in wanted]
+        if side == "ours" and len(found) < len(wanted):
+            raise Different(f"ours flushes {wanted}, of which some do not exist")
+        return found
+
+    def _check_flush(
+        self, output: SchedulerOutput, stores: list[Pair], our: ConnectorMetadata
+    ) -> None:
+        """Ours must end transfers whose blocks are given out, and those of preempted requests."""
+        preempted = output.preempted_req_ids or ()
+        finished = [pair for pair in stores if pair.request in output.finished_req_ids]
+        for pair in self.pairs + finished:
+            if pair.ours is None:
+                continue
+            reused = not self._given_out.isdisjoint(pair.transfers["ours"].blocks)
+            must = reused or (pair.is_store and pair.request in preempted)
+            self.happened["reused while under way"] += reused
+            if must and pair.ours not in our.jobs_to_flush:
+                raise Different(f"ours has to flush {pair}")
+
+
+def _raw(job: Any, is_store: bool) -> Raw:
+    device, other = (job.src_spec, job.dst_spec) if is_store else (job.dst_spec, job.src_spec)
+    return (
+        list(other.keys),
+        [int(block) for block in device.block_ids],
+        list(device.group_sizes),
+        list(device.block_indices),
+    )
+
+
+def _new_blocks(output: SchedulerOutput) -> set[int]:
+    """Blocks that requests have got in this step."""
+    given = [new.block_ids for new in output.scheduled_new_reqs]
+    given += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
+    return {block for ids in given for its in ids for block in its if block}
+
+
+__all__ = ["Copy", "Different", "Mirror", "Pair", "Plan", "WorkerMetadata"]
