@@ -47,13 +47,15 @@ class Different(AssertionError):
     """The two have answered differently, and nothing explains it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """A transfer, as each side knows it.
 
     Attributes:
         theirs, ours: its numbers; None where that side has none.
         left: steps until it ends, unless somebody wants it before.
+        stale: it was made before a reset.
+        gap: vLLM's transfer has a gap.
     """
 
     request: str
@@ -64,6 +66,7 @@ class Pair:
     ours: int | None
     transfers: dict[str, Transfer]
     stale: bool = False
+    gap: bool = False
 
 
 @dataclass
@@ -84,6 +87,7 @@ class WorkerMetadata(OffloadingWorkerMetadata):
     """What vLLM's worker tells, and with it what ours tells."""
 
     ours: ConnectorOutput = field(default_factory=ConnectorOutput)
+    pairs: list[Pair] = field(default_factory=list)
 
 
 Raw = tuple[list[bytes], list[int], list[int], list[int]]
@@ -197,6 +201,7 @@ class Mirror(OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         assert isinstance(meta, WorkerMetadata)
+        self.pairs = [pair for pair in self.pairs if pair not in meta.pairs]
         super().update_connector_output(connector_output)
         ended = self.ours.update_connector_output(meta.ours)
         assert not ended.failed
@@ -257,19 +262,22 @@ class Mirror(OffloadingConnector):
         assert len(of_theirs) == len(their)
         assert len(of_ours) == len(our)
         pairs = []
+        differ = []
         for request in of_theirs.keys() | of_ours.keys():
             numbers = of_theirs.get(request), of_ours.get(request)
             t = None if numbers[0] is None else _raw(their[numbers[0]], is_store)
             o = None if numbers[1] is None else _raw(our[numbers[1]], is_store)
+            pair = Pair(request, is_store, self.step, self.delay(), *numbers, {})
             if t != o:
                 if not is_store:
-                    raise Different(f"{request} loads {t}, ours {o}")
-                self._explain(request, t, o, tables.get(request))
-            pair = Pair(request, is_store, self.step, self.delay(), *numbers, {})
-            for side, raw in (("theirs", t), ("ours", o)):
+                    told = self.told(request, t), self.told(request, o)
+                    raise Different(f"{request} loads {told[0]}, ours {told[1]}")
+                differ.append((pair, t, o))
+            for side, raw in (("ours", o), ("theirs", t)):
                 if raw is not None:
                     pair.transfers[side] = self._transfer(request, raw, is_store)
             pairs.append(pair)
+        self._explain_all(differ, tables)
         return sorted(pairs, key=lambda pair: (pair.theirs is None, pair.theirs or pair.ours or 0))
 
     def _transfer(self, request: str, raw: Raw, is_store: bool) -> Transfer:
@@ -291,32 +299,80 @@ class Mirror(OffloadingConnector):
         named = hashes[config.hashes_per_chunk - 1 :: config.hashes_per_chunk]
         return group, named.index(key[:-4])
 
-    def _explain(
-        self, request: str, their: Raw | None, our: Raw | None, table: list[list[int]] | None
+    def told(self, request: str, raw: Raw | None) -> str:
+        """A transfer for people: group and number of each chunk, and its blocks."""
+        if raw is None:
+            return "nothing"
+        places = " ".join("{}:{}".format(*self._place(request, key)) for key in raw[0])
+        return f"{places} blocks {raw[1]} sizes {raw[2]} begins {raw[3]}"
+
+    def _explain_all(
+        self,
+        differ: list[tuple[Pair, Raw | None, Raw | None]],
+        tables: dict[str, list[list[int]]],
     ) -> None:
         """Stores differ: some wanted difference must be the reason, for each key."""
-        t = set(their[0]) if their else set()
-        o = set(our[0]) if our else set()
-        if request in self._dropped_by_reset and not t:
-            self.happened[FORGOTTEN] += 1
-            self.contents["ours"].forget(request, o)
-            return
-        if o - t or table is None:
-            raise Different(f"{request} stores {their}, ours {our}")
+        skipped: set[bytes] = set()
+        """Keys that only vLLM stores, for one request."""
+        for pair, their, our in differ:
+            t, o = set(their[0] if their else ()), set(our[0] if our else ())
+            if t - o:
+                self._explain(pair, their, our, tables)
+                skipped |= t - o
+        for pair, their, our in differ:
+            extra = set(our[0] if our else ()) - set(their[0] if their else ())
+            if pair.request in self._dropped_by_reset:
+                self.happened[FORGOTTEN] += 1
+            elif not extra <= skipped:
+                # Another request may have offered to vLLM first what ours takes from this one.
+                raise self._different(pair.request, their, our, tables)
+            # From here on both have to know the same.
+            self.contents["ours"].forget(pair.request, extra)
+
+    def _different(
+        self,
+        request: str,
+        their: Raw | None,
+        our: Raw | None,
+        tables: dict[str, list[list[int]]],
+    ) -> Different:
+        of = self.requests[request]
+        return Different(
+            f"{request} stores {self.told(request, their)}, ours {self.told(request, our)}; its "
+            f"blocks are {tables.get(request)}, it is {of.status.name}, has computed "
+            f"{of.num_computed_tokens} of {of.num_tokens}, {of.num_prompt_tokens} in the prompt"
+        )
+
+    def _explain(
+        self,
+        pair: Pair,
+        their: Raw | None,
+        our: Raw | None,
+        tables: dict[str, list[list[int]]],
+    ) -> None:
+        request = pair.request
+        t, o = set(their[0] if their else ()), set(our[0] if our else ())
         for key in t - o:
-            self.happened[self._reason(request, key, o, table)] += 1
+            reason = self._reason(request, key, o, tables.get(request))
+            if reason is None:
+                raise self._different(request, their, our, tables)
+            self.happened[reason] += 1
+            pair.gap |= reason == GAP
         # The same blocks for what both store.
         blocks = {copy.key: copy.blocks for copy in copies_of(*our, self.factor)} if our else {}
-        for key, found in blocks.items():
+        for key in t & o:
             group, chunk = self._place(request, key)
-            its = table[group][chunk * self.factor : (chunk + 1) * self.factor]
-            if found != [block for block in its if block]:
-                raise Different(f"{request} stores {its}, ours {found}")
-        # From here on both have to know the same.
+            its = tables[request][group][chunk * self.factor : (chunk + 1) * self.factor]
+            if blocks[key] != [block for block in its if block]:
+                raise self._different(request, their, our, tables)
         self.contents["theirs"].forget(request, t - o)
 
-    def _reason(self, request: str, key: bytes, our: set[bytes], table: list[list[int]]) -> str:
+    def _reason(
+        self, request: str, key: bytes, our: set[bytes], table: list[list[int]] | None
+    ) -> str | None:
         """Which wanted difference explains that only vLLM stores `key`."""
+        if table is None:
+            return None
         of = self.requests[request]
         group, chunk = self._place(request, key)
         size = self.factor * self.block_sizes[group]
@@ -335,7 +391,7 @@ class Mirror(OffloadingConnector):
             before = {self._place(request, other) for other in our}
             if any(other[0] == group and other[1] < chunk for other in before):
                 return GAP
-        raise Different(f"{request} stores chunk {chunk} of group {group}, ours does not: {blocks}")
+        return None
 
     def _named(self, side: str, numbers: Iterable[int], new: list[Pair]) -> list[Pair]:
         wanted = set(numbers)
