@@ -12,6 +12,10 @@ Wanted differences, each named where it is allowed for:
 * `GAP`: ours does not store a chunk with lost blocks behind others of the same transfer: workers
   take the blocks of a transfer as one run.
 * `FORGOTTEN`: vLLM's reset drops what requests that have just finished could still store.
+* `LEFT`: after a reset vLLM stores anew from blocks that the window has left, whoever has them
+  now.
+* `SPARSE`: vLLM stores only those chunks of a window that it deems worth it, if it is told so or
+  if groups have chunks of several sizes. Ours stores all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
-from tests.vllm.pretend import Copy, Marks, Transfer, copies_of
+from tests.vllm.pretend import Marks, Transfer, WrongBytes, copies_of
 from tests.vllm.scripted import Contents
 
 AFTER_RESET = "after a reset"
@@ -41,6 +45,8 @@ ABORTED = "last token of an aborted request"
 LOST = "lost window chunk"
 GAP = "window chunk behind a gap"
 FORGOTTEN = "finished just before a reset"
+LEFT = "left by the window before a reset"
+SPARSE = "window chunk that vLLM skips"
 
 
 class Different(AssertionError):
@@ -55,7 +61,7 @@ class Pair:
         theirs, ours: its numbers; None where that side has none.
         left: steps until it ends, unless somebody wants it before.
         stale: it was made before a reset.
-        gap: vLLM's transfer has a gap.
+        wrong: vLLM's transfer takes blocks for others than they are.
     """
 
     request: str
@@ -66,7 +72,7 @@ class Pair:
     ours: int | None
     transfers: dict[str, Transfer]
     stale: bool = False
-    gap: bool = False
+    wrong: bool = False
 
 
 @dataclass
@@ -129,6 +135,7 @@ class Mirror(OffloadingConnector):
         self.plan = Plan([], [], {})
         self.happened: Counter[str] = Counter()
         self.requests: dict[str, Request] = {}
+        self.had_before_reset: dict[str, int] = {}
         self.step = 0
         self._given_out: set[int] = set()
         self._dropped_by_reset: set[str] = set()
@@ -232,6 +239,8 @@ class Mirror(OffloadingConnector):
         their = super().reset_cache()
         self.ours.reset()
         self._dropped_by_reset = before - set(self.scheduler._req_status)
+        for name in before:
+            self.had_before_reset[name] = self.requests[name].num_computed_tokens
         for pair in self.pairs:
             pair.stale = True
         self.happened["resets"] += 1
@@ -273,15 +282,27 @@ class Mirror(OffloadingConnector):
                     told = self.told(request, t), self.told(request, o)
                     raise Different(f"{request} loads {told[0]}, ours {told[1]}")
                 differ.append((pair, t, o))
-            for side, raw in (("ours", o), ("theirs", t)):
-                if raw is not None:
-                    pair.transfers[side] = self._transfer(request, raw, is_store)
             pairs.append(pair)
         self._explain_all(differ, tables)
+        for pair in pairs:
+            for side, number, jobs in (("ours", pair.ours, our), ("theirs", pair.theirs, their)):
+                if number is not None:
+                    raw = _raw(jobs[number], is_store)
+                    transfer = self._transfer(pair, side, raw, is_store)
+                    if transfer is not None:
+                        pair.transfers[side] = transfer
         return sorted(pairs, key=lambda pair: (pair.theirs is None, pair.theirs or pair.ours or 0))
 
-    def _transfer(self, request: str, raw: Raw, is_store: bool) -> Transfer:
-        copies = copies_of(*raw, self.factor)
+    def _transfer(self, pair: Pair, side: str, raw: Raw, is_store: bool) -> Transfer | None:
+        """A job as that side's workers read it; None if nobody could."""
+        request = pair.request
+        try:
+            copies = copies_of(*raw, self.factor)
+        except WrongBytes:
+            if side == "ours" or not pair.wrong:
+                raise
+            self.happened["wrong bytes in vLLM"] += 1
+            return None
         expected: dict[bytes, Marks] = {}
         if is_store:
             marks = self.marks_of(request)
@@ -323,9 +344,10 @@ class Mirror(OffloadingConnector):
             extra = set(our[0] if our else ()) - set(their[0] if their else ())
             if pair.request in self._dropped_by_reset:
                 self.happened[FORGOTTEN] += 1
-            elif not extra <= skipped:
-                # Another request may have offered to vLLM first what ours takes from this one.
+            elif not all(key in skipped or self._is_sparse(key) for key in extra):
+                # What is skipped another request may have offered to vLLM before.
                 raise self._different(pair.request, their, our, tables)
+            self.happened[SPARSE] += sum(map(self._is_sparse, extra))
             # From here on both have to know the same.
             self.contents["ours"].forget(pair.request, extra)
 
@@ -357,7 +379,7 @@ class Mirror(OffloadingConnector):
             if reason is None:
                 raise self._different(request, their, our, tables)
             self.happened[reason] += 1
-            pair.gap |= reason == GAP
+            pair.wrong |= reason == LEFT or self._has_gap(request, key, t, tables[request])
         # The same blocks for what both store.
         blocks = {copy.key: copy.blocks for copy in copies_of(*our, self.factor)} if our else {}
         for key in t & o:
@@ -382,16 +404,40 @@ class Mirror(OffloadingConnector):
         ):
             return ABORTED
         window = self.windows[group]
+        if window is None:
+            return None
+        if self.had_before_reset.get(request, 0) - window + 1 >= chunk * size + size:
+            return LEFT
         blocks = table[group][chunk * self.factor : (chunk + 1) * self.factor]
-        if window is not None and 0 in blocks:
-            last = len(blocks) - 1 - blocks[::-1].index(0)
-            kept = (len(blocks) - 1 - last) * self.block_sizes[group]
-            if kept < min(window, size):
+        if 0 in blocks:
+            kept = blocks[::-1].index(0) * self.block_sizes[group]
+            sizes = {config.tokens_per_chunk for config in self.scheduler.config.kv_group_configs}
+            if kept < (min(window, size) if len(sizes) == 1 else size):
                 return LOST
-            before = {self._place(request, other) for other in our}
-            if any(other[0] == group and other[1] < chunk for other in before):
+            if self._has_gap(request, key, our, table):
                 return GAP
+        if self._is_sparse(key):
+            return SPARSE
         return None
+
+    def _is_sparse(self, key: bytes) -> bool:
+        """Whether vLLM may have reasons of its own not to store a chunk, or not at once."""
+        config = self.scheduler.config
+        sizes = {group.tokens_per_chunk for group in config.kv_group_configs}
+        window = self.windows[int.from_bytes(key[-4:], "big")]
+        return window is not None and (config.retention_interval is not None or len(sizes) > 1)
+
+    def _has_gap(
+        self, request: str, key: bytes, together: set[bytes], table: list[list[int]]
+    ) -> bool:
+        """Whether blocks of a chunk are lost that lie behind what is stored with it."""
+        group, chunk = self._place(request, key)
+        blocks = table[group][chunk * self.factor : (chunk + 1) * self.factor]
+        places = {self._place(request, other) for other in together}
+        if any(other[0] == group and other[1] < chunk for other in places):
+            return 0 in blocks
+        held = [place for place, block in enumerate(blocks) if block]
+        return bool(held) and 0 in blocks[held[0] :]
 
     def _named(self, side: str, numbers: Iterable[int], new: list[Pair]) -> list[Pair]:
         wanted = set(numbers)
@@ -409,6 +455,7 @@ class Mirror(OffloadingConnector):
         for pair in self.pairs + finished:
             if pair.ours is None:
                 continue
+            assert "ours" in pair.transfers
             reused = not self._given_out.isdisjoint(pair.transfers["ours"].blocks)
             must = reused or (pair.is_store and pair.request in preempted)
             self.happened["reused while under way"] += reused
@@ -433,4 +480,4 @@ def _new_blocks(output: SchedulerOutput) -> set[int]:
     return {block for ids in given for its in ids for block in its if block}
 
 
-__all__ = ["Copy", "Different", "Mirror", "Pair", "Plan", "WorkerMetadata"]
+__all__ = ["Different", "Mirror", "Pair", "Plan", "WorkerMetadata"]

@@ -74,9 +74,10 @@ def copies_of(
             take = blocks_per_chunk - first
             copies.append(Copy(key, first, its[:take]))
             its, first = its[take:], 0
-        assert not its, "more blocks than keys"
-    assert not left
-    assert all(copy.blocks for copy in copies), "more keys than blocks"
+        if its:
+            raise WrongBytes(f"group {group} has more blocks than keys")
+    if left or not all(copy.blocks for copy in copies):
+        raise WrongBytes(f"{len(keys)} keys do not fit their {len(block_ids)} blocks")
     return copies
 
 
@@ -112,7 +113,7 @@ class Device:
             size = len(expected) // self.blocks_per_chunk
             marks: Marks = [None] * (copy.first * size)
             for block in copy.blocks:
-                marks += self.written.get(block, [None] * size)
+                marks += self._marks_in(block, size)
             marks += [None] * (len(expected) - len(marks))
             for place, mark in enumerate(marks[copy.first * size :], copy.first * size):
                 if mark != expected[place]:
@@ -146,7 +147,7 @@ class Device:
             first = 0 if layer.window is None else max(0, begin - layer.window + 1)
             for place in range(first, begin):
                 block = its_blocks[place // size]
-                found = self.written.get(block, [None] * size)[place % size]
+                found = self._marks_in(block, size)[place % size]
                 if not block or found != its_marks[place]:
                     raise WrongBytes(
                         f"{request} computes {begin} to {end} and reads {found} at {place}, "
@@ -155,4 +156,11 @@ class Device:
             for place in range(begin, end):
                 block = its_blocks[place // size]
                 assert block
-                self.written.setdefault(block, [None] * size)[place % size] = its_marks[place]
+                self._marks_in(block, size)[place % size] = its_marks[place]
+
+    def _marks_in(self, block: int, size: int) -> Marks:
+        """What is in a block. Of one that a group with other blocks has written: nothing known."""
+        marks = self.written.get(block)
+        if marks is None or len(marks) != size:
+            marks = self.written[block] = [None] * size
+        return marks

@@ -63,6 +63,7 @@ class Shape:
         block: tokens of a block, or of each group's.
         hashed: tokens of a hashed block; None: vLLM's choice.
         factor: blocks of an offloaded chunk.
+        retained: `prefix_cache_retention_interval` of vLLM; None: all chunks of windows.
         resumed_as_new: vLLM's second model runner gets resumed requests like new ones.
     """
 
@@ -75,6 +76,7 @@ class Shape:
     prompt_only: bool = False
     asynchronous: bool = False
     resumed_as_new: bool = False
+    retained: int | None = None
     requests: int = 5
     batch: int = 24
     resets: bool = False
@@ -134,7 +136,7 @@ class Server:
             block_size=min(layer.block for layer in layers),
             enable_prefix_caching=shape.caching,
             prefix_match_unit=shape.hashed,
-            prefix_cache_retention_interval=None,
+            prefix_cache_retention_interval=shape.retained,
         )
         cache_config.num_gpu_blocks = shape.blocks
         extra = {
@@ -163,7 +165,9 @@ class Server:
                 kv_connector_extra_config=extra,
             ),
         )
-        groups = KVCacheConfig(shape.blocks, [], vllm_groups(layers))
+        groups = KVCacheConfig(
+            shape.blocks, [], vllm_groups(layers), prefix_cache_retention_interval=shape.retained
+        )
         block_size, hash_size = resolve_kv_cache_block_sizes(groups, config)
         kind = AsyncScheduler if shape.asynchronous else Scheduler
         self.scheduler = kind(
@@ -368,7 +372,7 @@ class Server:
         try:
             act(*what)
         except WrongBytes as error:
-            if side == "theirs" and pair is not None and pair.gap:
+            if side == "theirs" and pair is not None and pair.wrong:
                 self.happened["wrong bytes in vLLM"] += 1
                 return
             raise WrongBytes(f"{side}, step {self.script.step}: {error}") from error
