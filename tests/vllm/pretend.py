@@ -15,7 +15,7 @@ Marks = list[int | None]
 """What is in a chunk, token by token; None: nothing that anybody knows."""
 
 
-class WrongBytes(AssertionError):
+class WrongBytesError(AssertionError):
     """Some transfer or step has read what it should not."""
 
 
@@ -75,9 +75,9 @@ def copies_of(
             copies.append(Copy(key, first, its[:take]))
             its, first = its[take:], 0
         if its:
-            raise WrongBytes(f"group {group} has more blocks than keys")
+            raise WrongBytesError(f"group {group} has more blocks than keys")
     if left or not all(copy.blocks for copy in copies):
-        raise WrongBytes(f"{len(keys)} keys do not fit their {len(block_ids)} blocks")
+        raise WrongBytesError(f"{len(keys)} keys do not fit their {len(block_ids)} blocks")
     return copies
 
 
@@ -117,7 +117,7 @@ class Device:
             marks += [None] * (len(expected) - len(marks))
             for place, mark in enumerate(marks[copy.first * size :], copy.first * size):
                 if mark != expected[place]:
-                    raise WrongBytes(
+                    raise WrongBytesError(
                         f"{transfer.request} stores from {copy.blocks}, place {place}: {mark}"
                     )
             self.offloaded[copy.key] = marks
@@ -149,7 +149,7 @@ class Device:
                 block = its_blocks[place // size]
                 found = self._marks_in(block, size)[place % size]
                 if not block or found != its_marks[place]:
-                    raise WrongBytes(
+                    raise WrongBytesError(
                         f"{request} computes {begin} to {end} and reads {found} at {place}, "
                         f"block {block} of group {layer.index}"
                     )

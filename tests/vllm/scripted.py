@@ -146,9 +146,7 @@ class TheirManager(theirs.OffloadingManager):
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
 
-    def lookup(
-        self, key: theirs.OffloadKey, req_context: theirs.ReqContext
-    ) -> theirs.LookupResult:
+    def lookup(self, key: theirs.OffloadKey, req_context: theirs.ReqContext) -> theirs.LookupResult:
         found = self.contents.lookup(key)
         if found is None:
             return theirs.LookupResult.RETRY

@@ -2,114 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore.connector import config as plain
 from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.transfer import ConnectorOutput
-from tests.vllm.mirror import Mirror, Pair, WorkerMetadata
-from tests.vllm.pretend import Device, Layer, WrongBytes
-from tests.vllm.scripted import Contents, OurSpec, Script
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-LONGEST = 96
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A server.
-
-    Attributes:
-        groups: for each KV cache group its window, or None.
-        block: tokens of a block, or of each group's.
-        hashed: tokens of a hashed block; None: vLLM's choice.
-        factor: blocks of an offloaded chunk.
-        retained: `prefix_cache_retention_interval` of vLLM; None: all chunks of windows.
-        resumed_as_new: vLLM's second model runner gets resumed requests like new ones.
-    """
-
-    groups: tuple[int | None, ...]
-    block: int | tuple[int, ...] = 4
-    hashed: int | None = None
-    factor: int = 1
-    blocks: int = 40
-    caching: bool = True
-    prompt_only: bool = False
-    asynchronous: bool = False
-    resumed_as_new: bool = False
-    retained: int | None = None
-    requests: int = 5
-    batch: int = 24
-    resets: bool = False
-    script: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def layers(self) -> list[Layer]:
-        sizes = self.block if isinstance(self.block, tuple) else (self.block,) * len(self.groups)
-        return [
-            Layer(index, size, window)
-            for index, (size, window) in enumerate(zip(sizes, self.groups, strict=True))
-        ]
-
-
-@cache
-def model(folder: Path) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST
-    )
-
-
-def vllm_groups(layers: list[Layer]) -> list[KVCacheGroupSpec]:
-    sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
-    return [
-        KVCacheGroupSpec(
-            [f"layer-{layer.index}"],
-            FullAttentionSpec(block_size=layer.block, **sizes)
-            if layer.window is None
-            else SlidingWindowSpec(block_size=layer.block, sliding_window=layer.window, **sizes),
-        )
-        for layer in layers
-    ]
+from tests.vllm.mirror import CrashedError, Mirror, Pair, WorkerMetadata
+from tests.vllm.pretend import Device, WrongBytesError
+from tests.vllm.scripted import Contents, Script
+from tests.vllm.shapes import LONGEST, Shape, our_spec, vllm_scheduler
 
 
 class Server:
@@ -132,80 +42,13 @@ class Server:
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._prompts = [[self.random.randrange(90) for _ in range(LONGEST)] for _ in range(3)]
 
-        cache_config = CacheConfig(
-            block_size=min(layer.block for layer in layers),
-            enable_prefix_caching=shape.caching,
-            prefix_match_unit=shape.hashed,
-            prefix_cache_retention_interval=shape.retained,
-        )
-        cache_config.num_gpu_blocks = shape.blocks
-        extra = {
-            "spec_name": "TheirSpec",
-            "spec_module_path": "tests.vllm.scripted",
-            "blocks_per_chunk": shape.factor,
-            "offload_prompt_only": shape.prompt_only,
-            "contents": self.contents["theirs"],
-        }
-        config = VllmConfig(
-            model_config=model(folder),
-            cache_config=cache_config,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=shape.requests,
-                max_num_batched_tokens=shape.batch,
-                max_model_len=LONGEST,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=shape.asynchronous,
-                disable_hybrid_kv_cache_manager=False,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="Mirror",
-                kv_connector_module_path="tests.vllm.mirror",
-                kv_role="kv_both",
-                kv_connector_extra_config=extra,
-            ),
-        )
-        groups = KVCacheConfig(
-            shape.blocks, [], vllm_groups(layers), prefix_cache_retention_interval=shape.retained
-        )
-        block_size, hash_size = resolve_kv_cache_block_sizes(groups, config)
-        kind = AsyncScheduler if shape.asynchronous else Scheduler
-        self.scheduler = kind(
-            config,
-            groups,
-            StructuredOutputManager(config),
-            block_size=block_size,
-            hash_block_size=hash_size,
-        )
-        self.scheduler.use_v2_model_runner = shape.resumed_as_new
-        init_none_hash(sha256)
+        self.scheduler, hash_size = vllm_scheduler(shape, self.contents["theirs"], folder)
         self._hasher = get_request_block_hasher(hash_size, sha256)
         connector = self.scheduler.connector
         assert isinstance(connector, Mirror)
         self.mirror = connector
-        self.ours = ConnectorScheduler(self._our_spec(layers, hash_size))
-        connector.attach(
-            self.ours, self.contents, list(shape.groups), self._delay, self._marks_of
-        )
-
-    def _our_spec(self, layers: list[Layer], hash_size: int) -> OurSpec:
-        extra: dict[str, Any] = {
-            "offload_prompt_only": self.shape.prompt_only,
-            "contents": self.contents["ours"],
-        }
-        if isinstance(self.shape.block, int):
-            extra["block_size"] = self.shape.block * self.shape.factor
-        return OurSpec(
-            plain.ServerConfig.of(hash_size, extra, enable_prefix_caching=self.shape.caching),
-            plain.KVCacheConfig(
-                [
-                    plain.KVCacheGroup(
-                        [f"layer-{layer.index}"], plain.KVCacheSpec(layer.block, 512, layer.window)
-                    )
-                    for layer in layers
-                ]
-            ),
-        )
+        self.ours = ConnectorScheduler(our_spec(shape, self.contents["ours"], hash_size))
+        connector.attach(self.ours, self.contents, list(shape.groups), self._delay, self._marks_of)
 
     def _delay(self) -> int:
         return self.random.choice((0, 0, 1, 2, 3, 6))
@@ -273,6 +116,15 @@ class Server:
 
     def run(self, steps: int) -> Counter[str]:
         """So many steps with new requests, and as many as it takes until nothing is left."""
+        try:
+            self._run(steps)
+        except CrashedError:
+            self.happened["crashes of vLLM"] += 1
+        else:
+            self._check_end()
+        return self.happened + self.mirror.happened
+
+    def _run(self, steps: int) -> None:
         for _ in range(steps):
             if self.random.random() < 0.3 and len(self.scheduler.requests) < 9:
                 self.add()
@@ -290,8 +142,6 @@ class Server:
         self.take_step()
         while self._queue:
             self.take_output()
-        self._check_end()
-        return self.happened + self.mirror.happened
 
     def _check_end(self) -> None:
         assert not self.scheduler.requests
@@ -371,11 +221,11 @@ class Server:
     def _on(self, side: str, pair: Pair | None, act: Any, *what: Any) -> None:
         try:
             act(*what)
-        except WrongBytes as error:
+        except WrongBytesError as error:
             if side == "theirs" and pair is not None and pair.wrong:
                 self.happened["wrong bytes in vLLM"] += 1
                 return
-            raise WrongBytes(f"{side}, step {self.script.step}: {error}") from error
+            raise WrongBytesError(f"{side}, step {self.script.step}: {error}") from error
 
     def _report(self, ended: list[Pair]) -> KVConnectorOutput:
         return KVConnectorOutput(
