@@ -51,7 +51,7 @@ class Server:
         connector.attach(self.ours, self.contents, list(shape.groups), self._delay, self._marks_of)
 
     def _delay(self) -> int:
-        return self.random.choice((0, 0, 1, 2, 3, 6))
+        return self.random.choice((0, 1, 2, 3, 5, 8))
 
     def _marks_of(self, request: str) -> list[list[int]]:
         """What its tokens leave in their blocks, for each group."""
@@ -99,7 +99,7 @@ class Server:
             for name in alive
             if self.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS
         ]
-        names = loading if loading and self.random.random() < 0.5 else alive
+        names = loading if loading and self.random.random() < 0.7 else alive
         if names:
             name = self.random.choice(names)
             self.happened["aborted"] += 1
