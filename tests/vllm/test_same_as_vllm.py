@@ -39,7 +39,8 @@ ALWAYS = (
 """What each server has to go through, or its streams prove nothing."""
 
 PREEMPTS = ("preempted", "resumed")
-NOT_YET = "a reset offers blocks that a window has left and that others may have"
+LEFT_BLOCKS = "a reset offers blocks that a window has left and that others may have"
+UNSURE = "an end that was cut to whole chunks does not make groups be asked anew"
 
 SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     "full": (Shape((None,), script=SCRIPT), (*PREEMPTS, "aborted while loading")),
@@ -90,10 +91,21 @@ SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
         (wanted.SPARSE,),
     ),
     "chunks of two sizes": (Shape((None, 9), block=(8, 4), blocks=56, script=SCRIPT), ()),
+    "windows of two sizes, small chunks in the larger": (
+        Shape((6, 5), block=(4, 8), blocks=36, script=SCRIPT),
+        (),
+    ),
+    "larger chunks in the window": (Shape((None, 13), block=(4, 8), blocks=56, script=SCRIPT), ()),
     "windows and resets": (
         Shape((None, 7, 22), blocks=80, factor=3, resets=True, script=SCRIPT),
         ("resets", wanted.LEFT),
     ),
+}
+
+FAULTY = {
+    "windows and resets": LEFT_BLOCKS,
+    "windows of two sizes, small chunks in the larger": UNSURE,
+    "larger chunks in the window": UNSURE,
 }
 
 
@@ -115,8 +127,8 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=NOT_YET))
-        if name == "windows and resets"
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=FAULTY[name]))
+        if name in FAULTY
         else name
         for name in SERVERS
     ],
@@ -147,7 +159,7 @@ class Request:
         return False
 
 
-@pytest.mark.xfail(strict=True, reason=NOT_YET)
+@pytest.mark.xfail(strict=True, reason=LEFT_BLOCKS)
 def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
     shape = Shape((4,))
     server = ConnectorScheduler(our_spec(shape, Contents(Script(0)), 4))
@@ -177,3 +189,14 @@ def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
     )
     (job,) = meta.store_jobs.values()
     assert set(job.src_spec.block_ids.tolist()) == {3}
+
+
+@pytest.mark.xfail(strict=True, reason=UNSURE)
+def test_a_window_is_there_at_the_end_that_is_found() -> None:
+    contents = Contents(Script(0))
+    server = ConnectorScheduler(our_spec(Shape((6, 5), block=(4, 8)), contents, 4))
+    # Group 0 has chunks 1 and 2, group 1 its only one: they agree on 8 tokens, for which the
+    # window of group 0 reaches back into its chunk 0.
+    contents.stored = {b"h1\0\0\0\0", b"h2\0\0\0\0", b"h1\0\0\0\1"}
+    request = Request("first", 14, block_hashes=[b"h0", b"h1", b"h2"])
+    assert server.get_num_new_matched_tokens(request, 0) == (0, False)
