@@ -39,8 +39,6 @@ ALWAYS = (
 """What each server has to go through, or its streams prove nothing."""
 
 PREEMPTS = ("preempted", "resumed")
-LEFT_BLOCKS = "a reset offers blocks that a window has left and that others may have"
-UNSURE = "an end that was cut to whole chunks does not make groups be asked anew"
 
 SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     "full": (Shape((None,), script=SCRIPT), (*PREEMPTS, "aborted while loading")),
@@ -102,12 +100,6 @@ SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     ),
 }
 
-FAULTY = {
-    "windows and resets": LEFT_BLOCKS,
-    "windows of two sizes, small chunks in the larger": UNSURE,
-    "larger chunks in the window": UNSURE,
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -124,15 +116,7 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=FAULTY[name]))
-        if name in FAULTY
-        else name
-        for name in SERVERS
-    ],
-)
+@pytest.mark.parametrize("name", SERVERS)
 def test_the_same_is_found_loaded_stored_and_flushed(name: str, folder: Path) -> None:
     shape, exercised = SERVERS[name]
     happened: Counter[str] = Counter()
@@ -159,7 +143,6 @@ class Request:
         return False
 
 
-@pytest.mark.xfail(strict=True, reason=LEFT_BLOCKS)
 def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
     shape = Shape((4,))
     server = ConnectorScheduler(our_spec(shape, Contents(Script(0)), 4))
@@ -191,7 +174,6 @@ def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
     assert set(job.src_spec.block_ids.tolist()) == {3}
 
 
-@pytest.mark.xfail(strict=True, reason=UNSURE)
 def test_a_window_is_there_at_the_end_that_is_found() -> None:
     contents = Contents(Script(0))
     server = ConnectorScheduler(our_spec(Shape((6, 5), block=(4, 8)), contents, 4))

@@ -44,11 +44,13 @@ class Matcher:
         """
         if self._manager.is_deferred(context):
             return None
+        # Beyond the whole chunks of any group nothing can be loaded.
+        wholes = (len(keys[group.index]) * group.tokens_per_chunk for group in self._groups)
+        end = min(end, *wholes)
         while True:
             deferred = unsure = again = False
             for group in self._groups:
                 its = keys[group.index]
-                end = min(end, len(its) * group.tokens_per_chunk)
                 if end - computed < group.tokens_per_chunk:
                     return 0
                 boundary = self._boundary(group, its, computed, end, context)

@@ -49,6 +49,14 @@ class GroupState:
         kept = blocks[len(blocks) - blocks[::-1].index(0) :]
         return kept if len(kept) * group.tokens_per_block >= group.uncut else []
 
+    def leave(self, computed: int) -> None:
+        """Blocks that only tokens before the next one needed may be somebody else's by now."""
+        group = self.group
+        if group.window is not None:
+            left = max(0, computed - group.window + 1) // group.tokens_per_block
+            left = min(left, len(self.block_ids))
+            self.block_ids[:left] = [0] * left
+
     def left_by(self, blocks: Collection[int]) -> None:
         """`blocks` were given to somebody: those that this request had before are lost to it.
 
@@ -193,6 +201,8 @@ class TrackedRequest:
 
     def store_anew(self) -> None:
         """Nothing of it is stored any more."""
+        for state in self.groups:
+            state.leave(self.request.num_computed_tokens)
         self.offered_up_to([0] * len(self.groups))
 
     def end(self) -> None:
