@@ -27,7 +27,7 @@ from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
 from tests.vllm.pretend import Marks, Transfer, WrongBytesError, copies_of
 from tests.vllm.scripted import Contents
-from tests.vllm.wanted import AFTER_RESET, FORGOTTEN, LEFT, SPARSE, Raw, Tables, Wanted
+from tests.vllm.wanted import AFTER_RESET, FORGOTTEN, LEFT, PREEMPTED, SPARSE, Raw, Tables, Wanted
 
 
 class DifferentError(AssertionError):
@@ -46,6 +46,7 @@ class Pair:
         theirs, ours: its numbers; None where that side has none.
         left: steps until it ends, unless somebody wants it before.
         stale: it was made before a reset.
+        dropped: for each side the chunks that the other does not store.
         wrong: vLLM's transfer takes blocks for others than they are.
     """
 
@@ -58,6 +59,9 @@ class Pair:
     transfers: dict[str, Transfer]
     stale: bool = False
     wrong: bool = False
+    dropped: dict[str, frozenset[bytes]] = field(
+        default_factory=lambda: {"ours": frozenset(), "theirs": frozenset()}
+    )
 
 
 @dataclass
@@ -140,9 +144,11 @@ class Mirror(OffloadingConnector):
         if our[0] is None and any(pair.stale for pair in mine):
             self.happened[AFTER_RESET] += 1
             return our
+        # A store is under way that only one side has made.
         if their[0] is None and mine and all(pair.ours is None for pair in mine):
-            # A store that only vLLM has made is under way.
             return their
+        if our[0] is None and mine and all(pair.theirs is None for pair in mine):
+            return our
         raise DifferentError(f"{request.request_id} at {num_computed_tokens}: {their}, ours {our}")
 
     def update_state_after_alloc(
@@ -295,7 +301,7 @@ class Mirror(OffloadingConnector):
                 group, chunk = self.wanted.place(request, copy.key)
                 size = self.factor * self.wanted.block_sizes[group]
                 expected[copy.key] = list(marks[group][chunk * size : (chunk + 1) * size])
-        return Transfer(request, is_store, copies, expected)
+        return Transfer(request, is_store, copies, expected, pair.dropped[side])
 
     def _explain_all(
         self,
@@ -320,6 +326,7 @@ class Mirror(OffloadingConnector):
             self.happened[SPARSE] += sum(map(self.wanted.is_sparse, extra))
             # From here on both have to know the same.
             self.contents["ours"].forget(pair.request, extra)
+            pair.dropped["ours"] = frozenset(extra)
 
     def _different(
         self,
@@ -350,7 +357,9 @@ class Mirror(OffloadingConnector):
             if reason is None:
                 raise self._different(request, their, our, tables)
             self.happened[reason] += 1
-            pair.wrong |= reason == LEFT or self.wanted.has_gap(request, key, t, tables[request])
+            pair.wrong |= reason in (LEFT, PREEMPTED) or self.wanted.has_gap(
+                request, key, t, tables[request]
+            )
         # The same blocks for what both store.
         blocks = {copy.key: copy.blocks for copy in copies_of(*our, self.factor)} if our else {}
         for key in t & o:
@@ -359,6 +368,7 @@ class Mirror(OffloadingConnector):
             if blocks[key] != [block for block in its if block]:
                 raise self._different(request, their, our, tables)
         self.contents["theirs"].forget(request, t - o)
+        pair.dropped["theirs"] = frozenset(t - o)
 
     def _named(self, side: str, numbers: Iterable[int], new: list[Pair]) -> list[Pair]:
         wanted = set(numbers)

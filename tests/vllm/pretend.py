@@ -50,6 +50,8 @@ class Transfer:
     copies: list[Copy]
     expected: dict[bytes, Marks]
     """For each chunk that is stored what should be in it."""
+    dropped: frozenset[bytes] = frozenset()
+    """Chunks whose store shall leave nothing, as only one side has made it."""
 
     @property
     def blocks(self) -> set[int]:
@@ -120,7 +122,8 @@ class Device:
                     raise WrongBytesError(
                         f"{transfer.request} stores from {copy.blocks}, place {place}: {mark}"
                     )
-            self.offloaded[copy.key] = marks
+            if copy.key not in transfer.dropped:
+                self.offloaded[copy.key] = marks
 
     def _load(self, number: int, transfer: Transfer) -> None:
         for copy, marks in zip(transfer.copies, self._loads[number], strict=True):

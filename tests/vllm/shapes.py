@@ -51,6 +51,8 @@ class Shape:
         hashed: tokens of a hashed block; None: vLLM's choice.
         factor: blocks of an offloaded chunk.
         retained: `prefix_cache_retention_interval` of vLLM; None: all chunks of windows.
+        role: of the connector. Of a "kv_producer" whose steps overlap vLLM preempts requests that
+            are being computed, and gives their blocks away at once.
         resumed_as_new: vLLM's second model runner gets resumed requests like new ones.
     """
 
@@ -64,6 +66,7 @@ class Shape:
     asynchronous: bool = False
     resumed_as_new: bool = False
     retained: int | None = None
+    role: str = "kv_both"
     requests: int = 5
     batch: int = 24
     resets: bool = False
@@ -131,10 +134,12 @@ def vllm_scheduler(shape: Shape, contents: Contents, folder: Path) -> tuple[Sche
         kv_transfer_config=KVTransferConfig(
             kv_connector="Mirror",
             kv_connector_module_path="tests.vllm.mirror",
-            kv_role="kv_both",
+            kv_role=shape.role,
             kv_connector_extra_config=extra,
         ),
     )
+    # On a CPU it would be switched off.
+    config.scheduler_config.async_scheduling = shape.asynchronous
     groups = KVCacheConfig(
         shape.blocks, [], vllm_groups(layers), prefix_cache_retention_interval=shape.retained
     )

@@ -44,7 +44,7 @@ SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     "full": (Shape((None,), script=SCRIPT), (*PREEMPTS, "aborted while loading")),
     "full, resets": (
         Shape((None,), factor=2, resets=True, script=PENDING),
-        (*PREEMPTS, "resets", wanted.FORGOTTEN),
+        (*PREEMPTS, "resets"),
     ),
     "full, three blocks in a chunk, no prefix cache": (
         Shape((None,), factor=3, caching=False, script=SCRIPT),
@@ -52,9 +52,13 @@ SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     ),
     "full, overlapping steps": (
         Shape((None,), asynchronous=True, resets=True, script=SCRIPT),
-        (*PREEMPTS, "resets", wanted.ABORTED),
+        (*PREEMPTS, "resets"),
     ),
-    "window": (Shape((10,), blocks=24, script=SCRIPT), PREEMPTS),
+    "full, overlapping steps, blocks that are free at once": (
+        Shape((None,), asynchronous=True, blocks=32, role="kv_producer", script=SCRIPT),
+        PREEMPTS,
+    ),
+    "window": (Shape((10,), blocks=17, script=SCRIPT), PREEMPTS),
     "window, overlapping steps": (
         Shape((14,), factor=3, blocks=28, asynchronous=True, script=SCRIPT),
         (wanted.LOST,),
@@ -74,7 +78,7 @@ SERVERS: dict[str, tuple[Shape, tuple[str, ...]]] = {
     ),
     "both, resumed requests like new ones": (
         Shape((None, 9), blocks=50, factor=2, resumed_as_new=True, script=SCRIPT),
-        ("preempted", wanted.LOST),
+        ("preempted",),
     ),
     "two windows": (
         Shape((None, 7, 22), blocks=76, factor=2, asynchronous=True, script=SCRIPT),
