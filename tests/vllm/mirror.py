@@ -27,7 +27,17 @@ from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
 from tests.vllm.pretend import Marks, Transfer, WrongBytesError, copies_of
 from tests.vllm.scripted import Contents
-from tests.vllm.wanted import AFTER_RESET, FORGOTTEN, LEFT, PREEMPTED, SPARSE, Raw, Tables, Wanted
+from tests.vllm.wanted import (
+    AFTER_RESET,
+    FORGOTTEN,
+    LEFT,
+    PREEMPTED,
+    SPARSE,
+    Raw,
+    Tables,
+    Wanted,
+    raw_of,
+)
 
 
 class DifferentError(AssertionError):
@@ -265,8 +275,8 @@ class Mirror(OffloadingConnector):
         differ = []
         for request in sorted(of_theirs.keys() | of_ours.keys()):
             numbers = of_theirs.get(request), of_ours.get(request)
-            t = None if numbers[0] is None else _raw(their[numbers[0]], is_store)
-            o = None if numbers[1] is None else _raw(our[numbers[1]], is_store)
+            t = None if numbers[0] is None else raw_of(their[numbers[0]], is_store)
+            o = None if numbers[1] is None else raw_of(our[numbers[1]], is_store)
             pair = Pair(request, is_store, self.step, self.delay(), *numbers, {})
             if t != o:
                 if not is_store:
@@ -278,7 +288,7 @@ class Mirror(OffloadingConnector):
         for pair in pairs:
             for side, number, jobs in (("ours", pair.ours, our), ("theirs", pair.theirs, their)):
                 if number is not None:
-                    raw = _raw(jobs[number], is_store)
+                    raw = raw_of(jobs[number], is_store)
                     transfer = self._transfer(pair, side, raw, is_store)
                     if transfer is not None:
                         pair.transfers[side] = transfer
@@ -312,10 +322,7 @@ class Mirror(OffloadingConnector):
         skipped: set[bytes] = set()
         """Keys that only vLLM stores, for one request."""
         for pair, their, our in differ:
-            t, o = set(their[0] if their else ()), set(our[0] if our else ())
-            if t - o:
-                self._explain(pair, their, our, tables)
-                skipped |= t - o
+            skipped |= self._explain(pair, their, our, tables)
         for pair, their, our in differ:
             extra = set(our[0] if our else ()) - set(their[0] if their else ())
             if pair.request in self._dropped_by_reset:
@@ -344,31 +351,27 @@ class Mirror(OffloadingConnector):
         )
 
     def _explain(
-        self,
-        pair: Pair,
-        their: Raw | None,
-        our: Raw | None,
-        tables: Tables,
-    ) -> None:
-        request = pair.request
+        self, pair: Pair, their: Raw | None, our: Raw | None, tables: Tables
+    ) -> set[bytes]:
+        """What only vLLM stores for a request, with good reason."""
+        request, wanted = pair.request, self.wanted
         t, o = set(their[0] if their else ()), set(our[0] if our else ())
         for key in t - o:
-            reason = self.wanted.reason(request, key, o, tables.get(request))
+            reason = wanted.reason(request, key, tables.get(request))
             if reason is None:
                 raise self._different(request, their, our, tables)
             self.happened[reason] += 1
-            pair.wrong |= reason in (LEFT, PREEMPTED) or self.wanted.has_gap(
-                request, key, t, tables[request]
-            )
+            pair.wrong |= reason in (LEFT, PREEMPTED)
+            pair.wrong |= wanted.has_gap(request, key, t, tables[request])
+        pair.wrong |= request in wanted.had
         # The same blocks for what both store.
-        blocks = {copy.key: copy.blocks for copy in copies_of(*our, self.factor)} if our else {}
-        for key in t & o:
-            group, chunk = self.wanted.place(request, key)
-            its = tables[request][group][chunk * self.factor : (chunk + 1) * self.factor]
-            if blocks[key] != [block for block in its if block]:
+        if our and their and not pair.wrong:
+            blocks = {copy.key: copy for copy in copies_of(*their, self.factor)}
+            if any(blocks.get(copy.key, copy) != copy for copy in copies_of(*our, self.factor)):
                 raise self._different(request, their, our, tables)
         self.contents["theirs"].forget(request, t - o)
         pair.dropped["theirs"] = frozenset(t - o)
+        return t - o
 
     def _named(self, side: str, numbers: Iterable[int], new: list[Pair]) -> list[Pair]:
         wanted = set(numbers)
@@ -394,21 +397,8 @@ class Mirror(OffloadingConnector):
                 raise DifferentError(f"ours has to flush {pair}")
 
 
-def _raw(job: Any, is_store: bool) -> Raw:
-    device, other = (job.src_spec, job.dst_spec) if is_store else (job.dst_spec, job.src_spec)
-    return (
-        list(other.keys),
-        [int(block) for block in device.block_ids],
-        list(device.group_sizes),
-        list(device.block_indices),
-    )
-
-
 def _new_blocks(output: SchedulerOutput) -> set[int]:
     """Blocks that requests have got in this step."""
     given = [new.block_ids for new in output.scheduled_new_reqs]
     given += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
     return {block for ids in given for its in ids for block in its if block}
-
-
-__all__ = ["CrashedError", "DifferentError", "Mirror", "Pair", "Plan", "WorkerMetadata"]

@@ -6,8 +6,8 @@
   are others'.
 * `LOST`: ours does not store a chunk of which the window has left so much that a request which
   loads it could miss some.
-* `GAP`: ours does not store a chunk with lost blocks behind others of the same transfer: workers
-  take the blocks of a transfer as one run.
+* `GAP`: ours does not store a chunk with lost blocks behind others that it has offered together
+  with it: workers take the blocks of a transfer as one run.
 * `FORGOTTEN`: vLLM's reset drops what requests that have just finished could still store.
 * `LEFT`: after a reset vLLM stores anew from blocks that the window has left, whoever has them
   now. It may also crash, as it thinks twice that a block is the request's.
@@ -38,6 +38,17 @@ Raw = tuple[list[bytes], list[int], list[int], list[int]]
 
 Tables = dict[str, list[list[int]]]
 """Each request's blocks in each group, 0 where they were lost."""
+
+
+def raw_of(job: Any, is_store: bool) -> Raw:
+    """A job of either side."""
+    device, other = (job.src_spec, job.dst_spec) if is_store else (job.dst_spec, job.src_spec)
+    return (
+        list(other.keys),
+        [int(block) for block in device.block_ids],
+        list(device.group_sizes),
+        list(device.block_indices),
+    )
 
 
 class Wanted:
@@ -82,9 +93,7 @@ class Wanted:
         places = " ".join("{}:{}".format(*self.place(request, key)) for key in raw[0])
         return f"{places} blocks {raw[1]} sizes {raw[2]} begins {raw[3]}"
 
-    def reason(
-        self, request: str, key: bytes, our: set[bytes], table: list[list[int]] | None
-    ) -> str | None:
+    def reason(self, request: str, key: bytes, table: list[list[int]] | None) -> str | None:
         """Which wanted difference explains that only vLLM stores `key`."""
         if table is None:
             return None
@@ -106,7 +115,7 @@ class Wanted:
             kept = blocks[::-1].index(0) * self.block_sizes[group]
             if kept < (min(window, size) if self._one_size else size):
                 return LEFT if request in self.had else LOST
-            if self.has_gap(request, key, our, table):
+            if any(table[group][: chunk * self._factor]):
                 return GAP
         if self.is_sparse(key):
             return SPARSE
