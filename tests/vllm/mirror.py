@@ -32,6 +32,7 @@ from tests.vllm.wanted import (
     FORGOTTEN,
     LEFT,
     PREEMPTED,
+    SMALL,
     SPARSE,
     Raw,
     Tables,
@@ -158,6 +159,10 @@ class Mirror(OffloadingConnector):
         if their[0] is None and mine and all(pair.ours is None for pair in mine):
             return their
         if our[0] is None and mine and all(pair.theirs is None for pair in mine):
+            return our
+        sizes = {group.tokens_per_chunk for group in self.ours._groups}
+        if our == (0, False) and len(sizes) > 1 and (their[0] is None or their[0] < max(sizes)):
+            self.happened[SMALL] += 1
             return our
         raise DifferentError(f"{request.request_id} at {num_computed_tokens}: {their}, ours {our}")
 

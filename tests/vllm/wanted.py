@@ -11,6 +11,8 @@
 * `FORGOTTEN`: vLLM's reset drops what requests that have just finished could still store.
 * `LEFT`: after a reset vLLM stores anew from blocks that the window has left, whoever has them
   now. It may also crash, as it thinks twice that a block is the request's.
+* `SMALL`: where groups have chunks of several sizes, vLLM finds less than a chunk of one of them
+  if another group has cut it down last. Ours finds nothing then.
 * `SPARSE`: vLLM stores only those chunks of a window that it deems worth it, if it is told so or
   if groups have chunks of several sizes. Ours stores all of them.
 """
@@ -31,6 +33,7 @@ GAP = "window chunk behind a gap"
 FORGOTTEN = "finished just before a reset"
 LEFT = "left by the window before a reset"
 PREEMPTED = "finished after it was preempted"
+SMALL = "less than a chunk of some group"
 SPARSE = "window chunk that vLLM skips"
 
 Raw = tuple[list[bytes], list[int], list[int], list[int]]
