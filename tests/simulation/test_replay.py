@@ -44,7 +44,9 @@ def test_the_conversation_trace_gives_the_published_hits(
     assert outcome.host_writes + outcome.declined <= outcome.accesses - outcome.hits
 
 
-@pytest.mark.parametrize("flow", Flow)
+@pytest.mark.parametrize(
+    "flow", [*list(Flow)[:2], pytest.param(Flow.EXCLUSIVE, marks=pytest.mark.slow)]
+)
 def test_two_tiers_hit_what_they_should(conversation: Trace, flow: Flow) -> None:
     longest = max(map(len, conversation.requests))
     ahead = 0 if flow is Flow.WRITE_THROUGH else longest
@@ -57,6 +59,7 @@ def test_two_tiers_hit_what_they_should(conversation: Trace, flow: Flow) -> None
     assert (outcome.hits, outcome.disk_writes) == told[flow]
 
 
+@pytest.mark.slow
 def test_a_threshold_at_demotion_saves_writes(conversation: Trace) -> None:
     reuse = Choice("reuse", (("threshold", 2), ("table", 10**6)))
     setup = Setup(3655, 4 * 3655, flow=Flow.DEMOTE, reserve=300, disk_admission=(reuse,))

@@ -19,7 +19,7 @@ PATIENCE = 20.0
 """Seconds after which the worker is taken to hang: it needs a few tenths."""
 
 fuzz = settings(
-    max_examples=int(EXAMPLES or 20),
+    max_examples=int(EXAMPLES or 12),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,
