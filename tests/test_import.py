@@ -58,6 +58,7 @@ HEAVY = ("torch", "vllm", "transformers", "hypothesis", "pytest", "liburing")
         "import kvstore.core, kvstore.engine, kvstore.assembly",
         "import kvstore.connector.manager, kvstore.connector.backend, kvstore.connector.reuse",
         "import kvstore.connector.spec, kvstore.connector.handler, kvstore.connector.mediums",
+        "import kvstore.connector.scheduler, kvstore.connector.worker, kvstore.connector.server",
         "import tiers, tiers.disk, policies",
         "import tools.cli",
     ],
