@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 ENGINES = [f"tests/vllm/test_{name}.py" for name in ("engine", "policies", "reset")]
 """They compare with one engine that all of them use, so one worker runs them all."""
 
-FIRST = [*ENGINES, "tests/vllm/test_identity.py", "tests/tiers/test_fuzz.py"]
+FIRST = [
+    *ENGINES,
+    "tests/vllm/test_identity.py",
+    "tests/tiers/test_fuzz.py",
+    "tests/examples/test_http_server.py",
+    "tests/examples/test_paged_engine.py",
+]
 """What takes longest begins first, so that no worker is left alone with it at the end."""
 
 

@@ -43,12 +43,12 @@ class Matcher:
         Args:
             keys: for each group the keys of the request's whole chunks.
         """
-        if self._manager.is_deferred(context):
-            return None
         # Before anybody is asked: what was said for a larger end need not hold for a smaller one.
         end = min(end, *(len(keys[group.index]) * group.tokens_per_chunk for group in self._groups))
         if end - computed < self._least:
             return 0
+        if self._manager.is_deferred(context):
+            return None
         while True:
             deferred = unsure = again = False
             for group in self._groups:
