@@ -1,0 +1,106 @@
+"""Prefixes that are larger than host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.errors import KVStoreError, LeaseEndedError
+from kvstore.windows import Windows
+
+CHUNK = 4096
+KEYS = [b"key-%03d" % n + bytes(4) for n in range(100)]
+
+
+def config(folder: Path, rows: int = 16) -> dict[str, object]:
+    return {
+        "cpu_bytes_to_use": rows * CHUNK,
+        "chunk_bytes": CHUNK,
+        "identity": {"model": "m"},
+        "tiers": [
+            {
+                "type": "disk",
+                "path": str(folder),
+                "capacity_bytes": "4MiB",
+                "segment_bytes": "1MiB",
+            }
+        ],
+    }
+
+
+async def fill(store: kvstore.Store, count: int = len(KEYS)) -> None:
+    assert await store.put(KEYS[:count], [bytes([n]) * CHUNK for n in range(count)]) == count
+    assert await store.flush()
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 16, 200])
+async def test_every_chunk_comes_once_in_order_through_little_host_memory(
+    tmp_path: Path, size: int
+) -> None:
+    async with kvstore.open(config(tmp_path, rows=200 if size > 100 else 16)) as store:
+        await fill(store)
+        seen = []
+        async with Windows(store, KEYS, size) as windows:
+            async for chunks in windows:
+                assert len(chunks) <= size
+                seen += [chunk[0] for chunk in chunks]
+        assert seen == list(range(100))
+        assert store.stats().busy_rows == 0
+
+
+async def test_the_prefix_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store, 21)
+        async with Windows(store, KEYS, 8) as windows:
+            sizes = [len(chunks) async for chunks in windows]
+        assert sizes == [8, 8, 5]
+
+
+async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store)
+        async with Windows(store, KEYS, 8) as windows:
+            async for chunks in windows:
+                assert len(chunks) == 8
+                break
+        with pytest.raises(ZeroDivisionError):
+            async with Windows(store, KEYS, 8) as windows:
+                async for _ in windows:
+                    raise ZeroDivisionError
+        # What was on its way arrives.
+        end = time.monotonic() + 10
+        while store.stats().busy_rows:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+
+async def test_a_window_cannot_be_used_after_the_next_has_come(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store)
+        async with Windows(store, KEYS, 8) as windows:
+            kept = await anext(windows)
+            await anext(windows)
+            with pytest.raises(LeaseEndedError):
+                kept[0]
+
+
+async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store)
+    async with kvstore.open(config(tmp_path)) as store, Windows(store, KEYS, 8) as windows:
+        await anext(windows)
+        end = time.monotonic() + 10
+        while store.stats().tiers[0].promoted < 16:
+            assert time.monotonic() < end, "nobody fetches it"
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "8"])
+async def test_a_window_of_no_chunks_is_refused(tmp_path: Path, size: object) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        with pytest.raises(KVStoreError, match="must be a whole number, 1 at least"):
+            Windows(store, KEYS, size)  # type: ignore[arg-type]
