@@ -59,6 +59,10 @@ class Lookups:
         # Requests that were looked up in this step, and those that shall ask again in the next.
         self._asked: list[Request] = []
         self._unseen: set[str] = set()
+        # Requests that have asked in vain for a turn, longest first; the first has it in the
+        # present step, however many ask before it.
+        self._line: dict[str, None] = {}
+        self._turn: str | None = None
         self._deferred = False
         # The request that asks at present; the keys, still growing, of the last that began.
         self._asking = _NOBODY
@@ -81,6 +85,10 @@ class Lookups:
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
         self._unseen.clear()
+        if self._turn is not None:
+            # It did not ask any more.
+            del self._line[self._turn]
+        self._turn = next(iter(self._line), None)
 
     def pause(self) -> None:
         """Something else happens: the request that asks next has to be found anew."""
@@ -91,6 +99,8 @@ class Lookups:
         self.pause()
         self._asked.clear()
         self._listed.clear()
+        self._line.clear()
+        self._turn = None
 
     # -- answers ---------------------------------------------------------------------------
 
@@ -150,8 +160,12 @@ class Lookups:
         if request is None or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
-            if self._looked_up >= self._budget.asked:
+            if self._looked_up >= self._budget.asked and request_id != self._turn:
                 return self._answer_later(request_id, request)
+            if request_id in self._line:
+                del self._line[request_id]
+                if request_id == self._turn:
+                    self._turn = None
             request = self._requests.open(request_id)
             self._asking_keys = request.keys
             request.ask(self._now, step)
@@ -167,6 +181,7 @@ class Lookups:
         if request is not None:
             request.ask(self._now)
         self._unseen.add(request_id)
+        self._line.setdefault(request_id)
         self._asking = Request(request_id, _WAITING)
         return self._asking
 

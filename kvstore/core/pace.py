@@ -28,8 +28,8 @@ class Pace:
 
     Attributes:
         asked: keys that are looked up; after that many, further requests are answered "ask
-            again" unseen, unless their first key is a miss. Requests that wait in the queue
-            cost nothing and do not count.
+            again" unseen, but for the one that has asked in vain for longest. Requests that
+            wait in the queue cost nothing and do not count.
         told: keys of loads of which the policies hear; more when many have not been told.
         granted: chunks that are leased or fetched for requests in the queue.
         linked: keys of requests that begin to wait of which policies learn what follows what.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.pace import Pace
 from tests.core.rig import CountingLRU, Rig, chain
 
 
@@ -271,3 +272,23 @@ def test_a_hit_right_after_the_chunk_was_stored_stays_for_the_step() -> None:
     assert rig.ask(keys, "reader") == 2
     assert rig.core.prepare_store(others, "greedy") is None, "both have answered hit in this step"
     assert rig.load(keys, "reader")
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_whoever_goes_on_asking_is_looked_up_although_others_ask_before_it_in_every_step(
+    leaving: bool,
+) -> None:
+    rig = Rig(rows=64, pace=Pace(asked=8))
+    prompts = {f"r{n}": chain(f"p{n}", 8) for n in range(6)}
+    for name, keys in prompts.items():
+        rig.put(keys, f"w-{name}")
+    rig.step()
+    answered: set[str] = set()
+    for step in range(2 * len(prompts)):
+        for name, keys in prompts.items():
+            if leaving and name == "r2" and step > 1:
+                continue
+            if rig.ask(keys, name) is not None:
+                answered.add(name)
+        rig.step()
+    assert answered >= prompts.keys() - ({"r2"} if leaving else set())
