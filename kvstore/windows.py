@@ -12,8 +12,38 @@ from kvstore.errors import KVStoreError
 if TYPE_CHECKING:
     from kvstore.leases import Chunks, Lease
     from kvstore.store import Store
+    from kvstore.sync import SyncLease, SyncStore
 
-__all__ = ["Windows"]
+__all__ = ["SyncWindows", "Windows"]
+
+
+class _Portions:
+    """Where in a prefix the next window lies.
+
+    Attributes:
+        name: the request by which the store knows it.
+    """
+
+    def __init__(self, keys: Sequence[bytes], size: int) -> None:
+        """
+        Raises:
+            KVStoreError: if `size` is no number of chunks.
+        """
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise KVStoreError(f"a window of {size!r} chunks: must be a whole number, 1 at least")
+        self.name = f"windows-{uuid.uuid4()}"
+        self._keys = keys
+        self._size = size
+        self._next = 0
+
+    def next(self) -> Sequence[bytes]:
+        """The keys of the next window; none at the end."""
+        return self._keys[self._next : self._next + self._size]
+
+    def got(self, chunks: int) -> None:
+        """So many chunks of it are there: the prefix ends where one is missing."""
+        whole = chunks == len(self.next())
+        self._next = self._next + chunks if whole else len(self._keys)
 
 
 class Windows:
@@ -24,13 +54,8 @@ class Windows:
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise KVStoreError(f"a window of {size!r} chunks: must be a whole number, 1 at least")
         self._store = store
-        self._keys = keys
-        self._size = size
-        self._name = f"windows-{uuid.uuid4()}"
-        self._next = 0
+        self._portions = _Portions(keys, size)
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Windows:
@@ -45,7 +70,27 @@ class Windows:
         try:
             await self._give_back(kind, error, trace)
         finally:
-            self._store.release(self._name)
+            self._store.release(self._portions.name)
+
+    def __aiter__(self) -> Windows:
+        return self
+
+    async def __anext__(self) -> Chunks:
+        await self._give_back()
+        portions = self._portions
+        keys = portions.next()
+        if not keys:
+            raise StopAsyncIteration
+        lease = self._store.get(keys, portions.name)
+        chunks = await lease.__aenter__()
+        self._lease = lease
+        portions.got(len(chunks))
+        if not chunks:
+            raise StopAsyncIteration
+        if portions.next():
+            # On its way while the caller works on this one.
+            self._store.lookup_prefix(portions.next(), portions.name)
+        return chunks
 
     async def _give_back(
         self,
@@ -57,23 +102,58 @@ class Windows:
         if lease is not None:
             await lease.__aexit__(kind, error, trace)
 
-    def __aiter__(self) -> Windows:
+
+class SyncWindows:
+    """What `SyncStore.windows` returns: for ``with``, and in the block for ``for``."""
+
+    def __init__(self, store: SyncStore, keys: Sequence[bytes], size: int) -> None:
+        """
+        Raises:
+            KVStoreError: if `size` is no number of chunks.
+        """
+        self._store = store
+        self._portions = _Portions(keys, size)
+        self._lease: SyncLease | None = None
+
+    def __enter__(self) -> SyncWindows:
         return self
 
-    async def __anext__(self) -> Chunks:
-        await self._give_back()
-        begin, end = self._next, min(self._next + self._size, len(self._keys))
-        if begin == end:
-            raise StopAsyncIteration
-        lease = self._store.get(self._keys[begin:end], self._name)
-        chunks = await lease.__aenter__()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._give_back(kind, error, trace)
+        finally:
+            self._store.release(self._portions.name)
+
+    def __iter__(self) -> SyncWindows:
+        return self
+
+    def __next__(self) -> Chunks:
+        self._give_back()
+        portions = self._portions
+        keys = portions.next()
+        if not keys:
+            raise StopIteration
+        lease = self._store.get(keys, portions.name)
+        chunks = lease.__enter__()
         self._lease = lease
+        portions.got(len(chunks))
         if not chunks:
-            self._next = len(self._keys)
-            raise StopAsyncIteration
-        # The prefix ends where something is missing.
-        self._next = end if len(chunks) == end - begin else len(self._keys)
-        if self._next < len(self._keys):
-            # On its way while the caller works on this one.
-            self._store.lookup_prefix(self._keys[end : end + self._size], self._name)
+            raise StopIteration
+        if portions.next():
+            self._store.lookup_prefix(portions.next(), portions.name)
         return chunks
+
+    def _give_back(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.__exit__(kind, error, trace)
