@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -11,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvstore.assembly import Assembly
-from kvstore.background import DETACH_SECONDS
 from kvstore.building import build
 from kvstore.checks import check_keys, check_request, check_timeout, chunks_of
+from kvstore.closing import end_engine
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
@@ -124,6 +123,19 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         return self._look_up(keys, request)[1]
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` host memory or a slower tier holds, for whom it may concern.
+
+        Never blocks, and changes nothing: nothing is fetched or kept, and no lookup, miss or
+        use is counted. What it tells of may have left a moment later, and a chunk on a
+        disk may turn out to be damaged. Tiers that do not answer at present do not count.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        return self._core.contains_prefix(check_keys(keys))
 
     async def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
@@ -465,23 +477,5 @@ class Store:
         self._driver.closed = True
         self._driver.wake()
         engine, recency = self._driver.engine, self._assembly.recency()
-        deadline = time.monotonic() + self._config.shutdown_timeout_s
-        closing = self._home.loop.create_task(engine.close(recency))
-        while not await _ended(closing, deadline - time.monotonic()) or closing.cancelled():
-            if not closing.done():
-                # Its rows may still be written to: the memory must stay.
-                logger.warning("a tier does not answer and is left behind")
-                await _ended(self._home.loop.create_task(engine.detach()), 2 * DETACH_SECONDS)
-                await _ended(closing, DETACH_SECONDS)
-                return
-            closing = self._home.loop.create_task(engine.close(recency))
-        self._region.close()
-
-
-async def _ended(task: asyncio.Future[None], seconds: float) -> bool:
-    """Wait at most `seconds` for `task` to end, cancelled or not; returns whether it has."""
-    end = time.monotonic() + seconds
-    while not task.done() and (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({task}, timeout=left)
-    return task.done()
+        if await end_engine(engine, recency, self._config.shutdown_timeout_s):
+            self._region.close()

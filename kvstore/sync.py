@@ -102,6 +102,19 @@ class SyncStore:
         """
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` host memory or a slower tier holds, for whom it may concern.
+
+        Waits for its turn on the loop, and changes nothing: nothing is fetched or kept, and
+        no lookup, miss or use is counted. What it tells of may have left a moment later, and
+        a chunk on a disk may turn out to be damaged. Tiers that do not answer at present do
+        not count.
+
+        Raises:
+            KVStoreError: for bad keys, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.contains_prefix(keys))
+
     def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
     ) -> int:
