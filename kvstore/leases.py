@@ -14,7 +14,10 @@ from kvstore.home import Home
 
 __all__ = ["STILL_ALIVE", "Chunks", "Lease"]
 
-STILL_ALIVE = "an array made from a leased chunk is still alive; copy it before the lease ends"
+STILL_ALIVE = (
+    "an array made from a leased chunk is still alive, and keeps its row from others until it is "
+    "gone; copy it before the lease ends"
+)
 
 
 class Chunks(Sequence[memoryview]):
@@ -57,6 +60,16 @@ class Chunks(Sequence[memoryview]):
             with contextlib.suppress(BufferError):
                 view.release()
         return not any(exporter() is not None for exporter in self._exporters)
+
+    def looked_at(self) -> Iterator[tuple[bytes, object]]:
+        """Keys of chunks whose memory somebody holds on to, each with what dies when nobody does.
+
+        For one who has ended the lease.
+        """
+        for key, reference in zip(self.keys, self._exporters, strict=True):
+            exporter = reference()
+            if exporter is not None:
+                yield key, exporter
 
 
 class Lease:

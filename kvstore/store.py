@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -11,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvstore.assembly import Assembly
-from kvstore.background import DETACH_SECONDS
 from kvstore.building import build
 from kvstore.checks import check_keys, check_request, check_timeout, chunks_of
+from kvstore.closing import end_engine
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
@@ -21,6 +20,7 @@ from kvstore.driver import Driver
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.leases import Chunks, Lease
+from kvstore.onlookers import Onlookers
 from kvstore.prompts import Prompt, Prompts
 from kvstore.puts import COPY_INLINE_BYTES, Puts
 from kvstore.types import Event
@@ -103,6 +103,7 @@ class Store:
             max_wait=config.max_wait_s,
         )
         self._driver.on_step = self._expire
+        self._onlookers = Onlookers(self._home)
         self._hurry = False
         self._closing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
@@ -122,6 +123,19 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         return self._look_up(keys, request)[1]
+
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` host memory or a slower tier holds, for whom it may concern.
+
+        Never blocks, and changes nothing: nothing is fetched or kept, and no lookup, miss or
+        use is counted. What it tells of may have left a moment later, and a chunk on a
+        disk may turn out to be damaged. Tiers that do not answer at present do not count.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        return self._core.contains_prefix(check_keys(keys))
 
     async def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
@@ -167,14 +181,16 @@ class Store:
         """Lease the longest prefix of `keys` that there is; zero copy. For ``async with``.
 
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten
-        until the block is left, and cannot be used afterwards.
+        until the block is left, and cannot be used afterwards. What is looked at even then,
+        by an array or by a thread whose task was cancelled, stays as it is, and its row
+        pinned, until nobody looks at it any more.
 
         Raises:
             KVStoreError: as `resolve`; a block that is left on another loop raises
                 it too, and the lease ends on its own.
             TimeoutError: if `timeout` seconds went by before the block began.
-            LeaseEndedError: at the end of the block, if an array made from a
-                chunk is still alive: it would see other bytes from now on.
+            LeaseEndedError: at the end of the block, unless another exception ends it, if
+                an array made from a chunk is still alive: its row is missing until it is gone.
         """
         self._driver.check()
         keys, request = list(check_keys(keys)), check_request(request)
@@ -208,7 +224,8 @@ class Store:
 
         From the call on, nothing stored before is found, and a `put` under way stores
         nothing more. Returns when the slower tiers have forgotten too, and earlier
-        leases and copies have ended: until then they keep their rows.
+        leases and copies have ended: until then they keep their rows. It does not wait for
+        who looks at a chunk although the lease has ended.
 
         Raises:
             KVStoreError: for a bad timeout, on another loop, or when the store is closed.
@@ -261,7 +278,9 @@ class Store:
             KVStoreError: on another loop.
         """
         self._home.check()
-        return self._core.stats()
+        stats = self._core.stats()
+        stats.outlived, stats.watched_rows = self._onlookers.outlived, self._onlookers.rows
+        return stats
 
     async def close(self, timeout: float | None = None) -> None:
         """Close in order; may be called again. The end of the block of `open` does it.
@@ -318,7 +337,9 @@ class Store:
         self._driver.check()
         self._core.reset()
         self._driver.pump()
-        while self._core.overtaken or self._core.clearing:
+        core = self._core
+        # Who looks on without a lease may do so for ever.
+        while core.clearing or len(core.overtaken) > self._onlookers.pins_before(core.era):
             await self._driver.moved()
 
     def _look_up(
@@ -383,8 +404,13 @@ class Store:
         return Chunks(keys[:count], [self._region.row(row) for row in rows], self.chunk_bytes)
 
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
+        def unpin(key: bytes) -> None:
+            self._core.complete_load([key], prompt.id, era)
+            self._driver.pump()
+
         self._driver.transfers -= 1
-        self._core.complete_load(list(chunks.keys), prompt.id, era)
+        seen = self._onlookers.see(chunks, era, unpin)
+        self._core.complete_load([key for key in chunks.keys if key not in seen], prompt.id, era)
         self._prompts.returned(prompt)
         self._driver.pump()
 
@@ -451,23 +477,5 @@ class Store:
         self._driver.closed = True
         self._driver.wake()
         engine, recency = self._driver.engine, self._assembly.recency()
-        deadline = time.monotonic() + self._config.shutdown_timeout_s
-        closing = self._home.loop.create_task(engine.close(recency))
-        while not await _ended(closing, deadline - time.monotonic()) or closing.cancelled():
-            if not closing.done():
-                # Its rows may still be written to: the memory must stay.
-                logger.warning("a tier does not answer and is left behind")
-                await _ended(self._home.loop.create_task(engine.detach()), 2 * DETACH_SECONDS)
-                await _ended(closing, DETACH_SECONDS)
-                return
-            closing = self._home.loop.create_task(engine.close(recency))
-        self._region.close()
-
-
-async def _ended(task: asyncio.Future[None], seconds: float) -> bool:
-    """Wait at most `seconds` for `task` to end, cancelled or not; returns whether it has."""
-    end = time.monotonic() + seconds
-    while not task.done() and (left := end - time.monotonic()) > 0:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({task}, timeout=left)
-    return task.done()
+        if await end_engine(engine, recency, self._config.shutdown_timeout_s):
+            self._region.close()

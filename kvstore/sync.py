@@ -102,6 +102,19 @@ class SyncStore:
         """
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading `keys` host memory or a slower tier holds, for whom it may concern.
+
+        Waits for its turn on the loop, and changes nothing: nothing is fetched or kept, and
+        no lookup, miss or use is counted. What it tells of may have left a moment later, and
+        a chunk on a disk may turn out to be damaged. Tiers that do not answer at present do
+        not count.
+
+        Raises:
+            KVStoreError: for bad keys, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.contains_prefix(keys))
+
     def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
     ) -> int:
@@ -152,13 +165,14 @@ class SyncStore:
 
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten until the
         block is left, by whatever exception, and cannot be used afterwards. They may be
-        read in any thread, and the block may be left in any.
+        read in any thread, and the block may be left in any. What is looked at even then
+        stays as it is, and its row pinned, until nobody looks at it any more.
 
         Raises:
             KVStoreError: as `resolve`.
             TimeoutError: if `timeout` seconds went by before the block began.
-            LeaseEndedError: at the end of the block, if an array made from a
-                chunk is still alive: it would see other bytes from now on.
+            LeaseEndedError: at the end of the block, unless another exception ends it, if
+                an array made from a chunk is still alive: its row is missing until it is gone.
         """
         self._calls.check()
         keys, request = list(check_keys(keys)), check_request(request)
@@ -184,7 +198,8 @@ class SyncStore:
 
         From the call on, nothing stored before is found, and a `put` under way stores
         nothing more. Returns when the slower tiers have forgotten too, and earlier
-        leases and copies have ended: until then they keep their rows.
+        leases and copies have ended: until then they keep their rows. It does not wait for
+        who looks at a chunk although the lease has ended.
 
         Raises:
             KVStoreError: for a bad timeout, or when the store is closed.

@@ -123,6 +123,7 @@ class Core:
         self.overtaken = Overtaken(pool)
         self.lookup = self._lookups.lookup
         self.lookup_prefix = self._lookups.lookup_prefix
+        self.contains_prefix = self._lookups.contains_prefix
         self.is_waiting = self._lookups.is_waiting
         self.renew = self._lookups.renew
         self._ended: deque[Completion] = deque()

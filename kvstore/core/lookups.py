@@ -133,6 +133,20 @@ class Lookups:
                 return None if deferred else count
         return None if deferred else len(keys)
 
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """Number of leading `keys` that host memory holds whole, or a tier that is worth asking.
+
+        Nobody asks: nothing is counted, fetched or kept.
+        """
+        tiers = [tier for tier in self._tiers if tier.health.readable]
+        for count, key in enumerate(keys):
+            chunk = self._chunk_of(key)
+            if (chunk is None or chunk.state < READY) and not any(
+                key in tier.entries for tier in tiers
+            ):
+                return count
+        return len(keys)
+
     def is_waiting(self, request_id: str) -> bool:
         """Whether every lookup of this request is "ask again" for now."""
         request = self._asking

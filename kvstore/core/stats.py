@@ -70,6 +70,8 @@ class CoreStats:
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
         illegal: transitions of chunks that were asked for and may not be: mistakes of the core.
+        outlived: chunks that were looked at when their lease had ended, as the library's faces
+            count them. watched_rows: rows that are pinned for that reason now.
     """
 
     rows: int = 0
@@ -92,4 +94,6 @@ class CoreStats:
     shed: int = 0
     stray: int = 0
     illegal: int = 0
+    outlived: int = 0
+    watched_rows: int = 0
     tiers: list[TierStats] = field(default_factory=list)

@@ -232,7 +232,7 @@ class Stores:
             # Rows that a request in the queue waits for are not for stores.
             return _Entered(None, 0)
         self._lookups.keep_hits()
-        hindered = pool.busy > 0 or pool.unsaved > 0 or pool.marked > 0
+        hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
         fits = room.sure >= len(new)
         if not fits and (may_fit or room.demotes or not pool.policy.declines):
             # What is there already keeps its place, and the head goes first.

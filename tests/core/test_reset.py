@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.core.slots import RETRY_PAUSE
 from kvstore.types import Op
+from policies import create_policy
 from tests.core.rig import Rig, chain
 
 
@@ -309,3 +312,22 @@ def grant_as_far_as_possible(rig: Rig, keys: list[bytes]) -> list[int]:
         if grant is not None:
             return grant.rows
     raise AssertionError("a store is deferred once")
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "hit-density"])
+def test_a_row_that_is_held_costs_a_store_its_tail_and_no_chunk_in_the_middle(policy: str) -> None:
+    keys, late = chain("a", 4), chain("late", 1)
+    whole = {"whole_stores": True} if policy == "hit-density" else {}
+    rig = Rig(rows=4, policy=create_policy(policy, 4, **whole))
+    rig.put(late)
+    assert rig.ask(late, "r") == 1
+    rig.core.prepare_load(late, "r")
+    rig.core.reset()
+    assert rig.core.pool.held == 1
+    for _ in range(3):
+        grant = rig.core.prepare_store(keys, "w")
+        if grant is not None:
+            rig.core.complete_store(grant.keys, "w")
+        rig.step()
+        rig.step()
+    assert rig.ask(keys) == 3

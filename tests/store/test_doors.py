@@ -26,7 +26,13 @@ async def _lookup(store: Store, keys: Any) -> None:
 
 Call = Callable[[Store, Any], Awaitable[object]]
 
+
+async def _contains(store: Store, keys: Any) -> None:
+    store.contains_prefix(keys)
+
+
 BY_KEYS: dict[str, Call] = {
+    "contains_prefix": _contains,
     "lookup_prefix": _lookup,
     "resolve": lambda store, keys: store.resolve(keys),
     "get": _get,

@@ -1,0 +1,226 @@
+"""Memory that is still looked at when its lease ends stays as it is until nobody looks any more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.errors import LeaseEndedError
+from kvstore.store import Store
+from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads, until
+
+A, B = keys_of("a", 4), keys_of("b", 4)
+
+
+class Reader:
+    """Copies a chunk in a thread, in two halves; the second when it is told to."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on, self.ended = (threading.Event() for _ in range(3))
+        self.copy = b""
+
+    def read(self, chunk: memoryview) -> None:
+        array = np.frombuffer(chunk, np.uint8)
+        first = array[: CHUNK // 2].tobytes()
+        self.began.set()
+        assert self.go_on.wait(10.0)
+        self.copy = first + array[CHUNK // 2 :].tobytes()
+        del array, chunk
+        self.ended.set()
+
+
+async def cancelled_reader(store: Store, keys: list[bytes], number: int) -> Reader:
+    """A task that leases `keys`, reads one of them in a thread, and is cancelled meanwhile."""
+    reader = Reader()
+
+    async def copy() -> None:
+        async with store.get(keys) as chunks:
+            await asyncio.to_thread(reader.read, chunks[number])
+
+    task = asyncio.create_task(copy())
+    await until(reader.began.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return reader
+
+
+async def hold(store: Store, keys: list[bytes]) -> np.ndarray:
+    """An array that outlives its lease."""
+    with pytest.raises(ZeroDivisionError):
+        async with store.get(keys) as chunks:
+            held = np.frombuffer(chunks[0], np.uint8)
+            raise ZeroDivisionError
+    return held
+
+
+async def test_a_thread_whose_task_was_cancelled_reads_its_own_chunk_to_the_end(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=4) as store:
+        assert await store.put(A, payloads(A)) == 4
+        reader = await cancelled_reader(store, A, 1)
+        # The other three rows are free for others at once.
+        stored = await store.put(B, payloads(B), timeout=10.0)
+        held = busy(store)
+        reader.go_on.set()
+        await until(reader.ended.is_set)
+        assert reader.copy == payload(A[1])
+        assert (stored, held) == (3, 1)
+        await until(lambda: busy(store) == 0)
+        assert await store.put(B, payloads(B), timeout=10.0) == 4
+        assert await contents(store, B) == payloads(B)
+
+
+async def test_rows_that_are_looked_at_are_counted_and_told_once(
+    open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(rows=8) as store:
+        await store.put(A, payloads(A))
+        await store.put(B, payloads(B))
+        with caplog.at_level(logging.WARNING, "kvstore"):
+            held = [await hold(store, keys) for keys in (A, B, A)]
+        assert len([r for r in caplog.records if "outlived its lease" in r.message]) == 1
+        stats = store.stats()
+        assert (stats.outlived, stats.watched_rows, stats.busy_rows) == (3, 2, 2)
+        del held[0]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert store.stats().watched_rows == 2
+        held.clear()
+        await until(lambda: busy(store) == 0)
+        stats = store.stats()
+        assert (stats.outlived, stats.watched_rows) == (3, 0)
+
+
+async def test_the_error_of_the_ordinary_case_stays(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        with pytest.raises(LeaseEndedError, match="still alive"):
+            async with store.get(A) as chunks:
+                held = np.frombuffer(chunks[2], np.uint8)
+        await store.put(B, payloads(B), timeout=10.0)
+        assert held.tobytes() == payload(A[2])
+        del held
+        await until(lambda: busy(store) == 0)
+
+
+def _in_a_thread(drop: Callable[[], None]) -> None:
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join(5.0)
+
+
+@pytest.mark.parametrize("where", ["here", "in a thread", "in a cycle"])
+async def test_nothing_stays_pinned_when_nobody_looks_any_more(
+    open_store: Open, where: str
+) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        held: list[object] = [await hold(store, A)]
+        # Neither the lease nor its chunks need to be remembered by anybody.
+        gc.collect()
+        assert busy(store) == 1
+        if where == "here":
+            held.clear()
+        elif where == "in a thread":
+            _in_a_thread(held.clear)
+        else:
+            held.append(held)
+            del held
+            _in_a_thread(lambda: [gc.collect()])
+        await until(lambda: busy(store) == 0)
+        assert store.stats().watched_rows == 0
+
+
+async def test_the_same_chunk_looked_at_from_two_leases_stays_until_both_are_done(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        one, other = await hold(store, A), await hold(store, A)
+        assert store.stats().watched_rows == 1
+        del one
+        await asyncio.sleep(0.01)
+        assert busy(store) == 1
+        del other
+        await until(lambda: busy(store) == 0)
+
+
+async def test_a_key_named_twice_stays_until_both_views_are_gone(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        with pytest.raises(LeaseEndedError):
+            async with store.get([A[0], A[0]]) as chunks:
+                one, other = (np.frombuffer(chunk, np.uint8) for chunk in chunks)
+        del one
+        await asyncio.sleep(0.01)
+        assert busy(store) == 1
+        del other
+        await until(lambda: busy(store) == 0)
+
+
+async def test_a_name_may_be_released_and_used_again_while_its_rows_are_looked_at(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A), "mine")
+        with pytest.raises(LeaseEndedError):
+            async with store.get(A, "mine") as chunks:
+                held = np.frombuffer(chunks[0], np.uint8)
+        store.release("mine")
+        async with store.get(A, "mine") as chunks:
+            del held
+            await asyncio.sleep(0.01)
+            assert busy(store) == 4
+            assert [bytes(chunk) for chunk in chunks] == payloads(A)
+        store.release("mine")
+        assert busy(store) == 0
+        assert store.stats().stray == 0
+
+
+async def test_a_reset_does_not_wait_for_who_looks_and_its_row_stays(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        held = await hold(store, A)
+        await store.reset(timeout=5.0)
+        assert await store.put(B, payloads(B), timeout=10.0) == 3
+        assert held.tobytes() == payload(A[0])
+        assert store.stats().watched_rows == 1
+        del held
+        await until(lambda: store.stats().watched_rows == 0)
+        assert await store.put(B, payloads(B), timeout=10.0) == 4
+        assert store.stats().stray == 0
+
+
+async def test_a_reset_waits_for_a_lease_until_only_onlookers_are_left(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        lease = store.get(A)
+        chunks = await lease.__aenter__()
+        held = np.frombuffer(chunks[0], np.uint8)
+        resetting = asyncio.create_task(store.reset())
+        await asyncio.sleep(0.05)
+        assert not resetting.done()
+        with pytest.raises(LeaseEndedError):
+            await lease.__aexit__(None, None, None)
+        await asyncio.wait_for(resetting, 5.0)
+        assert held.tobytes() == payload(A[0])
+
+
+async def test_who_looks_when_the_store_closes_may_stop_looking_afterwards(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=4, disk=16) as store:
+        await store.put(A, payloads(A))
+        held = await hold(store, A)
+    assert held.tobytes() == payload(A[0])
+    del held
+    await asyncio.sleep(0.01)
+    assert busy(store) == 0
