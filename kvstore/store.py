@@ -25,6 +25,7 @@ from kvstore.prompts import Prompt, Prompts
 from kvstore.puts import COPY_INLINE_BYTES, Puts
 from kvstore.types import Event
 from kvstore.waits import within
+from kvstore.windows import Windows
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 
@@ -204,6 +205,22 @@ class Store:
             lambda: within(seconds, "get", self._begin_lease(keys, request, held)),
             lambda chunks: self._end_lease(chunks, *held[0]),
         )
+
+    def windows(self, keys: Sequence[bytes], size: int) -> Windows:
+        """Lease a prefix larger than host memory, at most `size` chunks at a time.
+
+        For ``async with``, and in the block ``async for chunks``: leases as of `get`, one after the
+        other, in prefix order, to the end of `keys` or the first chunk that is missing. Each
+        ends when the next one is asked for, which is fetched meanwhile, and the last at the
+        end of the block. Host memory has room for two windows at best.
+
+        Raises:
+            KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
+                when the store is closed.
+            LeaseEndedError: at the end of a window, as `get` at the end of its block.
+        """
+        self._driver.check()
+        return Windows(self, check_keys(keys), size)
 
     async def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it.

@@ -23,6 +23,7 @@ from kvstore.leases import STILL_ALIVE, Chunks, Lease
 from kvstore.store import Store, start
 from kvstore.types import Event
 from kvstore.waits import within
+from kvstore.windows import SyncWindows
 
 __all__ = ["SyncLease", "SyncStore", "open_sync"]
 
@@ -179,6 +180,22 @@ class SyncStore:
         check_timeout(timeout)
         # It holds on to this face: a store that is forgotten closes.
         return SyncLease(self._calls, lambda: self._store.get(keys, request, timeout=timeout))
+
+    def windows(self, keys: Sequence[bytes], size: int) -> SyncWindows:
+        """Lease a prefix larger than host memory, at most `size` chunks at a time.
+
+        For ``with``, and in the block ``for chunks``: leases as of `get`, one after the other,
+        in prefix order, to the end of `keys` or the first chunk that is missing. Each ends
+        when the next one is asked for, which is fetched meanwhile, and the last at the end
+        of the block. Host memory has room for two windows at best.
+
+        Raises:
+            KVStoreError: for bad keys, if `size` is no number of chunks, or when the store is
+                closed.
+            LeaseEndedError: at the end of a window, as `get` at the end of its block.
+        """
+        self._calls.check()
+        return SyncWindows(self, check_keys(keys), size)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it.

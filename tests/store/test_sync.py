@@ -100,6 +100,7 @@ CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "put": lambda store: store.put(KEYS, payloads(KEYS)),
     "put of nothing": lambda store: store.put([], []),
     "get": _get,
+    "windows": lambda store: store.windows(KEYS, 2),
     "flush": lambda store: store.flush(),
     "reset": lambda store: store.reset(),
     "compact": lambda store: store.compact(0),

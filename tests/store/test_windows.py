@@ -10,7 +10,6 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError, LeaseEndedError
-from kvstore.windows import Windows
 
 CHUNK = 4096
 KEYS = [b"key-%03d" % n + bytes(4) for n in range(100)]
@@ -44,7 +43,7 @@ async def test_every_chunk_comes_once_in_order_through_little_host_memory(
     async with kvstore.open(config(tmp_path, rows=200 if size > 100 else 16)) as store:
         await fill(store)
         seen = []
-        async with Windows(store, KEYS, size) as windows:
+        async with store.windows(KEYS, size) as windows:
             async for chunks in windows:
                 assert len(chunks) <= size
                 seen += [chunk[0] for chunk in chunks]
@@ -55,7 +54,7 @@ async def test_every_chunk_comes_once_in_order_through_little_host_memory(
 async def test_the_prefix_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store, 21)
-        async with Windows(store, KEYS, 8) as windows:
+        async with store.windows(KEYS, 8) as windows:
             sizes = [len(chunks) async for chunks in windows]
         assert sizes == [8, 8, 5]
 
@@ -63,12 +62,12 @@ async def test_the_prefix_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
 async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store)
-        async with Windows(store, KEYS, 8) as windows:
+        async with store.windows(KEYS, 8) as windows:
             async for chunks in windows:
                 assert len(chunks) == 8
                 break
         with pytest.raises(ZeroDivisionError):
-            async with Windows(store, KEYS, 8) as windows:
+            async with store.windows(KEYS, 8) as windows:
                 async for _ in windows:
                     raise ZeroDivisionError
         # What was on its way arrives.
@@ -81,7 +80,7 @@ async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> 
 async def test_a_window_cannot_be_used_after_the_next_has_come(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store)
-        async with Windows(store, KEYS, 8) as windows:
+        async with store.windows(KEYS, 8) as windows:
             kept = await anext(windows)
             await anext(windows)
             with pytest.raises(LeaseEndedError):
@@ -91,7 +90,7 @@ async def test_a_window_cannot_be_used_after_the_next_has_come(tmp_path: Path) -
 async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store)
-    async with kvstore.open(config(tmp_path)) as store, Windows(store, KEYS, 8) as windows:
+    async with kvstore.open(config(tmp_path)) as store, store.windows(KEYS, 8) as windows:
         await anext(windows)
         end = time.monotonic() + 10
         while store.stats().tiers[0].promoted < 16:
@@ -103,4 +102,24 @@ async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -
 async def test_a_window_of_no_chunks_is_refused(tmp_path: Path, size: object) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         with pytest.raises(KVStoreError, match="must be a whole number, 1 at least"):
-            Windows(store, KEYS, size)  # type: ignore[arg-type]
+            store.windows(KEYS, size)  # type: ignore[arg-type]
+
+
+def test_without_asyncio_windows_do_the_same(tmp_path: Path) -> None:
+    with kvstore.open_sync(config(tmp_path)) as store:
+        assert store.put(KEYS, [bytes([n]) * CHUNK for n in range(100)]) == 100
+        assert store.flush()
+        seen = []
+        with store.windows([*KEYS, b"unknown"], 8) as windows:
+            for chunks in windows:
+                seen += [chunk[0] for chunk in chunks]
+        assert seen == list(range(100))
+        with pytest.raises(ZeroDivisionError), store.windows(KEYS, 8) as windows:
+            next(windows)
+            raise ZeroDivisionError
+        end = time.monotonic() + 10
+        while store.stats().busy_rows:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with pytest.raises(KVStoreError, match="must be a whole number"):
+            store.windows(KEYS, 0)
