@@ -190,9 +190,11 @@ async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
         await store.put(keys_of("wide", 8), payloads(keys_of("wide", 8)))
         gates = await stop_the_disk(store, monkeypatch)
         running = begin_call(store, what, KEYS)
+        # It may be woken, and wait again, before it waits for the disk alone.
         await asyncio.sleep(0.01)
+        await until(lambda: any(not waiter.done() for waiter in store._driver._waiters))
         assert not running.done()
-        (waiter,) = store._driver._waiters
+        (waiter,) = (waiter for waiter in store._driver._waiters if not waiter.done())
         waiter.set_result(True)
         running.cancel()
         await asyncio.wait({running}, timeout=0.5)
