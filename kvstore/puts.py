@@ -83,6 +83,8 @@ class Puts:
 
     def has(self, key: bytes) -> bool:
         """Whether the store has the chunk, whole."""
+        if key in self._core.hidden:
+            return False
         chunk = self._core.pool.chunks.get(key)
         return (chunk is not None and chunk.stored_by is None) or any(
             not tier.index.lacks(key) for tier in self._core.tiers

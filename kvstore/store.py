@@ -219,6 +219,27 @@ class Store:
         self._driver.check()
         return await self._save(check_timeout(timeout))
 
+    async def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """Take the chunks of `keys` out of host memory, and of every tier of this process.
+
+        From the call on they are misses, and a `put` under way stores nothing of them. Returns
+        when their records are erased, so that no later process finds them, even after
+        kill -9; a power cut may bring them back, as only `reset` waits for the medium. Rows that
+        leases or copies use are free when those end; until then a `put` of these keys waits for
+        room as any other. What other processes keep in lanes of their own is theirs: it is
+        found again afterwards, if it was shared.
+
+        Returns:
+            How many of the keys were there.
+
+        Raises:
+            KVStoreError: for bad keys or a bad timeout, on another loop, or when the store is or
+                gets closed.
+                If a tier could not erase a record: it may be found by a later process.
+            TimeoutError: if `timeout` seconds went by first. The removal goes on.
+        """
+        return await within(check_timeout(timeout), "remove", self._remove(keys))
+
     async def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.
 
@@ -332,6 +353,19 @@ class Store:
         finally:
             self._prompts.returned(prompt)
         return stored
+
+    async def _remove(self, keys: Sequence[bytes]) -> int:
+        self._driver.check()
+        removal = self._core.remove(check_keys(keys))
+        self._driver.pump()
+        while not removal.done:
+            await self._driver.moved()
+        if removal.unerased:
+            raise KVStoreError(
+                f"the records of {len(removal.unerased)} chunks could not be erased, the first of "
+                f"{removal.unerased[0].hex()}: they may be found when the cache is opened again"
+            )
+        return removal.found
 
     async def _reset(self) -> None:
         self._driver.check()

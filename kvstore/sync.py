@@ -193,6 +193,26 @@ class SyncStore:
         """
         return self._calls.wait(lambda: self._store.flush(timeout))
 
+    def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """Take the chunks of `keys` out of host memory, and of every tier of this process.
+
+        From the call on they are misses, and a `put` under way stores nothing of them. Returns
+        when their records are erased, so that no later process finds them, even after
+        kill -9; a power cut may bring them back, as only `reset` waits for the medium. Rows that
+        leases or copies use are free when those end; until then a `put` of these keys waits for
+        room as any other. What other processes keep in lanes of their own is theirs: it is
+        found again afterwards, if it was shared.
+
+        Returns:
+            How many of the keys were there.
+
+        Raises:
+            KVStoreError: for bad keys or a bad timeout, or when the store is or gets closed.
+                If a tier could not erase a record: it may be found by a later process.
+            TimeoutError: if `timeout` seconds went by first. The removal goes on.
+        """
+        return self._calls.wait(lambda: self._store.remove(keys, timeout=timeout))
+
     def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.
 

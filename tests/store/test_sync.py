@@ -101,6 +101,7 @@ CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "put of nothing": lambda store: store.put([], []),
     "get": _get,
     "flush": lambda store: store.flush(),
+    "remove": lambda store: store.remove(KEYS),
     "reset": lambda store: store.reset(),
     "compact": lambda store: store.compact(0),
     "release": lambda store: store.release("mine"),
