@@ -133,6 +133,7 @@ class SyncStore:
         buffers: Iterable[object],
         request: str | None = None,
         *,
+        durable: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -143,12 +144,17 @@ class SyncStore:
         the slower tiers. Puts are served in the order in which they came. Under pressure
         the tail is shed.
 
+        With `durable` it returns when the chunks are on the first tier, as after a `flush`:
+        only those count that a later process will find there, even after kill -9. What the
+        tier cannot take at present, or does not admit, does not count, nor what follows it.
+
         Returns:
-            How many leading keys the store has now.
+            How many leading keys the store has now; with `durable`, its first tier.
 
         Raises:
             KVStoreError: for a bad key or a buffer of another size; then nothing was
-                stored. For a bad timeout, or when the store is or gets closed.
+                stored. For `durable` without a tier, for a bad timeout, or when the store is
+                or gets closed.
             TimeoutError: if `timeout` seconds went by after the buffers were gathered.
                 Chunks that were whole before it stay stored, the others are not.
         """
@@ -156,7 +162,9 @@ class SyncStore:
         keys, request = check_keys(keys), check_request(request)
         # An iterable may do anything, make other calls too: not on the loop.
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
-        return self._calls.wait(lambda: self._store.put(keys, sources, request, timeout=timeout))
+        return self._calls.wait(
+            lambda: self._store.put(keys, sources, request, durable=durable, timeout=timeout)
+        )
 
     def get(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None

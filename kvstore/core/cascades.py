@@ -67,11 +67,16 @@ class Cascades:
 
     def save(self, chunks: Iterable[Chunk], now: float) -> None:
         """Copy `chunks` also where they would only go when they are given up."""
+        chunks = list(chunks)
         for target in self.demoting:
-            if target.accepts(now):
-                bit = 1 << target.number
-                lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
-                self._queue(target, self._not_shared(lacking), now)
+            self.save_to(target, chunks, now)
+
+    def save_to(self, target: CopyTarget, chunks: Iterable[Chunk], now: float) -> None:
+        """Copy `chunks` to this tier, whenever they would go there by themselves."""
+        if target.accepts(now):
+            bit = 1 << target.number
+            lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
+            self._queue(target, self._not_shared(lacking), now)
 
     def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
         """Host memory gives these up: queue them where they are wanted. Returns those queued."""

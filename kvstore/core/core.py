@@ -410,6 +410,12 @@ class Core:
             chunks = [chunk for chunk in self.pool.chunks.values() if chunk.state != FILLING]
             self.cascades.save(chunks, self.now)
 
+    def save_first(self, keys: Collection[bytes]) -> None:
+        """Copy those of `keys` that host memory has, and the first tier lacks, to that tier."""
+        chunks = filter(None, map(self.pool.chunks.get, keys))
+        whole = [chunk for chunk in chunks if chunk.state != FILLING]
+        self.cascades.save_to(self.cascades.targets[0], whole, self.now)
+
     def remove(self, keys: Collection[bytes]) -> Removal:
         """Take these chunks out of host memory and of every tier of this process.
 
