@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstore.core import Core
 from kvstore.core.tier import CopyTarget
 
@@ -14,12 +16,20 @@ class Copies:
     Those queued later do not count.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, due: Iterable[tuple[CopyTarget, int, set[bytes]]]) -> None:
         self._pool = core.pool
-        self._due = [
-            (target, target.copies_queued, target.unsaved_keys())
-            for target in core.cascades.targets
-        ]
+        self._due = list(due)
+
+    @classmethod
+    def all(cls, core: Core) -> Copies:
+        """Those to every tier."""
+        targets = core.cascades.targets
+        return cls(core, [(t, t.copies_queued, t.unsaved_keys()) for t in targets])
+
+    @classmethod
+    def of(cls, core: Core, target: CopyTarget, keys: Iterable[bytes]) -> Copies:
+        """Those of `keys` to one tier."""
+        return cls(core, [(target, 0, set(keys))])
 
     def ended(self) -> bool:
         """Whether all of them have arrived, or will not come."""

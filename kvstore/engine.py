@@ -212,6 +212,9 @@ class Engine:
             return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:
             return Completion(move.id, [], error=await tier.remove_segment(move.segment))
+        if move.op is Op.ERASE:
+            told = await tier.erase(move.keys)
+            return Completion(move.id, [told is None] * len(move.keys), error=told)
         emptied = await tier.clear()
         if emptied is None:
             return Completion(move.id, [], error="could not be cleared")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.copies import Copies
 from kvstore.core import Core
 from kvstore.driver import Driver
 from kvstore.home import outlast
@@ -81,8 +82,35 @@ class Puts:
             offered = end
         return next((n for n, key in enumerate(keys) if not self.has(key)), len(keys))
 
+    async def save(self, keys: Sequence[bytes]) -> int:
+        """Copy what is here of `keys` to the first tier; returns the leading keys that are there.
+
+        Raises:
+            KVStoreError: if the store is closed meanwhile.
+        """
+        target = self._core.cascades.targets[0]
+        self._core.save_first(keys)
+        self._driver.pump()
+        copies = Copies.of(self._core, target, keys)
+        while not copies.ended():
+            await self._driver.moved()
+            self._driver.check()
+        hidden = self._core.hidden
+        # What a neighbour keeps on the same disk is not written twice.
+        held = [target.entries, *(t.entries for t in self._core.tiers if t.target is None)]
+        return next(
+            (
+                count
+                for count, key in enumerate(keys)
+                if key in hidden or not any(key in entries for entries in held)
+            ),
+            len(keys),
+        )
+
     def has(self, key: bytes) -> bool:
         """Whether the store has the chunk, whole."""
+        if key in self._core.hidden:
+            return False
         chunk = self._core.pool.chunks.get(key)
         return (chunk is not None and chunk.stored_by is None) or any(
             not tier.index.lacks(key) for tier in self._core.tiers

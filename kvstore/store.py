@@ -156,6 +156,7 @@ class Store:
         buffers: Iterable[object],
         request: str | None = None,
         *,
+        durable: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -165,16 +166,23 @@ class Store:
         for stream through to the slower tiers. Puts are served in the order in
         which they came. Under pressure the tail is shed.
 
+        With `durable` it returns when the chunks are on the first tier, as after a `flush`:
+        only those count that a later process will find there, even after kill -9. What the
+        tier cannot take at present, or does not admit, does not count, nor what follows it.
+
         Returns:
-            How many leading keys the store has now.
+            How many leading keys the store has now; with `durable`, its first tier.
 
         Raises:
             KVStoreError: for a bad key or a buffer of another size; then nothing was
-                stored. For a bad timeout, on another loop, or when the store is or gets closed.
+                stored. For `durable` without a tier, for a bad timeout, on another loop, or
+                when the store is or gets closed.
             TimeoutError: if `timeout` seconds went by first. A copy that runs is waited for;
                 chunks that were whole before it stay stored, the others are not.
         """
-        return await within(check_timeout(timeout), "put", self._put(keys, buffers, request))
+        return await within(
+            check_timeout(timeout), "put", self._put(keys, buffers, request, durable)
+        )
 
     def get(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
@@ -235,6 +243,27 @@ class Store:
         """
         self._driver.check()
         return await self._save(check_timeout(timeout))
+
+    async def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """Take the chunks of `keys` out of host memory, and of every tier of this process.
+
+        From the call on they are misses, and a `put` under way stores nothing of them. Returns
+        when their records are erased, so that no later process finds them, even after
+        kill -9; a power cut may bring them back, as only `reset` waits for the medium. Rows that
+        leases or copies use are free when those end; until then a `put` of these keys waits for
+        room as any other. What other processes keep in lanes of their own is theirs: it is
+        found again afterwards, if it was shared.
+
+        Returns:
+            How many of the keys were there.
+
+        Raises:
+            KVStoreError: for bad keys or a bad timeout, on another loop, or when the store is or
+                gets closed.
+                If a tier could not erase a record: it may be found by a later process.
+            TimeoutError: if `timeout` seconds went by first. The removal goes on.
+        """
+        return await within(check_timeout(timeout), "remove", self._remove(keys))
 
     async def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.
@@ -330,9 +359,11 @@ class Store:
         return answer
 
     async def _put(
-        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None
+        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None, durable: bool
     ) -> int:
         self._driver.check()
+        if durable and not self._core.cascades.targets:
+            raise KVStoreError("durable: the store has no tier that chunks could be written to")
         keys, request = check_keys(keys), check_request(request)
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
         if not keys:
@@ -348,7 +379,20 @@ class Store:
             raise
         finally:
             self._prompts.returned(prompt)
-        return stored
+        return await self._puts.save(keys[:stored]) if durable else stored
+
+    async def _remove(self, keys: Sequence[bytes]) -> int:
+        self._driver.check()
+        removal = self._core.remove(check_keys(keys))
+        self._driver.pump()
+        while not removal.done:
+            await self._driver.moved()
+        if removal.unerased:
+            raise KVStoreError(
+                f"the records of {len(removal.unerased)} chunks could not be erased, the first of "
+                f"{removal.unerased[0].hex()}: they may be found when the cache is opened again"
+            )
+        return removal.found
 
     async def _reset(self) -> None:
         self._driver.check()
@@ -447,7 +491,7 @@ class Store:
         """`flush`; also ends when the store is in a hurry to close."""
         self._core.save()
         self._driver.pump()
-        copies = Copies(self._core)
+        copies = Copies.all(self._core)
         end = None if timeout is None else time.monotonic() + timeout
         while not copies.ended():
             if self._hurry or self._driver.engine.cut_off:

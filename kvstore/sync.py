@@ -134,6 +134,7 @@ class SyncStore:
         buffers: Iterable[object],
         request: str | None = None,
         *,
+        durable: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -144,12 +145,17 @@ class SyncStore:
         the slower tiers. Puts are served in the order in which they came. Under pressure
         the tail is shed.
 
+        With `durable` it returns when the chunks are on the first tier, as after a `flush`:
+        only those count that a later process will find there, even after kill -9. What the
+        tier cannot take at present, or does not admit, does not count, nor what follows it.
+
         Returns:
-            How many leading keys the store has now.
+            How many leading keys the store has now; with `durable`, its first tier.
 
         Raises:
             KVStoreError: for a bad key or a buffer of another size; then nothing was
-                stored. For a bad timeout, or when the store is or gets closed.
+                stored. For `durable` without a tier, for a bad timeout, or when the store is
+                or gets closed.
             TimeoutError: if `timeout` seconds went by after the buffers were gathered.
                 Chunks that were whole before it stay stored, the others are not.
         """
@@ -157,7 +163,9 @@ class SyncStore:
         keys, request = check_keys(keys), check_request(request)
         # An iterable may do anything, make other calls too: not on the loop.
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
-        return self._calls.wait(lambda: self._store.put(keys, sources, request, timeout=timeout))
+        return self._calls.wait(
+            lambda: self._store.put(keys, sources, request, durable=durable, timeout=timeout)
+        )
 
     def get(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
@@ -209,6 +217,26 @@ class SyncStore:
             KVStoreError: for a bad timeout, or when the store is closed.
         """
         return self._calls.wait(lambda: self._store.flush(timeout))
+
+    def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """Take the chunks of `keys` out of host memory, and of every tier of this process.
+
+        From the call on they are misses, and a `put` under way stores nothing of them. Returns
+        when their records are erased, so that no later process finds them, even after
+        kill -9; a power cut may bring them back, as only `reset` waits for the medium. Rows that
+        leases or copies use are free when those end; until then a `put` of these keys waits for
+        room as any other. What other processes keep in lanes of their own is theirs: it is
+        found again afterwards, if it was shared.
+
+        Returns:
+            How many of the keys were there.
+
+        Raises:
+            KVStoreError: for bad keys or a bad timeout, or when the store is or gets closed.
+                If a tier could not erase a record: it may be found by a later process.
+            TimeoutError: if `timeout` seconds went by first. The removal goes on.
+        """
+        return self._calls.wait(lambda: self._store.remove(keys, timeout=timeout))
 
     def reset(self, timeout: float | None = None) -> None:
         """Forget everything, on every tier.

@@ -74,6 +74,8 @@ class Op(enum.Enum):
     """Copy slots of a slower tier to other slots of it."""
     SHRINK = "shrink"
     """Give an empty segment of a slower tier back."""
+    ERASE = "erase"
+    """Let nothing be found of some chunks on a slower tier when it is opened again."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Move:
     """One unit of work that the core asks of the engine.
 
     `keys`, `rows` and `slots` run in parallel, for RELOCATE `keys`, `slots` and
-    `targets`; the others carry none. LIST and SHRINK name a `segment`.
+    `targets`; ERASE names `keys` alone, the others carry none. LIST and SHRINK name a `segment`.
     The rows and slots of a move stay reserved until its `Completion` comes
     back, whatever happens meanwhile.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from policies.base import EvictionPolicy, Protected
+from policies.base import HELD, EvictionPolicy, Protected
 from policies.queues import Later, let_go, put_back, take
 from policies.table import OrderedTable
 
@@ -87,10 +87,16 @@ class ARC(EvictionPolicy):
             self._learn(incoming[0])
             from_t1 = self._takes_t1(incoming[0], 0)
             coldest = self._t1 if from_t1 else self._t2
-            if coldest and not protected(key := next(iter(coldest))):
-                del coldest[key]
-                (self._b1 if from_t1 else self._b2)[key] = False
-                return [key]
+            if coldest:
+                answer = protected(key := next(iter(coldest)))
+                if not answer:
+                    del coldest[key]
+                    (self._b1 if from_t1 else self._b2)[key] = False
+                    return [key]
+                if answer == HELD:
+                    # Not to be asked about again: a search may have few questions.
+                    del coldest[key]
+                    (self._held1 if from_t1 else self._held2)[key] = None
         # Where fewer must leave than come, the first to come have room already.
         early = max(0, len(incoming) - count)
         entered1 = entered2 = 0

@@ -94,6 +94,17 @@ class Tier(ABC):
     async def clear(self) -> list[int] | None:
         """Forget all chunks, durably; returns the segments that are empty now, None on failure."""
 
+    async def erase(self, keys: Sequence[bytes]) -> str | None:
+        """Let the next `open` report none of these chunks, whatever slots hold them or held them.
+
+        Called while no running call names any of `keys`. Records of others stay, those
+        that are written meanwhile too.
+
+        Returns:
+            Why that could not be, or None.
+        """
+        return "this tier cannot erase single chunks"
+
     async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
         """(key, slot) of the valid chunks in a segment; may name chunks that were displaced.
 

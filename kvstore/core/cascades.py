@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress
 
 from kvstore.core.budget import Budget
@@ -28,6 +28,7 @@ class Cascades:
     Args:
         log: where one line per change goes.
         budget: how many copies to each tier a step begins.
+        hidden: keys that are being removed.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Cascades:
         tiers: Sequence[TierView],
         log: Callable[[str], None],
         budget: Budget,
+        hidden: Collection[bytes] = (),
     ) -> None:
         self._pool = pool
+        self._hidden = hidden
         self.targets = [target for tier in tiers if (target := tier.target) is not None]
         self.demoting = [t for t in self.targets if t.flow is not Flow.WRITE_THROUGH]
         self._through = [t for t in self.targets if t.flow is Flow.WRITE_THROUGH]
@@ -64,11 +67,16 @@ class Cascades:
 
     def save(self, chunks: Iterable[Chunk], now: float) -> None:
         """Copy `chunks` also where they would only go when they are given up."""
+        chunks = list(chunks)
         for target in self.demoting:
-            if target.accepts(now):
-                bit = 1 << target.number
-                lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
-                self._queue(target, self._not_shared(lacking), now)
+            self.save_to(target, chunks, now)
+
+    def save_to(self, target: CopyTarget, chunks: Iterable[Chunk], now: float) -> None:
+        """Copy `chunks` to this tier, whenever they would go there by themselves."""
+        if target.accepts(now):
+            bit = 1 << target.number
+            lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
+            self._queue(target, self._not_shared(lacking), now)
 
     def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
         """Host memory gives these up: queue them where they are wanted. Returns those queued."""
@@ -98,6 +106,8 @@ class Cascades:
 
     def _queue(self, target: CopyTarget, chunks: list[Chunk], now: float) -> list[bytes]:
         """Put `chunks` in the queue for a tier, as far as it admits them; returns their keys."""
+        if self._hidden:
+            chunks = [chunk for chunk in chunks if chunk.key not in self._hidden]
         if target.admission is not None and chunks:
             answers = target.admission.admit([chunk.key for chunk in chunks], now)
             wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]

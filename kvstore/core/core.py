@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.core.budget import Budget
@@ -34,6 +34,7 @@ from kvstore.core.pace import Pace
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.queue import WaitQueue
+from kvstore.core.removals import Removal, Removals
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.room import Room
 from kvstore.core.stats import CoreStats
@@ -55,6 +56,7 @@ class Core:
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
+        hidden: keys that are being removed.
         era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
@@ -94,10 +96,16 @@ class Core:
         self._victims = Victims(pool, self.budget)
         self._uses = Uses(pool, self.tiers, self._victims, self.budget)
         self.chains = Chains(pool, self.tiers, self._positions, self._uses)
-        self.cascades = Cascades(pool, self.tiers, self._log, self.budget)
+        self._removals = Removals(pool, self.tiers, self.queue, self._victims)
+        self.hidden: Mapping[bytes, object] = self._removals.hidden
+        self.cascades = Cascades(pool, self.tiers, self._log, self.budget, self.hidden)
         self.room = Room(pool, self._victims, self.cascades, self.budget)
-        self.grants = Grants(pool, self.tiers, self.queue, self.room, self.chains, self.budget)
-        self.transfers = Transfers(pool, self.tiers, self.queue, self.cascades, self._log)
+        self.grants = Grants(
+            pool, self.tiers, self.queue, self.room, self.chains, self.budget, self.hidden
+        )
+        self.transfers = Transfers(
+            pool, self.tiers, self.queue, self.cascades, self._log, self._removals
+        )
         self._lookups = Lookups(
             pool,
             self.tiers,
@@ -106,6 +114,7 @@ class Core:
             self.chains,
             self._positions,
             self.budget,
+            self.hidden,
         )
         self._loads = Loads(pool, self._requests, self.queue, self.chains, self._uses)
         self._stores = Stores(
@@ -189,6 +198,10 @@ class Core:
         if self.queue.waiting:
             self.grants.link_some()
         moves: list[Move] = []
+        if self.hidden:
+            self._lookups.keep_hits()
+            self._removals.go_on()
+            moves += self.transfers.erase(now)
         uses = self._uses
         if uses.due or (uses and (self.queue.waiting or self.room.demotes or self.unsaved)):
             uses.tell_some()
@@ -222,7 +235,10 @@ class Core:
     def behind(self) -> bool:
         """Whether the next step has something to do although nothing new will have happened."""
         return (
-            bool(self._ended) or self.budget.behind or (self.budget.cut_short and self.waiting > 0)
+            bool(self._ended)
+            or self.budget.behind
+            or self._removals.behind
+            or (self.budget.cut_short and self.waiting > 0)
         )
 
     @property
@@ -303,9 +319,12 @@ class Core:
         cost nothing, nor do chunks that the policy would give up again for the
         head of the same store. None means "not now, offer it again": nothing is
         free for it at this moment, or all of it would fit once transfers under
-        way have ended; a request is told the latter at most once in a row.
+        way have ended; a request is told the latter at most once in a row. Keys that are
+        being removed are passed over.
         """
         self._lookups.pause()
+        if self.hidden:
+            keys = [key for key in keys if key not in self.hidden]
         ordered = self._positions.ordered(request_id, keys)
         grant = self._stores.prepare(ordered, request_id, self.now)
         if grant is not None and ordered is not keys:
@@ -391,6 +410,22 @@ class Core:
             chunks = [chunk for chunk in self.pool.chunks.values() if chunk.state != FILLING]
             self.cascades.save(chunks, self.now)
 
+    def save_first(self, keys: Collection[bytes]) -> None:
+        """Copy those of `keys` that host memory has, and the first tier lacks, to that tier."""
+        chunks = filter(None, map(self.pool.chunks.get, keys))
+        whole = [chunk for chunk in chunks if chunk.state != FILLING]
+        self.cascades.save_to(self.cascades.targets[0], whole, self.now)
+
+    def remove(self, keys: Collection[bytes]) -> Removal:
+        """Take these chunks out of host memory and of every tier of this process.
+
+        From now on they are misses. Rows and slots are free as soon as nobody reads or
+        writes them; loads under way end as they would. What peers keep is theirs, and is found
+        again when the keys are no longer `hidden`.
+        """
+        self._lookups.pause()
+        return self._removals.begin(keys)
+
     def reset(self) -> None:
         """Forget everything, on every tier; on slower tiers durably, as soon as they can.
 
@@ -409,6 +444,7 @@ class Core:
         self.chains.reset()
         self._uses.reset()
         self.grants.reset()
+        self._removals.reset()
         self.transfers.reset(row for _, row in late)
         self._victims.reset()
 

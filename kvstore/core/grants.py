@@ -10,7 +10,7 @@ it, it is answered with the prefix that is there.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.budget import Budget
@@ -62,8 +62,10 @@ class Grants:
         room: Room,
         chains: Chains,
         budget: Budget,
+        hidden: Collection[bytes] = (),
     ) -> None:
         self._pool = pool
+        self._hidden = hidden
         self._tiers = tiers
         self._queue = queue
         self._room = room
@@ -191,7 +193,7 @@ class Grants:
         asked = request.keys[start:end]
         left: dict[int, int] = {}
         first = self._tiers[0] if self._tiers and self._tiers[0].health.readable else None
-        if first is not None:
+        if first is not None and not self._hidden:
             left = self._left()
             free, may_read = rows - len(leases), min(left[first.number], left[-1])
             count = min(len(asked), free, may_read, obtainable + 1)
@@ -209,6 +211,8 @@ class Grants:
                 # A prefix longer than the pool: only its head can ever fit.
                 plan.reach = position
                 break
+            if key in self._hidden:
+                continue
             chunk = chunks.get(key)
             if chunk is not None:
                 self._queue.lease_to(request, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
@@ -31,6 +31,7 @@ class Lookups:
 
     Args:
         budget: how many keys a step looks up before further requests have to ask again.
+        hidden: keys that are being removed: misses.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Lookups:
         chains: Chains,
         positions: Positions,
         budget: Budget,
+        hidden: Collection[bytes] = (),
     ) -> None:
         self._pool = pool
+        self._hidden = hidden
         self._chunk_of = pool.chunks.get
         self._tiers = tiers
         self._requests = requests
@@ -115,6 +118,8 @@ class Lookups:
         if request.id != request_id:
             request = self._begin_asking(request_id)
         chunk = self._chunk_of(key)
+        if self._hidden and key in self._hidden and request.state is not _WAITING:
+            return self._miss(key, request)
         if chunk is not None and chunk.state >= READY and request.state is not _WAITING:
             request.keys.append(key)
             return True
@@ -141,6 +146,8 @@ class Lookups:
         tiers = [tier for tier in self._tiers if tier.health.readable]
         for count, key in enumerate(keys):
             chunk = self._chunk_of(key)
+            if key in self._hidden:
+                return count
             if (chunk is None or chunk.state < READY) and not any(
                 key in tier.entries for tier in tiers
             ):

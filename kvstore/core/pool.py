@@ -325,6 +325,23 @@ class HostPool:
         self.left += keys
         self.history.left(keys)
 
+    def take_away(self, chunk: Chunk) -> None:
+        """The chunk, which nobody reads or copies, is gone, and for no other's sake."""
+        if chunk.state == LEAVING:
+            self.leaving -= 1
+            self._uncopied.pop(chunk.key, None)
+            self._copied.pop(chunk.key, None)
+        else:
+            self.policy.remove(chunk.key)
+        unsaved, _ = self.life.leave((chunk,))
+        self.unsaved -= unsaved
+        self.marked -= not unsaved and chunk.step == self.step
+        del self.chunks[chunk.key]
+        self.history.left((chunk.key,))
+        chunk.end()
+        self.changes += 1
+        self._free.append(chunk.row)
+
     def reclaim(self, count: int, *, uncopied: bool) -> None:
         """Let leaving chunks go until `count` rows are free.
 

@@ -6,7 +6,7 @@ leased to it: they stay until it loads them, finishes, or has not asked for a wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk, wait_together
 from kvstore.core.pool import HostPool
@@ -89,6 +89,16 @@ class WaitQueue:
         if request.state is RequestState.ANSWERED and request.leases:
             self.lapses += 1
             self._release(request)
+
+    def end_leases(self, keys: Collection[bytes]) -> None:
+        """Chunks of these keys that are here stay for nobody any longer."""
+        pool = self._pool
+        for request in (*self.waiting.values(), *self.answered.values()):
+            for key in request.leases.keys() & keys:
+                chunk = pool.chunks[key]
+                if chunk.state != FILLING:
+                    pool.unpin((chunk,))
+                    request.drop_lease(key)
 
     def overdue(self, request: Request, now: float) -> bool:
         """Whether a request that was answered may not be deferred once more."""

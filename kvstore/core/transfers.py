@@ -13,6 +13,7 @@ from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
+from kvstore.core.removals import Removals
 from kvstore.core.tier import CopyTarget, TierView
 from kvstore.types import NO_MOVE, Completion, Move, Op
 
@@ -29,6 +30,7 @@ class Transfers:
 
     Args:
         log: where one line per change of a tier's health goes.
+        removals: told of erasures that have ended.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Transfers:
         queue: WaitQueue,
         cascades: Cascades,
         log: Callable[[str], None],
+        removals: Removals,
     ) -> None:
         self._pool = pool
+        self._removals = removals
         self._tiers = tiers
         self._with_targets = [(tier, tier.target) for tier in tiers]
         self._has_peers = any(target is None for _, target in self._with_targets)
@@ -102,6 +106,10 @@ class Transfers:
                 moves.append(self._hand_out(compaction, tier, now))
         return moves
 
+    def erase(self, now: float) -> list[Move]:
+        """Erasures that are due."""
+        return [self._hand_out(m, self._tiers[m.tier], now) for m in self._removals.due()]
+
     def _hand_out(self, move: Move, tier: TierView, now: float) -> Move:
         move.number(self._next)
         self._next += 1
@@ -145,6 +153,8 @@ class Transfers:
             tier.compacted(move, completion, now, overtaken)
         elif overtaken:
             pass
+        elif move.op is Op.ERASE:
+            self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:
             self._promoted(tier, move, completion, started, now)
         elif move.op is Op.CASCADE:

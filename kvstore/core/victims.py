@@ -170,6 +170,10 @@ class Victims:
                 chunk.set_aside(False)
                 self._parked.pop(key, None)
 
+    def forget(self, chunk: Chunk) -> None:
+        """The chunk is about to go without having been given up, and its policy forgets it."""
+        self._parked.pop(chunk.key, None)
+
     def _end_of_step(self) -> None:
         """What was kept until the end of a step that is over may leave."""
         if self._until_next_step and self._met_step != self._pool.step:

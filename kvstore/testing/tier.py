@@ -459,6 +459,41 @@ class TierContract(ABC):
         again = self.open(folder, benches).opening
         assert list(again.entries) == [(key_of(1), bench.slots[1])]
 
+    # -- erasing -----------------------------------------------------------------------
+
+    async def test_what_was_erased_is_not_reported_wherever_it_lay(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        gone, kept = [key_of(n) for n in range(3)], [key_of(n) for n in range(3, 6)]
+        await bench.store([*gone, *kept], bench.slots[:6])
+        # A displaced copy, and a key that it has never seen.
+        await bench.store(gone[:1], bench.slots[6:7])
+        told = await bench.tier.erase([*gone, key_of(99)])
+        if told is not None:
+            pytest.skip(f"it erases nothing: {told}")
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert dict(again.opening.entries) == dict(zip(kept, bench.slots[3:6], strict=True))
+        assert await again.fetch(kept, bench.slots[3:6]) == [True] * 3
+
+    async def test_erasing_costs_no_chunk_that_is_written_meanwhile(
+        self, folder: Path, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(folder, benches)
+        slots = bench.slots[:8]
+        for turn in range(10):
+            old = [key_of(100 * turn + n) for n in range(len(slots))]
+            new = [key_of(100 * turn + 50 + n) for n in range(len(slots))]
+            await bench.store(old, slots)
+            told, stored = await asyncio.gather(bench.tier.erase(old), bench.store(new, slots))
+            if told is not None:
+                pytest.skip(f"it erases nothing: {told}")
+            assert all(stored.ok)
+        bench.abandon()
+        again = self.open(folder, benches)
+        assert dict(again.opening.entries) == dict(zip(new, slots, strict=True))
+
     # -- opening again -----------------------------------------------------------------
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])

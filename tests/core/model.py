@@ -16,6 +16,7 @@ from kvstore.core import Core, Flow, HostPool, OwnedTier, Pace, PeerTier
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
 from kvstore.core.grants import LEFT_TO_OTHERS
 from kvstore.core.queue import FORGET_AFTER
+from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 from policies import create_policy
@@ -235,6 +236,8 @@ class World:
         self.done: list[Completion] = []
         self.clients: dict[str, Client] = {}
         self.hits_this_step: set[bytes] = set()
+        self.removals: list[tuple[Removal, set[bytes]]] = []
+        """Each with the keys that were not erased yet when anybody looked."""
         self.told: list[set[bytes]] = [set(), *(set(entries) for entries in found)]
         """What a listener to the events believes to be in host memory and on each tier."""
         self.core.poll(self.now)
@@ -291,6 +294,8 @@ class World:
 
     def _exists(self, key: bytes) -> bool:
         core = self.core
+        if key in core.hidden:
+            return False
         return key in core.pool.chunks or any(key in tier.entries for tier in core.tiers)
 
     def take_in(self) -> None:
@@ -409,8 +414,9 @@ class World:
     def store(self, client: Client) -> None:
         core, pool = self.core, self.core.pool
         core._lookups.keep_hits()
-        new = [key for key in client.keys if key not in pool.chunks]
-        present = [key for key in client.keys if key in pool.chunks]
+        offered = [key for key in client.keys if key not in core.hidden]
+        new = [key for key in offered if key not in pool.chunks]
+        present = [key for key in offered if key in pool.chunks]
         before = pool.free + sum(
             chunk.state == READY and chunk.step != pool.step and not chunk.unsaved
             for chunk in pool.chunks.values()
@@ -428,8 +434,11 @@ class World:
         kept = all(key in pool.chunks for key in present)
         if not kept and grant is not None and self.policy != "lru":
             # Some policies prefer the head of a prompt to what they have of its tail.
-            here = [key in pool.chunks for key in client.keys]
+            here = [key in pool.chunks for key in offered]
             kept = not any(here[here.index(False) :])
+            # Of a prompt with a hole, as a removal or a failed copy leaves it, a policy may
+            # give up what lies behind the hole for what fills it.
+            kept |= present != offered[: len(present)]
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
             queued = any(r.granted < len(r.keys) for r in core.queue.waiting.values())
@@ -441,9 +450,9 @@ class World:
             return
         client.store_deferred = False
         assert grant.keys == [key for key in new if key in grant.keys], "not in prefix order"
-        missing = next((n for n, key in enumerate(client.keys) if key not in pool.chunks), None)
+        missing = next((n for n, key in enumerate(offered) if key not in pool.chunks), None)
         if missing is not None and hindered:
-            behind = set(client.keys[missing:])
+            behind = set(offered[missing:])
             assert not behind & set(grant.keys), "a tail without its head"
         if self.policy == "lru":
             # Other policies may prefer what is there already to some of a long prompt.
@@ -483,6 +492,29 @@ class World:
         if client.state not in ("loading", "storing"):
             del self.clients[client.id]
 
+    def remove(self, keys: list[bytes]) -> Removal:
+        """The server wants these to be gone."""
+        removal = self.core.remove(keys)
+        self.removals.append((removal, set(keys)))
+        for client in self.clients.values():
+            first = next((n for n, key in enumerate(client.keys) if key in keys), None)
+            if first is not None:
+                client.leased = min(client.leased, first)
+                client.failed.update(keys)
+        return removal
+
+    def _check_removals(self) -> None:
+        """What is removed would be found neither now nor by the next process."""
+        for removal, left in self.removals:
+            # Once erased, a key may be stored anew while others are still to be erased.
+            erased = left - removal.left - {*removal.unerased}
+            left &= removal.left
+            for tier in self.core.tiers if erased else ():
+                if tier.number != self.followed:
+                    held = contents_of(self.slots[tier.number])
+                    assert not erased & held.keys(), "removed, and kept"
+        self.removals = [each for each in self.removals if not each[0].done]
+
     def reset(self) -> None:
         """The server has new weights, in the middle of whatever it does."""
         core = self.core
@@ -498,6 +530,7 @@ class World:
             if client.gone:
                 del self.clients[client.id]
         core.reset()
+        self.removals.clear()
         self.newest_weights += 1
         self.weights = self.newest_weights
         self.hits_this_step.clear()
@@ -577,6 +610,13 @@ class World:
     # -- the engine ----------------------------------------------------------------------
 
     def _start(self, move: Move) -> None:
+        if move.op is Op.ERASE:
+            for other in self.moves:
+                writes = other.op in (Op.CASCADE, Op.RELOCATE) and other.tier == move.tier
+                late = other.id in self.core.transfers.orphans
+                assert not writes or late or not {*other.keys} & {*move.keys}, "it comes back"
+            self.moves.append(move)
+            return
         if move.op is Op.RELOCATE:
             for target in move.targets:
                 self.slots[move.tier][target] = GARBAGE
@@ -606,6 +646,11 @@ class World:
         segments: list[int] = []
         failed = bool(failures) or (not move.keys and move.tier in self.cramped)
         ids = self.segment_ids[move.tier]
+        if move.op is Op.ERASE:
+            wanted = {key for key, good in zip(move.keys, ok, strict=True) if good}
+            slots[:] = [GARBAGE if content[0] in wanted else content for content in slots]
+            self.done.append(Completion(move.id, ok, error="injected" if failed else None))
+            return
         if move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
             self._complete_compaction(move, ok, failed)
             return
@@ -782,6 +827,7 @@ class World:
         kept = [c for c in pool.chunks.values() if c.step == pool.step and not c.unsaved]
         assert pool.marked == sum(c.state in (READY, LEAVING) for c in kept)
         self._check_pins()
+        self._check_removals()
         for key in self.hits_this_step:
             ready = pool.chunks.get(key)
             assert ready is not None, "a hit left within its step"
@@ -880,6 +926,7 @@ class World:
         self.check()
         self.check_events()
         assert core.in_flight == 0
+        assert not core.hidden, "a removal that never ends"
         assert core.waiting == 0
         assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
         assert core.pool.busy == 0, "a pin leaked"
@@ -996,6 +1043,10 @@ def random_act(world: World, rng: random.Random) -> None:
         world.complete(index, failures)
     elif 0.75 <= roll < 0.755:
         rare_act(world, rng)
+    elif 0.798 <= roll < 0.8 or (0.78 <= roll < 0.79 and world.followed < 0):
+        keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
+        first = rng.randrange(len(keys))
+        world.remove(keys[first : first + rng.choice((1, 2, len(keys)))])
     elif 0.755 <= roll < 0.76:
         world.silent.clear()
         world.cramped.clear()

@@ -28,11 +28,13 @@ from kvstore.core.index import Index
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken
 from kvstore.core.queue import WaitQueue
+from kvstore.core.removals import Removals
 from kvstore.core.request import Request, Requests
 from kvstore.core.room import Room
 from kvstore.core.slots import Slots
 from kvstore.core.transfers import Transfers
 from kvstore.core.victims import Victims
+from kvstore.types import Completion
 from tests.core.model import World, random_act, random_world, scatter
 
 SEEDS = range(100)
@@ -306,6 +308,34 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("rows of transfers that have ended are free again")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Overtaken, "all_ended", lambda self: None)
+
+
+@breaks("what is removed is found no more")
+def _(patch: pytest.MonkeyPatch) -> None:
+    due = Removals.due
+
+    def lazy(self: Removals) -> Any:
+        for move in due(self):
+            self.erased(move, Completion(move.id, [True] * len(move.keys)))
+        return []
+
+    patch.setattr(Removals, "due", lazy)
+
+
+@breaks("records are erased when nothing writes them any more")
+def _(patch: pytest.MonkeyPatch) -> None:
+    leave = Removals._leave_tier
+
+    def hasty(self: Removals, target: Any, key: bytes) -> bool:
+        leave(self, target, key)
+        return True
+
+    patch.setattr(Removals, "_leave_tier", hasty)
+
+
+@breaks("a removal ends")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Removals, "_leave_host", lambda self, chunk: False)
 
 
 @breaks("what a neighbour has counts from where the own lane stands")

@@ -25,7 +25,7 @@ from kvstore.core import Core
 from kvstore.core.chunk import FILLING
 from kvstore.core.health import Health
 from kvstore.types import Op
-from tests.core.model import Client, World
+from tests.core.model import Client, World, chain
 
 SECONDS = st.sampled_from((0.0, 0.001, 0.1, 1.0, 20.0))
 
@@ -40,6 +40,8 @@ class StoreAgainstSets(RuleBasedStateMachine):
         hosted: those whose store was completed since the last start.
         entered: keys that were ever given a row. While they are no more than
             there are rows, nothing has to leave host memory.
+        leaving: keys whose removal is not over. erased: those that were erased on every
+            tier, and not sent there again.
         written, sent: for each tier the keys whose copy was completed, and those
             whose copy was begun. While the latter are no more than there are
             slots, nothing has to leave the tier.
@@ -54,6 +56,9 @@ class StoreAgainstSets(RuleBasedStateMachine):
         self.written: list[set[bytes]] = []
         self.sent: list[set[bytes]] = []
         self.cramped: set[int] = set()
+        self.leaving: set[bytes] = set()
+        self.erased: set[bytes] = set()
+        self.unerased: set[bytes] = set()
 
     @initialize(
         rows=st.integers(1, 12),
@@ -75,6 +80,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         self.written = [set() for _ in range(tiers)]
         self.sent = [set() for _ in range(tiers)]
         self.cramped = set()
+        self.leaving, self.erased, self.unerased = set(), set(), set()
 
     # -- the reference -------------------------------------------------------------------
 
@@ -84,11 +90,14 @@ class StoreAgainstSets(RuleBasedStateMachine):
     def certainly_fetchable(self, key: bytes) -> bool:
         for tier in self.world.core.tiers:
             index = tier.number
-            if key in self.written[index] and not self.displaced(index) and tier.health.readable:
+            if key in self.written[index] and not (
+                key in self.leaving or self.displaced(index) or not tier.health.readable
+            ):
                 return True
         return False
 
     def note_stored(self, keys: list[bytes]) -> None:
+        keys = [key for key in keys if key not in self.world.core.hidden]
         self.stored.update(keys)
         self.hosted.update(keys)
 
@@ -98,9 +107,18 @@ class StoreAgainstSets(RuleBasedStateMachine):
         for move in self.world.moves:
             if move.op is Op.CASCADE:
                 self.sent[move.tier].update(move.keys)
+                self.erased.difference_update(move.keys)
             elif move.op is Op.PROMOTE and move.id not in orphans:
                 assert self.written[move.tier] >= set(move.keys), "nobody wrote that"
                 self.entered.update(move.keys)
+
+    def note_removed(self) -> None:
+        """Removals that are over: what they took is on no tier."""
+        over = self.leaving - self.world.core.hidden.keys()
+        self.leaving -= over
+        self.erased |= over - self.unerased
+        for written in self.written:
+            written -= over
 
     # -- the server ----------------------------------------------------------------------
 
@@ -210,6 +228,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
     @rule(seconds=SECONDS)
     def step(self, seconds: float) -> None:
         self.world.step(seconds)
+        self.note_removed()
         self.cramped.update(tier.number for tier in self.world.core.tiers if tier.slots.cannot_grow)
         self.note_moves()
 
@@ -238,6 +257,12 @@ class StoreAgainstSets(RuleBasedStateMachine):
             self.sent[move.tier].update(move.keys)
         # The completion is taken in at once, so that the reference is not ahead of the core.
         self.world.take_in()
+        self.note_removed()
+        if move.op is Op.ERASE:
+            failed = {key for key, good in zip(move.keys, ended.ok, strict=True) if not good}
+            self.unerased |= failed
+            self.erased -= failed
+            return
         if not current:
             return
         written, entries = self.written[move.tier], self.world.core.tiers[move.tier].entries
@@ -249,11 +274,31 @@ class StoreAgainstSets(RuleBasedStateMachine):
             if move.op is Op.PROMOTE and not there:
                 written.discard(key)
 
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), data=st.data())
+    def remove(self, prompt: int, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(chain(prompt, 14)), min_size=1, max_size=6))
+        core = self.world.core
+        there = {
+            key
+            for key in {*keys} - core.hidden.keys()
+            if (key in core.pool.chunks and core.pool.chunks[key].state != FILLING)
+            or any(key in tier.entries for tier in core.tiers)
+        }
+        removal = self.world.remove(keys)
+        assert removal.found == len(there)
+        assert core.contains_prefix(keys) == 0
+        self.leaving.update(keys)
+        self.unerased.difference_update(keys)
+        self.stored.difference_update(keys)
+        self.hosted.difference_update(keys)
+
     @rule()
     def reset(self) -> None:
         self.world.reset()
         self.stored.clear()
         self.hosted.clear()
+        self.leaving.clear()
+        self.erased.clear()
         # Rows of copies that go on are missing until those have ended.
         late = {row for copy in self.world.late for row in copy.rows}
         self.entered = {b"late-%d" % row for row in late}
@@ -276,6 +321,9 @@ class StoreAgainstSets(RuleBasedStateMachine):
         self.entered.clear()
         for tier, was_clearing in zip(world.core.tiers, clearing, strict=True):
             found = set(tier.entries)
+            assert not found & self.erased, "what was removed is there again"
+            # Those that were on their way out may be gone, or not.
+            self.written[tier.number] -= self.leaving - found
             if was_clearing:
                 # Killed before the tier had forgotten: what it held is there once more.
                 self.written[tier.number] = found
@@ -284,6 +332,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
             self.written[tier.number] = found
             self.sent[tier.number] |= found
             self.stored |= found
+        self.leaving.clear()
 
     def displaced(self, index: int) -> bool:
         """Whether chunks may have made room for others: all did not fit, or growth took long."""

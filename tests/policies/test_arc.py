@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.testing.policy import keys_of
 from policies.arc import ARC
+from policies.base import HELD, LATER
 
 
 def nobody(key: bytes) -> bool:
@@ -95,3 +96,19 @@ def test_a_run_of_evictions_is_as_one_after_another() -> None:
         apart.insert(key)
     assert at_once is not None
     assert (set(at_once), together._p) == (set(singly), apart._p)
+
+
+def test_a_search_of_one_question_at_a_time_comes_to_an_end() -> None:
+    policy = ARC(4)
+    for key in (b"a", b"b", b"c", b"d"):
+        policy.insert(key)
+    for _ in range(4):
+        asked = 0
+
+        def protected(key: bytes) -> int:
+            nonlocal asked
+            asked += 1
+            return LATER if asked > 1 else False if key == b"d" else HELD
+
+        victims = policy.evict(1, protected, (b"new",))
+    assert victims == [b"d"]

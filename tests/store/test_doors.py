@@ -34,6 +34,7 @@ async def _contains(store: Store, keys: Any) -> None:
 BY_KEYS: dict[str, Call] = {
     "contains_prefix": _contains,
     "lookup_prefix": _lookup,
+    "remove": lambda store, keys: store.remove(keys),
     "resolve": lambda store, keys: store.resolve(keys),
     "get": _get,
     "put": lambda store, keys: store.put(keys, [bytes(CHUNK)] * 2),

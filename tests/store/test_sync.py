@@ -102,6 +102,7 @@ CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "get": _get,
     "windows": lambda store: store.windows(KEYS, 2),
     "flush": lambda store: store.flush(),
+    "remove": lambda store: store.remove(KEYS),
     "reset": lambda store: store.reset(),
     "compact": lambda store: store.compact(0),
     "release": lambda store: store.release("mine"),

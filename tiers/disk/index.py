@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,9 @@ __all__ = ["IndexFile", "read_index"]
 PIECE_SLOTS = 65_536
 """Records read at once."""
 
+HEAD = 8
+"""Bytes of a key that are compared first."""
+
 Crcs = npt.NDArray[np.uint32]
 
 
@@ -54,6 +59,8 @@ class IndexFile:
 
     def __init__(self, fd: int, header: Header) -> None:
         self._fd = fd
+        # A record that is erased for its key must not be another's by then.
+        self._writing = threading.Lock()
         self._geometry = header.geometry
         self._seed = segment_seed(header.segment_id)
 
@@ -112,6 +119,30 @@ class IndexFile:
 
     def write(self, first: int, records: bytes) -> None:
         """Write raw records from slot `first` on; when this returns they outlive the process."""
+        with self._writing:
+            self._write(first, records)
+
+    def erase_keys(self, keys: Collection[bytes]) -> int:
+        """Mark every slot as empty that has a record of one of `keys`; returns how many had.
+
+        Others may be writing records meanwhile.
+        """
+        wanted = set(keys)
+        heads = np.unique(np.array([_head(key) for key in wanted], np.uint64))
+        erased = 0
+        for first, raw in self._pieces(0, self._geometry.slots):
+            records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
+            found = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
+            alike = np.isin(np.ascontiguousarray(found[:, :HEAD]).view(np.uint64)[:, 0], heads)
+            for slot in (np.flatnonzero(alike & (records["state"] != 0)) + first).tolist():
+                with self._writing:
+                    (record,) = np.frombuffer(self.read(slot, 1), RECORD)
+                    if record["key"].tobytes()[: int(record["key_length"])] in wanted:
+                        self._write(slot, bytes(RECORD_BYTES))
+                        erased += 1
+        return erased
+
+    def _write(self, first: int, records: bytes) -> None:
         offset = self._offset(first)
         done = os.pwrite(self._fd, records, offset)
         while done < len(records):
@@ -184,6 +215,11 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
         return header, IndexFile(fd, header).live(), os.fstat(fd).st_size
     finally:
         os.close(fd)
+
+
+def _head(key: bytes) -> int:
+    """The first bytes of a key as a number, as they lie in a record."""
+    return int.from_bytes(key[:HEAD].ljust(HEAD, b"\0"), sys.byteorder)
 
 
 def _joined(parts: Iterator[LiveRecords]) -> LiveRecords:

@@ -299,6 +299,19 @@ class DiskTier(Tier):
         number, index = divmod(segment, len(self.volumes))
         return index, number, within
 
+    async def erase(self, keys: Sequence[bytes]) -> str | None:
+        # Displaced copies may lie anywhere, on any path.
+        told: str | None = None
+        for volume in self.volumes:
+            try:
+                (outcome,) = await volume.threads.run(
+                    [partial(volume.erase_keys, keys)], load=False
+                )
+            except TimeoutError as error:
+                outcome = str(error)
+            told = told or outcome
+        return told
+
     async def clear(self) -> list[int] | None:
         epoch = await self._next_epoch()
         if epoch is None:

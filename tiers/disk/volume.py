@@ -304,6 +304,20 @@ class Volume:
         for segment in self.segments.values():
             segment.epoch = epoch
 
+    def erase_keys(self, keys: Sequence[bytes]) -> str | None:
+        """Take out every record of `keys`; why that could not be, or None. May block."""
+        try:
+            for number in list(self.segments):
+                # Nobody closes its files meanwhile.
+                with self._growth:
+                    if number in self.segments:
+                        self.segments[number].index.erase_keys(keys)
+        except OSError as error:
+            return f"records in {self.lane.folder} cannot be erased: {error.strerror}"
+        finally:
+            self.lane.touch()
+        return None
+
     def erase_all(self) -> bool:
         """Take out every record, for good; whether that worked. May block."""
         try:

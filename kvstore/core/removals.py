@@ -1,0 +1,230 @@
+"""Chunks that are being taken out: nobody finds them any more, and they leave as they can.
+
+A key is *hidden* from the moment of its removal: a lookup misses it, nothing is fetched or
+copied under it, and a store of it is told to come again. Its row and its slots are free as
+soon as nobody reads or writes them. When nothing under way can write a record of it any more, its
+records are erased. Then it is a key like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
+from kvstore.core.pool import HostPool
+from kvstore.core.queue import WaitQueue
+from kvstore.core.tier import CopyTarget, TierView
+from kvstore.core.victims import Victims
+from kvstore.types import NO_MOVE, Completion, Move, Op
+
+__all__ = ["Removal", "Removals"]
+
+MOST_TRIES = 256
+"""Keys that one step looks at."""
+
+
+class Removal:
+    """What became of the keys of one call.
+
+    Attributes:
+        found: how many of them were in host memory, or on a tier of this process.
+        left: those whose records are still to be erased.
+        unerased: those whose records could not be erased.
+    """
+
+    def __init__(self, found: int, keys: Collection[bytes]) -> None:
+        self.found = found
+        self.unerased: list[bytes] = []
+        self.left = set(keys)
+
+    @property
+    def done(self) -> bool:
+        """Whether every record was erased, or could not be. Rows may still be in use."""
+        return not self.left
+
+    def end(self, keys: Collection[bytes], *, failed: bool = False) -> None:
+        """The records of these keys are erased, or could not be."""
+        self.left.difference_update(keys)
+        if failed:
+            self.unerased += keys
+
+
+class _Hidden:
+    """One key on its way out.
+
+    Attributes:
+        in_host: whether host memory may have it still.
+        written: tiers from which no place was taken back yet.
+        recorded: tiers that may have records of it.
+        failed: a tier could not erase its records.
+    """
+
+    def __init__(self, removal: Removal, tiers: Collection[int]) -> None:
+        self.removals = [removal]
+        self.in_host = True
+        self.written = set(tiers)
+        self.recorded = set(tiers)
+        self.failed = False
+
+    def join(self, removal: Removal) -> None:
+        self.removals.append(removal)
+
+    def left_host(self) -> None:
+        self.in_host = False
+
+    def erased(self, tier: int, ok: bool) -> None:
+        self.recorded.discard(tier)
+        self.failed |= not ok
+
+    @property
+    def over(self) -> bool:
+        return not (self.in_host or self.recorded)
+
+
+class Removals:
+    """See the module's text.
+
+    Attributes:
+        hidden: the keys that are being removed.
+    """
+
+    def __init__(
+        self, pool: HostPool, tiers: Sequence[TierView], queue: WaitQueue, victims: Victims
+    ) -> None:
+        self._pool = pool
+        self._victims = victims
+        self._queue = queue
+        self._targets = [target for tier in tiers if (target := tier.target) is not None]
+        self.hidden: dict[bytes, _Hidden] = {}
+        # Keys that are somewhere still, in turn; and those whose records are to be erased.
+        self._places: dict[bytes, None] = {}
+        self._records: dict[int, dict[bytes, None]] = {t.number: {} for t in self._targets}
+        self._erasing: set[int] = set()
+        self._cut_short = False
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next step has something to do although nothing new will have happened."""
+        return self._cut_short
+
+    def begin(self, keys: Collection[bytes]) -> Removal:
+        """Hide these keys; they go as steps allow."""
+        keys = dict.fromkeys(keys)
+        removal = Removal(sum(map(self._is_here, keys)), keys)
+        if not self._targets:
+            removal.end(keys)
+        numbers = [target.number for target in self._targets]
+        for key in keys:
+            known = self.hidden.get(key)
+            if known is None:
+                self.hidden[key] = _Hidden(removal, numbers)
+                self._places[key] = None
+            elif known.recorded:
+                known.join(removal)
+            else:
+                removal.end((key,), failed=known.failed)
+        return removal
+
+    def go_on(self) -> None:
+        """Take back what nobody uses any more. Hits of this step were kept before."""
+        tries = list(self._places)[:MOST_TRIES]
+        leased = [key for key in tries if self._is_pinned(key)]
+        if leased:
+            self._queue.end_leases(frozenset(leased))
+        moved = 0
+        for key in tries:
+            del self._places[key]
+            if self._leave(key, self.hidden[key]):
+                moved += 1
+            else:
+                # Others have their turn before it is looked at again.
+                self._places[key] = None
+        self._cut_short = moved > 0 and len(self._places) > len(tries) - moved
+
+    def due(self) -> list[Move]:
+        """Erasures that are due, without numbers: one of each tier at a time."""
+        moves: list[Move] = []
+        for target in self._targets:
+            records, number = self._records[target.number], target.number
+            if records and number not in self._erasing and not target.clearing:
+                self._erasing.add(number)
+                moves.append(Move(NO_MOVE, Op.ERASE, number, list(records)))
+                records.clear()
+        return moves
+
+    def erased(self, move: Move, completion: Completion) -> None:
+        """An erasure has ended; what it could not erase is told, and tried no more."""
+        self._erasing.discard(move.tier)
+        for key, ok in zip(move.keys, completion.ok, strict=True):
+            hidden = self.hidden[key]
+            hidden.erased(move.tier, ok)
+            if not hidden.recorded:
+                for removal in hidden.removals:
+                    removal.end((key,), failed=hidden.failed)
+            self._end_if_over(key, hidden)
+
+    def reset(self) -> None:
+        """Everything is forgotten, on every tier: that is more than was asked for."""
+        for key, hidden in self.hidden.items():
+            for removal in hidden.removals:
+                removal.end((key,))
+        self.hidden.clear()
+        self._places.clear()
+        self._erasing.clear()
+        for records in self._records.values():
+            records.clear()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _is_here(self, key: bytes) -> bool:
+        if key in self.hidden:
+            return False
+        chunk = self._pool.chunks.get(key)
+        whole = chunk is not None and chunk.state >= READY
+        return whole or any(key in target.entries for target in self._targets)
+
+    def _is_pinned(self, key: bytes) -> bool:
+        chunk = self._pool.chunks.get(key)
+        return chunk is not None and chunk.state != FILLING and chunk.pins > 0
+
+    def _leave(self, key: bytes, hidden: _Hidden) -> bool:
+        """Take its places back, as far as that can be now; whether there are no more."""
+        if hidden.in_host:
+            chunk = self._pool.chunks.get(key)
+            if chunk is None or self._leave_host(chunk):
+                hidden.left_host()
+        for target in self._targets:
+            if target.number in hidden.written and self._leave_tier(target, key):
+                hidden.written.discard(target.number)
+                self._records[target.number][key] = None
+        if hidden.in_host or hidden.written:
+            return False
+        self._end_if_over(key, hidden)
+        return True
+
+    def _leave_host(self, chunk: Chunk) -> bool:
+        pool = self._pool
+        if chunk.state == FILLING:
+            return False
+        for target in self._targets:
+            # It shall not be copied any more.
+            if chunk.unsaved >> target.number & 1:
+                pool.dequeue(chunk, target.number)
+        if chunk.state not in (READY, LEAVING) or chunk.step == pool.step:
+            return False
+        self._victims.forget(chunk)
+        pool.take_away(chunk)
+        return True
+
+    def _leave_tier(self, target: CopyTarget, key: bytes) -> bool:
+        index = target.index
+        # Who reads it may be copying it to another slot.
+        if key in index.reading or key in index.writing:
+            return False
+        if key in index.entries:
+            target.forget((key,))
+        return True
+
+    def _end_if_over(self, key: bytes, hidden: _Hidden) -> None:
+        if hidden.over:
+            del self.hidden[key]

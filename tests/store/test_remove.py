@@ -1,0 +1,302 @@
+"""What is removed is gone: at once for lookups, and for good on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+from tests.store.support import (
+    Open,
+    answer,
+    busy,
+    cancel,
+    contents,
+    hold,
+    keys_of,
+    payload,
+    payloads,
+    small,
+    until,
+)
+from tiers.disk import DiskTier
+
+A, B = keys_of("a", 6), keys_of("b", 6)
+
+
+def flowing(tmp_path: Path, flow: str) -> dict[str, Any]:
+    (tier,) = small(tmp_path / "cache", disk=64)["tiers"]
+    return {"tiers": [{**tier, "flow": flow}]}
+
+
+async def sound(store: Store) -> None:
+    assert await store.flush(5.0)
+    assert busy(store) == 0
+    assert not store._core.hidden
+    assert store.stats().illegal == 0
+
+
+@pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
+async def test_what_is_removed_is_missed_now_and_after_a_restart(
+    open_store: Open, flow: str, tmp_path: Path
+) -> None:
+    async with open_store(rows=8, **flowing(tmp_path, flow)) as store:
+        await store.put(A, payloads(A))
+        await store.put(B, payloads(B))
+        await store.flush(5.0)
+        assert await store.remove([A[2], A[2], A[4], b"nobody"]) == 2
+        assert store.contains_prefix(A) == 2
+        assert await store.resolve(A) == 2
+        assert store.contains_prefix(A[3:4]) == 1
+        assert await contents(store, B) == payloads(B)
+        assert await store.remove([A[2]]) == 0
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 2
+        assert await contents(store, A[3:4]) == payloads(A[3:4])
+        assert await store.resolve(A[4:]) == 0
+        assert await contents(store, B) == payloads(B)
+
+
+async def test_events_tell_of_it(open_store: Open) -> None:
+    async with open_store(rows=8, disk=64, keep_events=True) as store:
+        await store.put(A[:2], payloads(A[:2]))
+        await store.flush(5.0)
+        store.take_events()
+        await store.remove(A[:1])
+        told = [(event.keys, event.medium, event.removed) for event in store.take_events()]
+        assert told == [([A[0]], "host", True), ([A[0]], "disk", True)]
+
+
+@pytest.mark.parametrize("disk", [0, 64])
+async def test_other_bytes_can_be_put_afterwards(open_store: Open, disk: int) -> None:
+    other = [payload(key + b"other") for key in A]
+    async with open_store(rows=8, disk=disk) as store:
+        await store.put(A, payloads(A))
+        assert await store.put(A, other) == 6
+        assert await contents(store, A) == payloads(A)
+        assert await store.remove(A) == 6
+        assert await contents(store, A) == []
+        assert await store.put(A, other) == 6
+        assert await contents(store, A) == other
+        await sound(store)
+    if disk:
+        async with open_store(rows=8, disk=disk) as store:
+            assert await contents(store, A) == other
+
+
+async def test_a_displaced_copy_does_not_come_back(open_store: Open, tmp_path: Path) -> None:
+    """An exclusive tier leaves the record where it was when the chunk goes to host memory."""
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+    async with open_store(rows=8, **flowing(tmp_path, "exclusive")) as store:
+        assert await contents(store, A) == payloads(A)
+        assert store.stats().tiers[0].chunks == 0
+        assert await store.remove(A) == 6
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 0
+
+
+async def test_a_lease_goes_on_and_a_put_waits_for_it(open_store: Open) -> None:
+    other = [payload(key + b"other") for key in A]
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+        async with store.get(A) as chunks:
+            assert await store.remove(A, timeout=5.0) == 6
+            assert store.lookup_prefix(A) == 0
+            putting = asyncio.create_task(store.put(A, other))
+            await asyncio.sleep(0.1)
+            assert not putting.done()
+            assert [bytes(chunk) for chunk in chunks] == payloads(A)
+        assert await putting == 6
+        assert await contents(store, A) == other
+        await store.flush(5.0)
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await contents(store, A) == other
+
+
+async def test_what_is_being_read_is_a_miss_and_its_places_come_back(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, deadline_s=20.0) as store:
+        gate = hold(monkeypatch, "read")
+        getting = asyncio.create_task(contents(store, A))
+        await until(lambda: store.stats().waiting == 1)
+        removing = asyncio.create_task(store.remove(A[3:]))
+        await asyncio.sleep(0.05)
+        assert store.lookup_prefix(A[3:]) == 0
+        assert not removing.done()
+        gate.set()
+        assert await removing == 3
+        assert await getting == payloads(A[:3])
+        assert store.stats().chunks == 3
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 3
+
+
+async def test_what_is_being_written_is_erased_when_it_has_been_written(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        gate = hold(monkeypatch, "write")
+        await store.put(A, payloads(A))
+        removing = asyncio.create_task(store.remove(A[3:]))
+        await asyncio.sleep(0.05)
+        assert store.lookup_prefix(A) == 3
+        assert not removing.done()
+        gate.set()
+        assert await removing == 3
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 3
+        assert await store.resolve(A[3:]) == 0
+
+
+async def test_a_put_under_way_stores_nothing_of_it(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        grant = store._core.prepare_store(A, "r")
+        assert grant is not None
+        removing = asyncio.create_task(store.remove(A[:2]))
+        await asyncio.sleep(0.05)
+        store._core.complete_store(A, "r")
+        store._driver.pump()
+        assert await asyncio.wait_for(removing, 5.0) == 0
+        assert store.contains_prefix(A) == 0
+        assert store.contains_prefix(A[2:]) == 4
+        await store.flush(5.0)
+        await sound(store)
+
+
+async def test_a_tier_that_cannot_erase_is_told_of(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+        await store.flush(5.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskTier, "erase", answer("the disk is read-only"))
+            with pytest.raises(KVStoreError, match="records of 6 chunks could not be erased"):
+                await store.remove(A)
+        # Gone for this process, and to be put anew.
+        assert store.contains_prefix(A) == 0
+        await sound(store)
+        # The records are known by their keys, not by what the store remembers.
+        assert await store.remove(A) == 0
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 0
+
+
+async def test_a_call_that_is_given_up_goes_on(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+        await store.flush(5.0)
+        gate = hold(monkeypatch, "erase")
+        with pytest.raises(TimeoutError, match="remove took longer"):
+            await store.remove(A[:3], timeout=0.05)
+        task = asyncio.create_task(store.remove(A[1:4]))
+        await asyncio.sleep(0.01)
+        await cancel(task)
+        assert store.contains_prefix(A) == 0
+        gate.set()
+        await until(lambda: not store._core.hidden)
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(A) == 0
+        assert await store.resolve(A[4:]) == 2
+
+
+async def test_a_reset_takes_a_removal_along(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(A, payloads(A))
+        await store.flush(5.0)
+        gate = hold(monkeypatch, "erase")
+        removing = asyncio.create_task(store.remove(A))
+        await asyncio.sleep(0.05)
+        resetting = asyncio.create_task(store.reset())
+        await asyncio.sleep(0.05)
+        gate.set()
+        await resetting
+        assert await asyncio.wait_for(removing, 5.0) == 6
+        assert await store.put(A, payloads(A)) == 6
+        await store.flush(5.0)
+        await sound(store)
+    async with open_store(rows=8, disk=64) as store:
+        assert await contents(store, A) == payloads(A)
+
+
+async def test_many_keys_amid_traffic(open_store: Open) -> None:
+    async with open_store(rows=16, disk=256) as store:
+
+        async def serve(number: int) -> None:
+            keys = keys_of(f"kept {number}", 8)
+            for _ in range(10):
+                await store.put(keys, payloads(keys))
+                found = await contents(store, keys)
+                assert found == payloads(keys)[: len(found)]
+
+        async def change(number: int) -> None:
+            keys = keys_of(f"changing {number}", 8)
+            for turn in range(10):
+                bytes_now = [payload(key + b"%d" % turn) for key in keys]
+                count = await store.put(keys, bytes_now)
+                found = await contents(store, keys)
+                assert found == bytes_now[: len(found)]
+                assert len(found) <= count
+                await store.remove(keys)
+                assert store.contains_prefix(keys) == 0
+
+        await asyncio.gather(*map(serve, range(4)), *map(change, range(4)))
+        await store.flush(5.0)
+        await sound(store)
+    async with open_store(rows=16, disk=256) as store:
+        for number in range(4):
+            assert await store.resolve(keys_of(f"changing {number}", 8)) == 0
+
+
+def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
+    config = (
+        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'tiers': [{'type': 'disk', "
+        f"'path': {str(tmp_path)!r}, 'capacity_bytes': '2MiB', 'segment_bytes': '128KiB'}}]}}"
+    )
+    code = textwrap.dedent(
+        f"""
+        import asyncio, os, signal, kvstore
+        keys = [b"key-%d" % n + bytes(4) for n in range(40)]
+        async def main(kill):
+            async with kvstore.open({config}) as store:
+                if kill:
+                    assert await store.put(keys, [bytes(4096)] * 40) == 40
+                    assert await store.flush(20)
+                    assert await store.remove(keys[::2]) == 20
+                    os.kill(os.getpid(), signal.SIGKILL)
+                print([store.contains_prefix([key]) for key in keys] == [0, 1] * 20)
+        """
+    )
+    killed = subprocess.run([sys.executable, "-c", f"{code}\nasyncio.run(main(True))"], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nasyncio.run(main(False))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr
