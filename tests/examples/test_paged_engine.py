@@ -24,7 +24,7 @@ from examples.paged_engine.request import Request, State
 from examples.paged_engine.stream import Stream
 from tests.faults.conftest import EIO, FaultyDisk, Rule
 
-REQUESTS = int(os.environ.get("KVSTORE_REQUESTS", "500"))
+REQUESTS = int(os.environ.get("KVSTORE_REQUESTS", "300"))
 """How many requests each stream has."""
 
 # Rounding must never decide which token is best.
