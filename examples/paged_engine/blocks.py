@@ -16,7 +16,6 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, prefix_caching: bool) -> None:
-        self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._users = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -72,8 +71,3 @@ class BlockPool:
         if self._caches and its not in self._block_of and block not in self._hash_of:
             self._block_of[its] = block
             self._hash_of[block] = its
-
-    def reset(self) -> None:
-        """Nothing is found any more."""
-        self._hash_of.clear()
-        self._block_of.clear()

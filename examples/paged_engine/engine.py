@@ -73,7 +73,6 @@ class Engine:
             max_running=config.max_running,
             connector=self.connector,
         )
-        self._requests: dict[str, Request] = {}
         self._made = 0
         self.steps = 0
 
@@ -106,13 +105,12 @@ class Engine:
             f"request-{self._made}", list(prompt), max_new_tokens, self.config.block_tokens
         )
         self._made += 1
-        self._requests[request.request_id] = request
         self.scheduler.waiting.append(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Nobody wants its tokens any more."""
-        self._finish(request)
+        self.scheduler.finish(request)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Serve `prompts`, and return what was generated for each."""
@@ -147,12 +145,8 @@ class Engine:
         for request in sampled:
             request.tokens.append(best[request])
             if len(request.output) == request.max_new_tokens:
-                self._finish(request)
+                self.scheduler.finish(request)
         return sampled
-
-    def _finish(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        self._requests.pop(request.request_id, None)
 
     def _batch(self, scheduled: Sequence[Request], counts: Sequence[int]) -> Batch:
         size = self.config.block_tokens

@@ -135,7 +135,7 @@ class Scheduler:
         if needed - len(shared) + self._pool.unused(shared) > self._pool.free:
             return True
         self._pool.share(shared)
-        request.block_ids = [list(shared) if had else [] for _ in self._windows]
+        request.block_ids = [list(shared) for _ in self._windows]
         request.num_computed_tokens = min(had + found, request.num_tokens - 1)
         for ids, window in zip(request.block_ids, self._windows, strict=True):
             ids += [0] * (self._first_needed(window, had + found) - len(ids))

@@ -28,6 +28,12 @@ def _nothing() -> None:
     """Nobody has to be told."""
 
 
+def _no_way(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
+    """A transfer that the handler does not take."""
+    logger.error("job %d: no way from %r to %r", job_id, source, target)
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """The end of a transfer.
@@ -92,8 +98,7 @@ class HostHandler(OffloadingHandler):
             elif isinstance(source, HostLoadStoreSpec) and isinstance(target, DeviceLoadStoreSpec):
                 moved = copies.load(source, target)
             else:
-                logger.error("job %d: no way from %r to %r", job_id, source, target)
-                return False
+                return _no_way(job_id, source, target)
         except (IndexError, ValueError):
             logger.exception("job %d failed", job_id)
             self._done.append(TransferResult(job_id, False))
@@ -139,14 +144,12 @@ class CudaHandler(OffloadingHandler):
             return False
         ticket: Ticket | None = None
         try:
-            if self._store:
-                assert isinstance(source, DeviceLoadStoreSpec)
-                assert isinstance(target, HostLoadStoreSpec)
-                ticket = copies.store(source, target)
-            else:
-                assert isinstance(source, HostLoadStoreSpec)
-                assert isinstance(target, DeviceLoadStoreSpec)
-                ticket = copies.load(source, target)
+            host, device = (target, source) if self._store else (source, target)
+            if not isinstance(host, HostLoadStoreSpec) or not isinstance(
+                device, DeviceLoadStoreSpec
+            ):
+                return _no_way(job_id, source, target)
+            ticket = copies.store(device, host) if self._store else copies.load(host, device)
         except (IndexError, ValueError, RuntimeError, KVStoreError):
             logger.exception("job %d could not begin", job_id)
         if ticket is not None and ticket.error:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
-from kvstore.connector.manager import OffloadingManager, PolicyManager
+from kvstore.connector.manager import PolicyManager
 from kvstore.connector.mediums import BlockIDsLoadStoreSpec, DeviceLoadStoreSpec
 from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
 from kvstore.connector.server import Block, CachedRequests, KVBlocks, NewRequest, StepOutput
-from kvstore.connector.spec import Handlers, OffloadingSpec
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
+from tests.connector.scripted import scheduler_over
 
 __all__ = ["TOKENS", "Request", "Server", "blocks_of", "open_scheduler"]
 
@@ -22,31 +21,15 @@ TOKENS = 4
 """Of a block of the device."""
 
 
-class RowSpec(OffloadingSpec):
-    """Rows of memory; nothing is copied."""
-
-    rows = 64
-
-    def get_manager(self) -> OffloadingManager:
-        return PolicyManager(PinnedBackend(self.offloaded_block_size[0], self.rows, 4096))
-
-    def get_handlers(self, *arguments: Any) -> Handlers:
-        raise NotImplementedError
-
-
 def open_scheduler(
     *windows: int | None, blocks_per_chunk: int = 1, rows: int = 64, **more: Any
 ) -> ConnectorScheduler:
-    """A scheduler's half; a group for each of `windows`, by default one without a window."""
-    groups = [
-        KVCacheGroup([f"layer-{n}"], KVCacheSpec(TOKENS, 64, window))
-        for n, window in enumerate(windows or [None])
-    ]
-    caching = more.pop("enable_prefix_caching", True)
-    extra = {"block_size": blocks_per_chunk * TOKENS, **more}
-    server = ServerConfig.of(TOKENS, extra, enable_prefix_caching=caching)
-    kind = type("Spec", (RowSpec,), {"rows": rows})
-    return ConnectorScheduler(kind(server, KVCacheConfig(groups)))
+    """A scheduler's half over rows of memory; a group for each of `windows`, by default one
+    without a window.
+    """
+    manager = PolicyManager(PinnedBackend(blocks_per_chunk * TOKENS, rows, 4096))
+    groups = [(TOKENS, window) for window in windows or [None]]
+    return scheduler_over(manager, TOKENS, groups, blocks_per_chunk, **more)
 
 
 @dataclass(eq=False)

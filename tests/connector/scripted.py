@@ -96,16 +96,21 @@ def scheduler_over(
     hash_size: int,
     groups: Iterable[tuple[int, int | None]],
     factor: int = 1,
+    *,
+    enable_prefix_caching: bool = True,
+    **extra: Any,
 ) -> ConnectorScheduler:
     """The scheduler's half over `manager`.
 
     Args:
         groups: for each group the tokens of a block of the device, and the window.
+        extra: more keys of ``kv_connector_extra_config``.
     """
     groups = list(groups)
-    extra = {"block_size": groups[0][0] * factor} if factor > 1 else {}
+    if factor > 1:
+        extra["block_size"] = groups[0][0] * factor
     spec = Sizes(
-        ServerConfig.of(hash_size, extra),
+        ServerConfig.of(hash_size, extra, enable_prefix_caching=enable_prefix_caching),
         KVCacheConfig(
             [
                 KVCacheGroup([f"layer-{n}"], KVCacheSpec(size, 64, window))

@@ -306,3 +306,14 @@ def test_few_fragments_are_handed_over_one_by_one(beds: list[Bed]) -> None:
 def test_ways_that_there_are_not_are_refused() -> None:
     with pytest.raises(ConfigError, match="way = 'teleport': must be one of batch, each"):
         Bed("cpu", "teleport")
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_handler_does_not_take_what_goes_the_other_way(beds: list[Bed], store: bool) -> None:
+    bed = Bed("cpu")
+    beds.append(bed)
+    handler = CudaHandler(bed.copies, store=store)
+    blocks, rows = DeviceLoadStoreSpec([1, 2]), HostLoadStoreSpec([1])
+    assert not handler.transfer_async(0, (rows, blocks) if store else (blocks, rows))
+    assert handler.get_finished() == []
+    handler.shutdown()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from vllm.v1.kv_offload import base as theirs
 
 from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput
 from kvstore.connector.mediums import LoadStoreSpec
-from kvstore.connector.spec import OffloadingSpec
 
 
 @dataclass
@@ -249,11 +248,3 @@ class OurManager(OffloadingManager):
     def reset(self) -> None:
         # What is under way is completed all the same.
         self.contents.reset(late_completions=True)
-
-
-class OurSpec(OffloadingSpec):
-    def get_manager(self) -> OffloadingManager:
-        return OurManager(self.extra_config["contents"])
-
-    def get_handlers(self, kv_caches: Mapping[str, Any], attn_backends: Any = None) -> Any:
-        raise NotImplementedError

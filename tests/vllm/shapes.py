@@ -22,9 +22,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore.connector import config as plain
+from kvstore.connector.scheduler import ConnectorScheduler
+from tests.connector.scripted import scheduler_over
 from tests.vllm.pretend import Layer
-from tests.vllm.scripted import Contents, OurSpec
+from tests.vllm.scripted import Contents, OurManager
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,22 +158,13 @@ def vllm_scheduler(shape: Shape, contents: Contents, folder: Path) -> tuple[Sche
     return scheduler, hash_size
 
 
-def our_spec(shape: Shape, contents: Contents, hash_size: int) -> OurSpec:
-    """What ours is built from, out of plain classes."""
-    extra: dict[str, Any] = {
-        "offload_prompt_only": shape.prompt_only,
-        "contents": contents,
-    }
-    if isinstance(shape.block, int):
-        extra["block_size"] = shape.block * shape.factor
-    return OurSpec(
-        plain.ServerConfig.of(hash_size, extra, enable_prefix_caching=shape.caching),
-        plain.KVCacheConfig(
-            [
-                plain.KVCacheGroup(
-                    [f"layer-{layer.index}"], plain.KVCacheSpec(layer.block, 512, layer.window)
-                )
-                for layer in shape.layers
-            ]
-        ),
+def our_scheduler(shape: Shape, contents: Contents, hash_size: int) -> ConnectorScheduler:
+    """Ours, out of plain classes."""
+    return scheduler_over(
+        OurManager(contents),
+        hash_size,
+        [(layer.block, layer.window) for layer in shape.layers],
+        shape.factor,
+        enable_prefix_caching=shape.caching,
+        offload_prompt_only=shape.prompt_only,
     )

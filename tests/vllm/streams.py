@@ -14,12 +14,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.transfer import ConnectorOutput
 from tests.vllm.mirror import CrashedError, Mirror, Pair, WorkerMetadata
 from tests.vllm.pretend import Device, WrongBytesError
 from tests.vllm.scripted import Contents, Script
-from tests.vllm.shapes import LONGEST, Shape, our_spec, vllm_scheduler
+from tests.vllm.shapes import LONGEST, Shape, our_scheduler, vllm_scheduler
 
 
 class Server:
@@ -47,7 +46,7 @@ class Server:
         connector = self.scheduler.connector
         assert isinstance(connector, Mirror)
         self.mirror = connector
-        self.ours = ConnectorScheduler(our_spec(shape, self.contents["ours"], hash_size))
+        self.ours = our_scheduler(shape, self.contents["ours"], hash_size)
         connector.attach(self.ours, self.contents, list(shape.groups), self._delay, self._marks_of)
 
     def _delay(self) -> int:

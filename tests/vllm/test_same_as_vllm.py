@@ -12,12 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import CachedRequests, NewRequest, StepOutput
 from kvstore.connector.transfer import ConnectorOutput
 from tests.vllm import wanted
 from tests.vllm.scripted import Contents, Script
-from tests.vllm.shapes import Shape, our_spec
+from tests.vllm.shapes import Shape, our_scheduler
 from tests.vllm.streams import Server
 
 STEPS = 130
@@ -149,7 +148,7 @@ class Request:
 
 def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
     shape = Shape((4,))
-    server = ConnectorScheduler(our_spec(shape, Contents(Script(0)), 4))
+    server = our_scheduler(shape, Contents(Script(0)), 4)
     first = Request("first", 12, block_hashes=[b"0", b"1", b"2"])
     server.get_num_new_matched_tokens(first, 0)
     meta = server.build_connector_meta(
@@ -180,7 +179,7 @@ def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
 
 def test_a_window_is_there_at_the_end_that_is_found() -> None:
     contents = Contents(Script(0))
-    server = ConnectorScheduler(our_spec(Shape((6, 5), block=(4, 8)), contents, 4))
+    server = our_scheduler(Shape((6, 5), block=(4, 8)), contents, 4)
     # Group 0 has chunks 1 and 2, group 1 its only one: they agree on 8 tokens, for which the
     # window of group 0 reaches back into its chunk 0.
     contents.stored = {b"h1\0\0\0\0", b"h2\0\0\0\0", b"h1\0\0\0\1"}

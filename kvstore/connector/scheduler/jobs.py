@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from kvstore.connector.scheduler.tracked import TrackedRequest
@@ -79,10 +79,7 @@ class Jobs:
                 del self._users[block]
         return job
 
-    def using(self, blocks: Collection[int]) -> set[int]:
+    def using(self, blocks: Set[int]) -> set[int]:
         """The jobs that use one of `blocks` at least."""
         users = self._users
-        named: Iterable[int] = blocks
-        if len(users) < len(blocks):
-            named = users.keys() & set(blocks)
-        return {number for block in named for number in users.get(block, ())}
+        return {number for block in users.keys() & blocks for number in users[block]}

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvstore.connector.manager import OffloadingEvent, OffloadingManager
@@ -276,8 +277,7 @@ class ConnectorScheduler:
     @property
     def stats(self) -> ConnectorStats:
         """What has happened so far."""
-        self._stats.refused_stores = self._stores.refused
-        return self._stats
+        return replace(self._stats, refused_stores=self._stores.refused)
 
     def has_pending_work(self) -> bool:
         """Whether steps have to go on although no request is there to be computed."""
