@@ -27,17 +27,45 @@ from kvstore._version import __version__
 check_siblings()
 
 if TYPE_CHECKING:
-    from kvstore.config import Config, DiskConfig
-    from kvstore.errors import KVStoreError
+    from kvstore.config import Config, DiskConfig, TierConfig
+    from kvstore.core import CoreStats, Durations, TierStats
+    from kvstore.errors import (
+        BlockKeyError,
+        ConfigError,
+        KVStoreError,
+        LaneBusyError,
+        LeaseEndedError,
+        NamespaceMismatchError,
+        PathUnusableError,
+    )
+    from kvstore.leases import Chunks, Lease
     from kvstore.store import Store, open
-    from kvstore.sync import SyncStore, open_sync
+    from kvstore.sync import SyncLease, SyncStore, open_sync
+    from kvstore.types import Event
+    from kvstore.windows import SyncWindows, Windows
 
 __all__ = [
+    "BlockKeyError",
+    "Chunks",
     "Config",
+    "ConfigError",
+    "CoreStats",
     "DiskConfig",
+    "Durations",
+    "Event",
     "KVStoreError",
+    "LaneBusyError",
+    "Lease",
+    "LeaseEndedError",
+    "NamespaceMismatchError",
+    "PathUnusableError",
     "Store",
+    "SyncLease",
     "SyncStore",
+    "SyncWindows",
+    "TierConfig",
+    "TierStats",
+    "Windows",
     "__version__",
     "open",
     "open_sync",
@@ -45,11 +73,27 @@ __all__ = [
 
 
 _HOMES = {
+    "BlockKeyError": "kvstore.errors",
+    "Chunks": "kvstore.leases",
     "Config": "kvstore.config",
+    "ConfigError": "kvstore.errors",
+    "CoreStats": "kvstore.core",
     "DiskConfig": "kvstore.config",
+    "Durations": "kvstore.core",
+    "Event": "kvstore.types",
     "KVStoreError": "kvstore.errors",
+    "LaneBusyError": "kvstore.errors",
+    "Lease": "kvstore.leases",
+    "LeaseEndedError": "kvstore.errors",
+    "NamespaceMismatchError": "kvstore.errors",
+    "PathUnusableError": "kvstore.errors",
     "Store": "kvstore.store",
+    "SyncLease": "kvstore.sync",
     "SyncStore": "kvstore.sync",
+    "SyncWindows": "kvstore.windows",
+    "TierConfig": "kvstore.config",
+    "TierStats": "kvstore.core",
+    "Windows": "kvstore.windows",
     "open": "kvstore.store",
     "open_sync": "kvstore.sync",
 }

@@ -136,6 +136,8 @@ def _assemble(
         max_wait=config.max_wait_s,
         lease=config.lease_s,
         events=events,
+        pinned_share=config.pinned_share,
+        chunk_bytes=chunk_bytes,
     )
     rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
     host = f"host {format_size(region.size)} ({', '.join(rules)})"

@@ -10,7 +10,14 @@ import numpy.typing as npt
 from kvstore.errors import BlockKeyError, KVStoreError
 from kvstore.types import MAX_KEY_BYTES, check_key
 
-__all__ = ["bytes_of", "check_keys", "check_request", "check_timeout", "chunks_of"]
+__all__ = [
+    "bytes_of",
+    "check_keys",
+    "check_request",
+    "check_seconds",
+    "check_timeout",
+    "chunks_of",
+]
 
 _ONE_THING = (str, bytes, bytearray, memoryview)
 _BYTES = {bytes}
@@ -63,6 +70,20 @@ def check_timeout(timeout: float | None) -> float | None:
         except OverflowError as error:
             raise KVStoreError("timeout must be seconds or None, not a number that big") from error
     raise KVStoreError(f"timeout must be seconds or None, not {timeout!r}")
+
+
+def check_seconds(seconds: float) -> float:
+    """`seconds` as a length of time; it may be infinite.
+
+    Raises:
+        KVStoreError: if it is none.
+    """
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+        raise KVStoreError(f"seconds must be a number above 0, not {seconds!r:.40}")
+    try:
+        return float(seconds)
+    except OverflowError:
+        return float("inf")
 
 
 def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:

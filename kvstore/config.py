@@ -152,6 +152,7 @@ class Config:
         shutdown_timeout_s: seconds that a shutdown waits for copies to slower tiers.
         demote_ahead: share of host memory, at most, that is kept free or copied ahead of
             need where a tier's flow copies what host memory gives up.
+        pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
         record_trace: file in which what requests ask for is recorded, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
     """
@@ -171,6 +172,7 @@ class Config:
     keep_events: bool = False
     admission: tuple[Choice, ...] = ()
     demote_ahead: float = 0.25
+    pinned_share: float = 0.5
     record_trace: Path | None = None
     record_trace_bytes: int = 2**30
 
@@ -339,10 +341,13 @@ def _flow(value: object) -> Flow:
         raise ValueError(f"must be one of: {allowed}") from error
 
 
-def _share_of_memory(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 0.5:
-        raise ValueError("must be a number from 0 to 0.5")
-    return float(value)
+def _share(most: float) -> _Check:
+    def check(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise ValueError(f"must be a number from 0 to {most:g}")
+        return float(value)
+
+    return check
 
 
 _folder = _path("folder")
@@ -461,7 +466,8 @@ _CONFIG: Mapping[str, _Check] = {
     "write_queue_bytes": _size(1),
     "shutdown_timeout_s": _seconds,
     "keep_events": _flag,
-    "demote_ahead": _share_of_memory,
+    "demote_ahead": _share(0.5),
+    "pinned_share": _share(0.9),
     "record_trace": _optional(_path("file")),
     "record_trace_bytes": _size(MIN_RECORDING),
 }

@@ -23,12 +23,24 @@ STILL_ALIVE = (
 class Chunks(Sequence[memoryview]):
     """Chunks in host memory, leased: read-only views that are dead after the lease.
 
-    `keys` are the keys that are here: a prefix of those asked for. The views may
-    be read in any thread; it is the lease that begins and ends on the store's loop.
+    The views may be read in any thread; it is the lease that begins and ends on the
+    store's loop. ``np.frombuffer(chunks[i], dtype)`` is a read-only array over the same memory.
+
+    Attributes:
+        keys: the keys that are here: a prefix of those asked for.
+        sources: for each of them the medium from which it came to host memory: "host" for what
+            was put and has been there since, else that of a tier, like "disk".
     """
 
-    def __init__(self, keys: Sequence[bytes], rows: Sequence[memoryview], size: int) -> None:
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        size: int,
+        sources: Sequence[str] = (),
+    ) -> None:
         self.keys = keys
+        self.sources = sources
         # Every chunk gets an exporter of its own, which lives as long as anything that
         # looks at the chunk: that is how a view that outlives the lease is noticed. It
         # keeps the region's memory in place, however late it is looked at.
@@ -52,6 +64,14 @@ class Chunks(Sequence[memoryview]):
 
     def __iter__(self) -> Iterator[memoryview]:
         return iter(self[:])
+
+    def copy(self) -> list[bytes]:
+        """The bytes of all chunks, for whoever needs them after the lease.
+
+        Raises:
+            LeaseEndedError: if the lease has ended.
+        """
+        return [bytes(view) for view in self[:]]
 
     def _end(self) -> bool:
         """End the lease; False if somebody still holds on to the memory."""

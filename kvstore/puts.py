@@ -65,7 +65,7 @@ class Puts:
         self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str
     ) -> int:
         """Store `sources` under `keys` for the request `name`; returns the leading keys stored."""
-        rows = self._region.rows
+        rows = self._rows_for(())
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
@@ -74,7 +74,7 @@ class Puts:
         while offered < len(keys) and era == self._core.era:
             here = [key for key in here if not self._core.may_go_below(key)]
             # A later part may not cost an earlier one its place.
-            end = offered + min(width, rows - len(here))
+            end = offered + min(width, self._rows_for(here) - len(here))
             part = keys[offered:end]
             if not part or not await self._portion(part, sources[offered:end], name):
                 break
@@ -115,6 +115,10 @@ class Puts:
         return (chunk is not None and chunk.stored_by is None) or any(
             not tier.index.lacks(key) for tier in self._core.tiers
         )
+
+    def _rows_for(self, keys: Sequence[bytes]) -> int:
+        """Rows that may hold `keys` and others: not those that are pinned for others."""
+        return self._region.rows - self._core.pins.rows_besides(frozenset(keys))
 
     async def _portion(
         self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str

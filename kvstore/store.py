@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore.assembly import Assembly
 from kvstore.building import build
-from kvstore.checks import check_keys, check_request, check_timeout, chunks_of
+from kvstore.checks import check_keys, check_request, check_seconds, check_timeout, chunks_of
 from kvstore.closing import end_engine
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
@@ -137,6 +137,59 @@ class Store:
         """
         self._driver.check()
         return self._core.contains_prefix(check_keys(keys))
+
+    def prefetch(self, keys: Sequence[bytes]) -> int:
+        """Fetch leading `keys` to host memory before anybody asks for them.
+
+        Never blocks. It happens a portion at a time, while no lookup waits for a fetch, and keeps
+        nothing: what has come is a chunk like any other, which may leave for others. At most half
+        of host memory is waited for; of a longer prefix that much comes.
+
+        Returns:
+            How many chunks are on their way, or will be. Those in host memory do not count.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        coming = self._core.prefetches.begin(check_keys(keys))
+        self._driver.pump()
+        return coming
+
+    def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
+        """Keep the chunks of `keys` for so long, whatever comes.
+
+        They do not leave for others: neither host memory, unless `host` is false, nor the tiers
+        of this process. That counts for what is there, and for what comes before the pin ends:
+        put or fetched, it stays where it arrives. To pin again prolongs; `math.inf` lasts until
+        `unpin`, `remove`, `reset` or the end of the process, which ends all pins.
+
+        Host memory and each tier hold at most ``pinned_share`` of their room for pins. There the
+        first that come are kept, and others are chunks like any other.
+
+        Returns:
+            How many leading keys are pinned: the others would be more than any of them holds.
+
+        Raises:
+            KVStoreError: for bad keys or bad `seconds`, on another loop, or when the store is
+                closed.
+        """
+        self._driver.check()
+        keys, until = check_keys(keys), time.monotonic() + check_seconds(seconds)
+        pinned = self._core.pins.begin(keys, until, host=host)
+        self._driver.pump()
+        return pinned
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """End the pins of `keys` before their time; returns how many were pinned.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        ended = self._core.pins.end(check_keys(keys))
+        self._driver.pump()
+        return ended
 
     async def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
@@ -311,6 +364,8 @@ class Store:
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call, if ``keep_events`` is set.
 
+        Of what is not taken for long the older part is dropped: ``stats().events_lost``.
+
         Raises:
             KVStoreError: on another loop.
         """
@@ -451,7 +506,8 @@ class Store:
                 if stepped:
                     self._driver.flush()
                 await self._driver.answered(prompt.id)
-            rows = self._core.prepare_load(keys[:count], prompt.id)
+            keys = keys[:count]
+            rows = self._core.prepare_load(keys, prompt.id)
         except BaseException:
             # Cancelled: what was fetched for this call may leave.
             self._prompts.end(prompt)
@@ -462,7 +518,8 @@ class Store:
         self._prompts.had(prompt, count)
         if stepped:
             self._driver.flush()
-        return Chunks(keys[:count], [self._region.row(row) for row in rows], self.chunk_bytes)
+        sources = list(map(self._core.load_source, keys))
+        return Chunks(keys, [self._region.row(row) for row in rows], self.chunk_bytes, sources)
 
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
         def unpin(key: bytes) -> None:

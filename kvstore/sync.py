@@ -116,6 +116,49 @@ class SyncStore:
         """
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
+    def prefetch(self, keys: Sequence[bytes]) -> int:
+        """Fetch leading `keys` to host memory before anybody asks for them.
+
+        Waits for its turn on the loop, never for I/O. It happens a portion at a time, while no
+        lookup waits for a fetch, and keeps nothing: what has come is a chunk like any other, which
+        may leave for others. At most half of host memory is waited for; of a longer prefix
+        that much comes.
+
+        Returns:
+            How many chunks are on their way, or will be. Those in host memory do not count.
+
+        Raises:
+            KVStoreError: for bad keys, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.prefetch(keys))
+
+    def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
+        """Keep the chunks of `keys` for so long, whatever comes.
+
+        They do not leave for others: neither host memory, unless `host` is false, nor the tiers
+        of this process. That counts for what is there, and for what comes before the pin ends:
+        put or fetched, it stays where it arrives. To pin again prolongs; `math.inf` lasts until
+        `unpin`, `remove`, `reset` or the end of the process, which ends all pins.
+
+        Host memory and each tier hold at most ``pinned_share`` of their room for pins. There the
+        first that come are kept, and others are chunks like any other.
+
+        Returns:
+            How many leading keys are pinned: the others would be more than any of them holds.
+
+        Raises:
+            KVStoreError: for bad keys or bad `seconds`, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """End the pins of `keys` before their time; returns how many were pinned.
+
+        Raises:
+            KVStoreError: for bad keys, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.unpin(keys))
+
     def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
     ) -> int:
@@ -274,6 +317,8 @@ class SyncStore:
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call, if ``keep_events`` is set.
+
+        Of what is not taken for long the older part is dropped: ``stats().events_lost``.
 
         Raises:
             KVStoreError: when the store is closed.

@@ -31,8 +31,10 @@ from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken, Transfer
 from kvstore.core.pace import Pace
+from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
+from kvstore.core.prefetches import Prefetches
 from kvstore.core.queue import WaitQueue
 from kvstore.core.removals import Removal, Removals
 from kvstore.core.request import Requests, RequestState
@@ -57,6 +59,7 @@ class Core:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
         hidden: keys that are being removed.
+        pins: chunks that stay for a while. prefetches: those that are fetched unasked.
         era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
@@ -68,6 +71,8 @@ class Core:
         lease: seconds without being asked after which a request's leases end.
         events: whether `take_events` will be called.
         pace: how much one step does at most.
+        pinned_share: how much of host memory, and of each tier, may be pinned.
+        chunk_bytes: size of a chunk, for `stats`.
     """
 
     lookup: Callable[[bytes, str], bool | None]
@@ -82,11 +87,14 @@ class Core:
         lease: float = 10.0,
         events: bool = True,
         pace: Pace = DEFAULT_PACE,
+        pinned_share: float = PINNED_SHARE,
+        chunk_bytes: int = 0,
     ) -> None:
         self.pool = pool
         self.tiers = list(tiers)
         self.now = 0.0
         self.era = 0
+        self._chunk_bytes = chunk_bytes
         self._log = Log()
         efforts = [tier.index.policy.effort for tier in self.tiers]
         self.budget = Budget(pace, pool.policy.effort, efforts)
@@ -100,11 +108,20 @@ class Core:
         self.hidden: Mapping[bytes, object] = self._removals.hidden
         self.cascades = Cascades(pool, self.tiers, self._log, self.budget, self.hidden)
         self.room = Room(pool, self._victims, self.cascades, self.budget)
+        self.pins = Pins(pool, self.tiers, pinned_share, self.hidden)
         self.grants = Grants(
-            pool, self.tiers, self.queue, self.room, self.chains, self.budget, self.hidden
+            pool,
+            self.tiers,
+            self.queue,
+            self.room,
+            self.chains,
+            self.budget,
+            self.pins,
+            self.hidden,
         )
+        self.prefetches = Prefetches(pool, self.tiers, self.queue, self.grants)
         self.transfers = Transfers(
-            pool, self.tiers, self.queue, self.cascades, self._log, self._removals
+            pool, self.tiers, self.queue, self.cascades, self._log, self._removals, self.pins
         )
         self._lookups = Lookups(
             pool,
@@ -137,7 +154,7 @@ class Core:
         self.renew = self._lookups.renew
         self._ended: deque[Completion] = deque()
         self._polled = 0.0
-        self._stray = self._deferrals = self._illegal = 0
+        self._stray = self._deferrals = self._illegal = self._loss_told = 0
         pool.history.want(events)
         for tier in self.tiers:
             tier.index.history.want(events)
@@ -164,8 +181,11 @@ class Core:
         for request in self.queue.expire(now):
             self._requests.drop_if_idle(request)
         self._stores.expire(now)
+        self.pins.expire(now)
         if Life.ever_illegal:
             self._tell_illegal()
+        if self._events_lost > self._loss_told:
+            self._tell_lost_events()
 
     def absorb(self, completions: Iterable[Completion]) -> None:
         """Take in completions without beginning a step, as many as this step may."""
@@ -209,6 +229,10 @@ class Core:
             self._lookups.keep_hits()
             for tier, chunks, slots in self.grants.grant(now):
                 moves += self.transfers.promote(tier, chunks, slots, now)
+        if self.prefetches:
+            self._lookups.keep_hits()
+            for tier, chunks, slots in self.prefetches.go_on(now):
+                moves += self.transfers.promote(tier, chunks, slots, now)
         if self.room.demotes:
             self._lookups.keep_hits()
             self.room.make_ahead(now)
@@ -238,6 +262,7 @@ class Core:
             bool(self._ended)
             or self.budget.behind
             or self._removals.behind
+            or self.pins.behind
             or (self.budget.cut_short and self.waiting > 0)
         )
 
@@ -349,6 +374,7 @@ class Core:
             self._ended_late(keys, request_id, era, stores=True)
         else:
             self._stores.complete(keys, request_id, self.now, ok)
+            self.pins.arrived(keys)
 
     # -- requests ------------------------------------------------------------------------
 
@@ -424,6 +450,8 @@ class Core:
         again when the keys are no longer `hidden`.
         """
         self._lookups.pause()
+        self.pins.end(keys)
+        self.prefetches.drop(keys)
         return self._removals.begin(keys)
 
     def reset(self) -> None:
@@ -444,6 +472,8 @@ class Core:
         self.chains.reset()
         self._uses.reset()
         self.grants.reset()
+        self.pins.reset()
+        self.prefetches.reset()
         self._removals.reset()
         self.transfers.reset(row for _, row in late)
         self._victims.reset()
@@ -453,7 +483,10 @@ class Core:
         self.overtaken.all_ended()
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call."""
+        """What appeared on or left a medium since the last call.
+
+        Of what is not taken for long the older part is lost: `CoreStats.events_lost`.
+        """
         histories = [("host", self.pool.history.take())]
         histories += [(tier.medium, tier.index.history.take()) for tier in self.tiers]
         return [
@@ -469,10 +502,16 @@ class Core:
         for origin, count in loads.loaded_from.items():
             medium = self._medium(origin)
             loaded_from[medium] = loaded_from.get(medium, 0) + count
+        size, tiers = self._chunk_bytes, [tier.stats() for tier in self.tiers]
+        for tier in tiers:
+            tier.size_bytes(size)
         return CoreStats(
             rows=pool.rows,
             free_rows=pool.free,
             busy_rows=pool.busy,
+            pinned_rows=self.pins.rows,
+            pins=len(self.pins),
+            prefetched=self.prefetches.begun,
             chunks=len(pool.chunks),
             waiting=len(queue.waiting),
             misses=self._lookups.misses,
@@ -490,7 +529,12 @@ class Core:
             shed=pool.shed,
             stray=self._stray + loads.stray + stores.stray,
             illegal=self.illegal,
-            tiers=[tier.stats() for tier in self.tiers],
+            events_lost=self._events_lost,
+            chunk_bytes=size,
+            loaded_bytes=loads.loaded * size,
+            stored_bytes=stores.stored * size,
+            waits=queue.waits.copy(),
+            tiers=tiers,
         )
 
     # -- inside --------------------------------------------------------------------------
@@ -513,6 +557,15 @@ class Core:
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
+
+    @property
+    def _events_lost(self) -> int:
+        return self.pool.history.lost + sum(tier.index.history.lost for tier in self.tiers)
+
+    def _tell_lost_events(self) -> None:
+        if not self._loss_told:
+            self._log("events are not taken: the oldest are dropped, and counted")
+        self._loss_told = self._events_lost
 
     def _tell_illegal(self) -> None:
         new, self._illegal = self.illegal - self._illegal, self.illegal

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import Chunk
+from kvstore.core.pins import Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request
@@ -62,9 +63,11 @@ class Grants:
         room: Room,
         chains: Chains,
         budget: Budget,
+        pins: Pins,
         hidden: Collection[bytes] = (),
     ) -> None:
         self._pool = pool
+        self._pins = pins
         self._hidden = hidden
         self._tiers = tiers
         self._queue = queue
@@ -129,9 +132,17 @@ class Grants:
                     spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
                 elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked = for_rows = True
-            self._queue.answer_if_complete(request)
+            self._queue.answer_if_complete(request, now)
             if budget.granted <= 0:
                 break
+        return grants
+
+    def ahead(self, request: Request, now: float) -> list[Grant]:
+        """Fetch for a request that nobody waits for, as far as rows allow without losing a copy."""
+        if self._budget.granted <= 0:
+            return []
+        grants = self._grant(request, now, shed_unsaved=False)
+        self._budget.grant(request.granted)
         return grants
 
     def _truncate(self, request: Request) -> bool:
@@ -142,7 +153,10 @@ class Grants:
         """
         pool = self._pool
         if len(request.leases) < pool.rows:
-            others = pool.busy > len(request.leases) or pool.held > 0
+            staying = len(request.leases) + self._pins.rows
+            if self._pins.rows and pool.busy <= staying:
+                staying = len(request.leases) + self._pins.rows_besides(request.leases)
+            others = pool.busy > staying or pool.held > 0
             if self._budget.cut_short or others:
                 request.stick(-1)
                 return False
@@ -153,7 +167,7 @@ class Grants:
         request.grant(len(request.keys), needs_rows=None, short_of_rows=request.short_of_rows)
         return True
 
-    def _grant(self, request: Request, now: float) -> list[Grant]:
+    def _grant(self, request: Request, now: float, *, shed_unsaved: bool = True) -> list[Grant]:
         pool = self._pool
         end = min(len(request.keys), request.granted + self._budget.granted)
         plan = self._plan(request, end)
@@ -165,7 +179,7 @@ class Grants:
             if spare > 0 and pool.free < len(missing):
                 # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
-            room = self._room.make(len(missing), now, shed_unsaved=True, incoming=incoming)
+            room = self._room.make(len(missing), now, shed_unsaved=shed_unsaved, incoming=incoming)
         if room and request.id in self._unlinked:
             # Policies learn what follows what before they see it.
             self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])

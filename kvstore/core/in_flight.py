@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.core.durations import Durations
 from kvstore.types import Move, Op
 
 __all__ = ["InFlight"]
@@ -12,11 +13,15 @@ class InFlight:
 
     Attributes:
         rows: rows of host memory that they read or write.
+        reads, writes: how long promotions and copies took, from when they were handed out to
+            when their ends were heard of.
     """
 
     def __init__(self) -> None:
         self._moves: dict[int, tuple[Move, float]] = {}
         self.rows = 0
+        self.reads = Durations()
+        self.writes = Durations()
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -26,10 +31,14 @@ class InFlight:
         self._moves[move.id] = (move, now)
         self.rows += len(move.rows)
 
-    def end(self, move: Move) -> float:
+    def end(self, move: Move, now: float) -> float:
         """The move has ended; returns when it was handed out."""
         _, started = self._moves.pop(move.id)
         self.rows -= len(move.rows)
+        if move.op is Op.PROMOTE:
+            self.reads.add(now - started)
+        elif move.op is Op.CASCADE:
+            self.writes.add(now - started)
         return started
 
     @property

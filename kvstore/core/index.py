@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
 from kvstore.core.chunk import TIER, Life
@@ -27,12 +27,14 @@ class Index:
     """The chunks of one tier, by key, and the order in which they would leave.
 
     An entry that is being read is not evicted, so its slot is not rewritten
-    under the reader.
+    under the reader. Nor is one that is pinned.
 
     Attributes:
         entries: the slot of each chunk that can be read.
         writing: the slot of each chunk that is being written.
         reading: how many moves read each chunk, of those that are being read.
+        pinned: those of `entries` that do not leave for others, first come first.
+        most_pinned: how many these may be.
         evicted: chunks that left for others. history: keys that appeared and left.
     """
 
@@ -45,7 +47,11 @@ class Index:
         self.reading: dict[bytes, int] = {}
         # How often in a row entries could not be read.
         self._unread: dict[bytes, int] = {}
-        # Those of `reading` that the policy has met, and waits to hear of again.
+        self.pinned: dict[bytes, None] = {}
+        self.most_pinned = self._may_pin = 0
+        # Keys that are to be pinned, here or not.
+        self._wanted: set[bytes] = set()
+        # Those of `reading` and `pinned` that the policy has met, and waits to hear of again.
         self._aside: set[bytes] = set()
         self.history = History()
         self.life = Life(TIER)
@@ -95,6 +101,9 @@ class Index:
         for key in keys:
             insert(key)
         self.history.came(keys)
+        if self._wanted:
+            # Head first: they came tail first.
+            self._pin_wanted(reversed(keys))
 
     def not_written(self, key: bytes) -> None:
         """The copy failed."""
@@ -119,7 +128,7 @@ class Index:
                 reading[key] = count
                 continue
             del reading[key]
-            if key in aside:
+            if key in aside and key not in self.pinned:
                 aside.discard(key)
                 if key in self.entries:
                     self.policy.release((key,))
@@ -135,6 +144,45 @@ class Index:
         failures = self._unread[key] = self._unread.get(key, 0) + 1
         return failures < MOST_FAILURES
 
+    # -- pins --------------------------------------------------------------------------
+
+    def limit_pins(self, most: int) -> None:
+        """At most so many entries are ever pinned."""
+        self.most_pinned = self._may_pin = most
+
+    def keep_pinned(self, most: int) -> None:
+        """Only so many entries are pinned for now: the last ones are let go."""
+        self._may_pin = most
+        excess = list(self.pinned)[most:]
+        for key in excess:
+            del self.pinned[key]
+        self._let_go(excess)
+
+    def pin(self, keys: Collection[bytes]) -> None:
+        """Entries of these keys do not leave for others, those that come included."""
+        self._wanted.update(keys)
+        self._pin_wanted(keys)
+
+    def unpin(self, keys: Collection[bytes]) -> None:
+        """Entries of these keys are like any other."""
+        self._wanted.difference_update(keys)
+        pinned = self.pinned
+        self._let_go([key for key in reversed(list(keys)) if pinned.pop(key, key) is None])
+
+    def _pin_wanted(self, keys: Iterable[bytes]) -> None:
+        pinned, wanted, entries = self.pinned, self._wanted, self.entries
+        for key in keys:
+            if len(pinned) >= self._may_pin:
+                break
+            if key in wanted and key in entries:
+                pinned[key] = None
+
+    def _let_go(self, keys: Iterable[bytes]) -> None:
+        """Tell the policy of those that it has met while they were pinned."""
+        free = [key for key in keys if key in self._aside and key not in self.reading]
+        self._aside.difference_update(free)
+        self.policy.release(free)
+
     # -- coming and going --------------------------------------------------------------
 
     def relocate(self, key: bytes, slot: int) -> None:
@@ -149,6 +197,8 @@ class Index:
         slots = [pop(key) for key in keys]
         for key in keys:
             remove(key)
+            self.pinned.pop(key, None)
+            self._aside.discard(key)
         self.read_well(keys)
         self.history.left(keys)
         return slots
@@ -159,7 +209,7 @@ class Index:
         Args:
             incoming: the keys that the slots are for, tail first.
         """
-        reading, aside = self.reading, self._aside
+        reading, pinned, aside = self.reading, self.pinned, self._aside
         left = QUESTIONS + 2 * count
 
         def protected(key: bytes) -> int:
@@ -167,12 +217,12 @@ class Index:
             if left <= 0:
                 return LATER
             left -= 1
-            if key in reading:
+            if key in reading or key in pinned:
                 aside.add(key)
                 return HELD
             return False
 
-        victims = self.policy.evict(count, protected if reading else _nobody, incoming)
+        victims = self.policy.evict(count, protected if reading or pinned else _nobody, incoming)
         if victims is None:
             return []
         self.read_well(victims)
@@ -186,8 +236,9 @@ class Index:
         self.history.left(self.entries)
         self.entries.clear()
         self.policy.clear()
-        for each in (self._unread, self.reading, self._aside, self.writing):
+        for each in (self._unread, self.reading, self._aside, self.writing, self.pinned):
             each.clear()
+        self._wanted.clear()
 
     # -- what others do with it ----------------------------------------------------------
 
@@ -222,5 +273,5 @@ class Index:
 
 
 def _nobody(key: bytes) -> int:
-    """Stands for the answer to a policy where no key is being read."""
+    """Stands for the answer to a policy where no key is being read or pinned."""
     return False

@@ -142,7 +142,11 @@ class OwnedTier:
             # What is being read is about to give its slots up.
             short -= len(index.reading)
         if short > 0 and slots.at_its_end:
-            short = min(short, len(self.entries) - len(index.reading))
+            if slots.cannot_grow and index.pinned:
+                # It is smaller than was thought when chunks were pinned.
+                index.keep_pinned(index.most_pinned * slots.segments // slots.max_segments)
+            # What is both read and pinned counts twice, until it is read.
+            short = min(short, len(self.entries) - len(index.reading) - len(index.pinned))
             if short > 0:
                 slots.give(index.evict(short, incoming))
         return slots.take(count, passed_over)
@@ -212,6 +216,8 @@ class OwnedTier:
             self.slots.growth_overtaken(segments)
         else:
             self.slots.growth_ended(segments, now)
+            if segments:
+                self.index.keep_pinned(self.index.most_pinned)
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
         """A move that clears it has ended, and these segments are empty."""
@@ -280,11 +286,14 @@ class OwnedTier:
             segments=self.slots.segments,
             max_segments=self.slots.max_segments,
             queued=len(self._queue),
+            pinned=len(self.index.pinned),
             evicted=self.index.evicted,
             relocated=self.compactor.relocated,
             removed_segments=self.compactor.removed_segments,
             stalled=self.health.stalled,
             congested=self.health.congested,
             slow=self.health.slow,
+            reads=self.in_flight.reads.copy(),
+            writes=self.in_flight.writes.copy(),
             **self._counts,
         )

@@ -127,6 +127,8 @@ class PeerTier:
             stalled=self.health.stalled,
             congested=self.health.congested,
             slow=self.health.slow,
+            reads=self.in_flight.reads.copy(),
+            writes=self.in_flight.writes.copy(),
             **self._counts,
         )
 

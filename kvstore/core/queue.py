@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk, wait_together
+from kvstore.core.durations import Durations
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
 
@@ -25,6 +26,7 @@ class WaitQueue:
     Attributes:
         waiting: those that wait, by id, first come first. answered: those that were answered.
         moved: when rows or chunks last moved for anybody.
+        waits: how long requests have waited for their answers.
 
     Args:
         deadline: seconds without any movement after which a request is answered.
@@ -40,6 +42,7 @@ class WaitQueue:
         self.waiting: dict[str, Request] = {}
         self.answered: dict[str, Request] = {}
         self.moved = 0.0
+        self.waits = Durations()
         self.timeouts = 0
         self.lapses = 0
         # The highest order of chunks whose promotion has ended since `pass_on`.
@@ -50,6 +53,11 @@ class WaitQueue:
         """Whether any of the waiting requests waits for rows."""
         return any(request.short_of_rows for request in self.waiting.values())
 
+    @property
+    def has_wishes(self) -> bool:
+        """Whether any of the waiting requests has asked for more than it was granted yet."""
+        return any(request.granted < len(request.keys) for request in self.waiting.values())
+
     # -- coming and going ----------------------------------------------------------------
 
     def join(self, request: Request, now: float) -> None:
@@ -59,9 +67,10 @@ class WaitQueue:
         request.begin_wait(now, any(key not in chunks for key in request.keys))
         self.waiting[request.id] = request
 
-    def answer(self, request: Request) -> None:
+    def answer(self, request: Request, now: float) -> None:
         """End the wait: what is in host memory by now is the answer."""
-        self.waiting.pop(request.id, None)
+        if self.waiting.pop(request.id, None) is not None and request.since is not None:
+            self.waits.add(now - request.since)
         if request.pending:
             chunks = self._pool.chunks
             for key in list(request.leases):
@@ -72,10 +81,10 @@ class WaitQueue:
         request.end_wait()
         self.answered[request.id] = request
 
-    def answer_if_complete(self, request: Request) -> None:
+    def answer_if_complete(self, request: Request, now: float) -> None:
         """End the wait if all that can come is there."""
         if not request.pending and request.granted == len(request.keys):
-            self.answer(request)
+            self.answer(request, now)
 
     def remove(self, request: Request) -> None:
         """Forget the wait and the leases: the request is answered for good, or gone."""
@@ -121,7 +130,7 @@ class WaitQueue:
             moved = max(request.moved, self.moved) if ungranted else request.moved
             if now - moved >= self.deadline or now - request.since >= self.max_wait:
                 self.timeouts += 1
-                self.answer(request)
+                self.answer(request, now)
         gone: list[Request] = []
         for request in self.answered.values():
             silence = now - request.asked
@@ -215,7 +224,7 @@ class WaitQueue:
     def _arrived(self, request: Request, chunks: int, now: float) -> None:
         request.arrived(chunks, now)
         self.moved = now
-        self.answer_if_complete(request)
+        self.answer_if_complete(request, now)
 
     def _release(self, request: Request) -> None:
         pool = self._pool

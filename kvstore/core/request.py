@@ -114,6 +114,10 @@ class Request:
         """Whether it begins to wait when the step ends."""
         self.deferring = deferring
 
+    def name_keys(self, keys: Iterable[bytes]) -> None:
+        """It asks for these, in this order."""
+        self.keys = list(keys)
+
     def forget_keys(self) -> None:
         """What it has asked for counts no more."""
         self.keys = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
+from kvstore.core.pins import Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.removals import Removals
@@ -30,7 +31,7 @@ class Transfers:
 
     Args:
         log: where one line per change of a tier's health goes.
-        removals: told of erasures that have ended.
+        removals: told of erasures that have ended. pins: told of chunks that have arrived.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Transfers:
         cascades: Cascades,
         log: Callable[[str], None],
         removals: Removals,
+        pins: Pins,
     ) -> None:
         self._pool = pool
+        self._pins = pins
         self._removals = removals
         self._tiers = tiers
         self._with_targets = [(tier, tier.target) for tier in tiers]
@@ -137,7 +140,7 @@ class Transfers:
         if move is None:
             return False
         tier = self._tiers[move.tier]
-        started = tier.in_flight.end(move)
+        started = tier.in_flight.end(move, now)
         message = tier.health.answered()
         if message is not None:
             self._log(message)
@@ -185,6 +188,7 @@ class Transfers:
                     queue.failed(chunk, now)
                     pool.discard(chunk)
                     tier.not_promoted(key, perhaps_whole=place in unread)
+        self._pins.arrived(move.keys)
         queue.passed(newest)
         tier.health.arrived(len(move.keys), started)
 

@@ -7,10 +7,12 @@ makes. It is driven by a seeded generator or by hypothesis.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.core import Core, Flow, HostPool, OwnedTier, Pace, PeerTier
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
@@ -19,7 +21,7 @@ from kvstore.core.queue import FORGET_AFTER
 from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
-from policies import create_policy
+from policies import Protected, create_policy
 
 __all__ = [
     "GARBAGE",
@@ -229,6 +231,7 @@ class World:
             policy = create_policy(self.policy, slots)
             directory = OwnedTier(index, opening, policy, self.in_flight, flow=self.flow)
             directory.compact_at(1000.0 * self.relocation)
+            _watch_pins(directory)
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
@@ -502,6 +505,30 @@ class World:
                 client.leased = min(client.leased, first)
                 client.failed.update(keys)
         return removal
+
+    def pin(self, keys: list[bytes], seconds: float, *, host: bool) -> None:
+        """The server wants these to stay."""
+        most = max(len(self.rows), *map(len, self.slots), 0) // 2
+        assert self.core.pins.begin(keys, self.now + seconds, host=host) <= len(keys)
+        assert len(self.core.pins) <= most
+
+    def prefetch(self, keys: list[bytes]) -> None:
+        """The server will ask for these later."""
+        coming = self.core.prefetches.begin(keys)
+        assert coming <= len(keys)
+
+    def _check_held(self) -> None:
+        """What is pinned is there, and no more than may be."""
+        core, pool = self.core, self.core.pool
+        assert core.pins.rows <= pool.rows // 2
+        for key, chunk in core.pins._held.items():
+            assert pool.chunks.get(key) is chunk, "a pinned chunk has left host memory"
+            assert core.pins.is_pinned(key)
+        for tier in core.tiers:
+            if tier.number != self.followed:
+                assert tier.index.pinned.keys() <= set(tier.entries)
+                assert all(map(core.pins.is_pinned, tier.index.pinned))
+                assert len(tier.index.pinned) <= len(self.slots[tier.number]) // 2
 
     def _check_removals(self) -> None:
         """What is removed would be found neither now nor by the next process."""
@@ -827,6 +854,7 @@ class World:
         kept = [c for c in pool.chunks.values() if c.step == pool.step and not c.unsaved]
         assert pool.marked == sum(c.state in (READY, LEAVING) for c in kept)
         self._check_pins()
+        self._check_held()
         self._check_removals()
         for key in self.hits_this_step:
             ready = pool.chunks.get(key)
@@ -860,7 +888,14 @@ class World:
                     pins[key] += 1
             assert request.pending == pending
             pins.update(request.loading)
-        assert len(line.waiting) + len(line.answered) <= len(core._requests)
+        portion = core.prefetches._portion
+        if portion is not None:
+            pins.update(k for k in portion.leases if core.pool.chunks[k].state != FILLING)
+            filling = [k for k in portion.leases if core.pool.chunks[k].state == FILLING]
+            assert portion.pending == len(filling)
+        pins.update(core.pins._held.keys())
+        ours = portion is not None and portion.id in line.answered
+        assert len(line.waiting) + len(line.answered) - ours <= len(core._requests)
         for id, move in core.transfers.moves.items():
             if move.op is Op.CASCADE and id not in core.transfers.orphans:
                 pins.update(move.keys)
@@ -922,12 +957,14 @@ class World:
                 self.finish_load(client)
             elif client.state == "storing":
                 self.finish_store(client, ())
+        core.pins.end(list(core.pins._until))
         self.run_dry(10 * core.queue.lease + 1)
         self.check()
         self.check_events()
         assert core.in_flight == 0
         assert not core.hidden, "a removal that never ends"
         assert core.waiting == 0
+        assert not core.prefetches, "a prefetch that never ends"
         assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
         assert core.pool.busy == 0, "a pin leaked"
         assert core.pool.held == 0
@@ -976,6 +1013,19 @@ class World:
             assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
+
+
+def _watch_pins(tier: OwnedTier) -> None:
+    """Let the world notice if a pinned chunk of a tier leaves for others."""
+    policy = tier.index.policy
+    evict = policy.evict
+
+    def watched(count: int, protected: Protected, incoming: Sequence[bytes] = ()) -> Any:
+        victims = evict(count, protected, incoming)
+        assert not tier.index.pinned.keys() & set(victims or ()), "a pinned chunk has left a tier"
+        return victims
+
+    policy.evict = watched  # type: ignore[method-assign]
 
 
 def random_world(rng: random.Random) -> World:
@@ -1047,6 +1097,16 @@ def random_act(world: World, rng: random.Random) -> None:
         keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
         first = rng.randrange(len(keys))
         world.remove(keys[first : first + rng.choice((1, 2, len(keys)))])
+    elif 0.79 <= roll < 0.798:
+        keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
+        keys = keys[: rng.randrange(len(keys)) + 1]
+        act = rng.random()
+        if act < 0.4:
+            world.prefetch(keys)
+        elif act < 0.8:
+            world.pin(keys, rng.choice((0.01, 1.0, 30.0, math.inf)), host=rng.random() < 0.6)
+        else:
+            world.core.pins.end(keys)
     elif 0.755 <= roll < 0.76:
         world.silent.clear()
         world.cramped.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.core.history import History
 from tests.core.rig import Rig, chain
 
 
@@ -86,3 +87,18 @@ def test_without_a_listener_nothing_is_kept() -> None:
         rig.put(chain(f"w{wave}", 2))
         rig.settle()
     assert rig.core.take_events() == []
+
+
+def test_events_that_nobody_takes_are_bounded_and_the_loss_is_told_once() -> None:
+    rig = Rig(on=())
+    rig.core.pool.history = History(most=100)
+    for number in range(200):
+        rig.put(chain(f"p{number}", 2))
+        rig.step()
+    kept = [key for event in rig.core.take_events() for key in event.keys]
+    assert 50 <= len(kept) <= 100
+    assert rig.stats.events_lost + len(kept) == 200 * 2 + rig.stats.evicted
+    assert kept[-1] == chain("p199", 2)[-1], "the newest are there"
+    assert [line for line in rig.log if "events" in line] == [
+        "events are not taken: the oldest are dropped, and counted"
+    ]

@@ -292,6 +292,23 @@ class StoreAgainstSets(RuleBasedStateMachine):
         self.stored.difference_update(keys)
         self.hosted.difference_update(keys)
 
+    @rule(
+        prompt=st.sampled_from((0, 1, 32, 63)),
+        length=st.integers(1, 14),
+        seconds=SECONDS,
+        host=st.booleans(),
+    )
+    def pin(self, prompt: int, length: int, seconds: float, host: bool) -> None:
+        self.world.pin(chain(prompt, length), seconds, host=host)
+
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
+    def unpin(self, prompt: int, length: int) -> None:
+        self.world.core.pins.end(chain(prompt, length))
+
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
+    def prefetch(self, prompt: int, length: int) -> None:
+        self.world.prefetch(chain(prompt, length))
+
     @rule()
     def reset(self) -> None:
         self.world.reset()

@@ -1,0 +1,166 @@
+"""Chunks that stay for a while although others would displace them.
+
+A pin belongs to a key, not to a chunk: it holds the chunk wherever it is, and wherever it
+arrives before the pin ends. In each place only a share of the room is ever pinned, so that what
+is not pinned goes on as before; of more than that the first come are held, and the rest are
+chunks like any other there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from kvstore.core.chunk import FILLING, Chunk
+from kvstore.core.pool import HostPool
+from kvstore.core.tier import CopyTarget, TierView
+
+__all__ = ["PINNED_SHARE", "Pins"]
+
+PINNED_SHARE = 0.5
+"""How much of host memory, and of each tier, may be pinned."""
+
+MOST_ENDS = 512
+"""Pins that one step ends."""
+
+MOST_LISTED = 8
+"""How often a key is listed under its ends, on average, before that is tidied up."""
+
+
+class Pins:
+    """See the module's text.
+
+    Args:
+        share: as `PINNED_SHARE`.
+        hidden: keys that are being removed: their chunks are not held.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        share: float = PINNED_SHARE,
+        hidden: Collection[bytes] = (),
+    ) -> None:
+        self._pool = pool
+        self._hidden = hidden
+        self._targets: list[CopyTarget] = [t for tier in tiers if (t := tier.target) is not None]
+        self._most_rows = int(share * pool.rows)
+        for target in self._targets:
+            target.index.limit_pins(int(share * target.index.policy.capacity))
+        most = (target.index.most_pinned for target in self._targets)
+        self._most = max((self._most_rows, *most))
+        # When the pin of each key ends.
+        self._until: dict[bytes, float] = {}
+        # Those that are held in host memory, and those that would be if they were there.
+        self._held: dict[bytes, Chunk] = {}
+        self._expected: set[bytes] = set()
+        # Keys by the ends of their pins, a later one beside those before it; how many that are; and
+        # those whose end has come.
+        self._ends: list[tuple[float, int, list[bytes]]] = []
+        self._listed = 0
+        self._numbers = itertools.count()
+        self._over: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    @property
+    def rows(self) -> int:
+        """Rows of host memory that are pinned."""
+        return len(self._held)
+
+    @property
+    def behind(self) -> bool:
+        """Whether more pins are to be ended than the last step has."""
+        return bool(self._over)
+
+    def begin(self, keys: Iterable[bytes], until: float, *, host: bool = True) -> int:
+        """Pin these keys, in prefix order, until then; a later end that was given before stands.
+
+        Args:
+            host: whether chunks are held in host memory too; else only on tiers.
+
+        Returns:
+            How many leading keys are pinned: more would be more than may be anywhere.
+        """
+        pinned: list[bytes] = []
+        for key in keys:
+            before = self._until.get(key)
+            if before is None and len(self._until) >= self._most:
+                break
+            self._until[key] = until if before is None else max(before, until)
+            pinned.append(key)
+        self._end_later(until, pinned)
+        for target in self._targets:
+            target.index.pin(pinned)
+        if host:
+            self._expected.update(key for key in pinned if key not in self._held)
+            self.arrived(pinned)
+        return len(pinned)
+
+    def end(self, keys: Iterable[bytes]) -> int:
+        """These keys are pinned no longer; returns how many were."""
+        ended = [key for key in dict.fromkeys(keys) if self._until.pop(key, None) is not None]
+        self._expected.difference_update(ended)
+        for target in self._targets:
+            target.index.unpin(ended)
+        self._pool.unpin([self._held.pop(key) for key in ended if key in self._held])
+        return len(ended)
+
+    def expire(self, now: float) -> None:
+        """End pins whose time is over, as many as a step may."""
+        over, ends = self._over, self._ends
+        while ends and ends[0][0] <= now:
+            keys = heapq.heappop(ends)[2]
+            self._listed -= len(keys)
+            over += keys
+        due = [over.popleft() for _ in range(min(MOST_ENDS, len(over)))]
+        self.end(key for key in due if self._until.get(key, now + 1) <= now)
+
+    def arrived(self, keys: Collection[bytes]) -> None:
+        """Chunks of these keys are in host memory, perhaps."""
+        if not self._expected:
+            return
+        pool, held = self._pool, self._held
+        room = self._most_rows - len(held)
+        for key in [key for key in keys if key in self._expected][: max(room, 0)]:
+            chunk = pool.chunks.get(key)
+            if chunk is not None and chunk.state != FILLING and key not in self._hidden:
+                pool.stay(chunk)
+                pool.pin((chunk,))
+                held[key] = chunk
+                self._expected.discard(key)
+
+    def rows_besides(self, leases: Collection[bytes]) -> int:
+        """Rows that are pinned, those of `leases` not counted."""
+        return sum(key not in leases for key in self._held)
+
+    def is_pinned(self, key: bytes) -> bool:
+        """Whether the key is pinned."""
+        return key in self._until
+
+    def reset(self) -> None:
+        """Everything is forgotten."""
+        for each in (self._until, self._held, self._expected, self._ends, self._over):
+            each.clear()
+        self._listed = 0
+
+    def _end_later(self, until: float, keys: list[bytes]) -> None:
+        if until == math.inf:
+            return
+        heapq.heappush(self._ends, (until, next(self._numbers), keys))
+        self._listed += len(keys)
+        if self._listed <= MOST_LISTED * len(self._until) + MOST_ENDS:
+            return
+        # Most ends were put off: list each pin once.
+        by_end: dict[float, list[bytes]] = {}
+        for key, end in self._until.items():
+            if end != math.inf:
+                by_end.setdefault(end, []).append(key)
+        self._ends = [(end, next(self._numbers), keys) for end, keys in by_end.items()]
+        heapq.heapify(self._ends)
+        self._listed = sum(map(len, by_end.values()))

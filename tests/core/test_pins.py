@@ -1,0 +1,227 @@
+"""Pins: chunks that stay for a while, wherever they are, within a share of each place."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvstore.core import Core, HostPool
+from kvstore.types import Op
+from policies import create_policy
+from tests.core.rig import Rig, chain
+
+A, B, C = chain("a", 4), chain("b", 4), chain("c", 8)
+
+
+def fill(rig: Rig, name: str, count: int) -> list[bytes]:
+    """Store so many chunks of another prompt, as far as they find room; returns their keys."""
+    keys = chain(name, count)
+    grant = rig.core.prepare_store(keys, name)
+    if grant is not None:
+        rig.core.complete_store(grant.keys, name)
+    rig.core.on_request_finished(name)
+    rig.settle()
+    return keys
+
+
+def host_of(rig: Rig, keys: list[bytes]) -> int:
+    return sum(map(rig.in_host, keys))
+
+
+def alone(rows: int = 8, share: float = 0.5) -> Rig:
+    """Host memory without tiers."""
+    rig = Rig(rows=rows, on=())
+    if share != 0.5:
+        rig.core = Core(HostPool(rows, create_policy("lru", rows)), pinned_share=share)
+        rig.core.poll(rig.now)
+    return rig
+
+
+def test_a_pinned_chunk_stays_while_others_come_and_go() -> None:
+    rig = alone()
+    rig.put(A)
+    assert rig.core.pins.begin(A, rig.now + 5.0) == 4
+    for name in "xyz":
+        fill(rig, name, 6)
+        rig.step(1.0)
+    assert host_of(rig, A) == 4
+    assert rig.stats.pinned_rows == 4
+    rig.step(5.0)
+    assert (rig.stats.pinned_rows, rig.stats.pins, rig.stats.busy_rows) == (0, 0, 0)
+    fill(rig, "w", 8)
+    assert host_of(rig, A) == 0
+
+
+def test_a_key_may_be_pinned_before_its_chunk_is_there() -> None:
+    rig = alone()
+    assert rig.core.pins.begin(A, math.inf) == 4
+    rig.put(A)
+    assert rig.stats.pinned_rows == 4
+    fill(rig, "x", 8)
+    assert host_of(rig, A) == 4
+
+
+def test_what_is_fetched_stays_too() -> None:
+    rig = Rig(rows=8, on=(A,))
+    rig.core.pins.begin(A, math.inf)
+    assert rig.stats.pinned_rows == 0
+    assert rig.resolve(A) == 4
+    rig.core.on_request_finished("r")
+    assert (rig.stats.pinned_rows, rig.stats.busy_rows) == (4, 4)
+    fill(rig, "x", 8)
+    assert host_of(rig, A) == 4
+
+
+def test_no_more_than_a_share_is_held_and_the_head_goes_first() -> None:
+    rig = alone(rows=8)
+    rig.put(C)
+    assert rig.core.pins.begin(C, math.inf) == 4
+    fill(rig, "x", 8)
+    assert [rig.in_host(key) for key in C] == [True] * 4 + [False] * 4
+    assert rig.core.pins.begin(A, math.inf) == 0
+    none = alone(share=0.0)
+    none.put(A)
+    assert none.core.pins.begin(A, math.inf) == 0
+
+
+def test_a_pin_is_prolonged_and_never_cut_short_by_another() -> None:
+    rig = alone()
+    rig.put(A)
+    rig.core.pins.begin(A, rig.now + 10.0)
+    rig.core.pins.begin(A[:2], rig.now + 1.0)
+    rig.core.pins.begin(A[2:], rig.now + 20.0)
+    rig.step(5.0)
+    assert rig.stats.pinned_rows == 4
+    rig.step(10.0)
+    assert rig.stats.pinned_rows == 2
+    rig.step(10.0)
+    assert rig.stats.pinned_rows == 0
+
+
+def test_pins_end_when_they_are_ended() -> None:
+    rig = alone()
+    rig.put(A)
+    rig.core.pins.begin(A, math.inf)
+    assert rig.core.pins.end([A[0], A[0], *B]) == 1
+    assert rig.core.pins.end(A) == 3
+    fill(rig, "x", 8)
+    assert host_of(rig, A) == 0
+
+
+def test_thousands_of_pins_that_end_at_once_end_over_some_steps() -> None:
+    rig = alone(rows=4000)
+    keys = chain("long", 2000)
+    rig.core.pins.begin(keys, rig.now + 1.0)
+    rig.step(2.0)
+    assert 0 < rig.stats.pins < 2000
+    assert rig.core.behind
+    for _ in range(10):
+        rig.step()
+    assert rig.stats.pins == 0
+    assert not rig.core.behind
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hit-density", "sieve", "s3-fifo", "w-tinylfu"])
+def test_a_pinned_chunk_stays_on_its_tier(policy: str) -> None:
+    rig = Rig(rows=4, on=(A,), segment_slots=8, tier_policy=create_policy(policy, 8))
+    tier = rig.core.tiers[0]
+    assert rig.core.pins.begin(A, math.inf, host=False) == 4
+    for name in "uvwxyz":
+        fill(rig, name, 4)
+    assert set(A) <= set(tier.entries)
+    assert tier.index.evicted > 0
+    assert (rig.stats.tiers[0].pinned, rig.stats.pinned_rows) == (4, 0)
+    rig.core.pins.end(A)
+    for name in "ghijkl":
+        fill(rig, name, 4)
+    if policy in ("lru", "arc", "sieve"):
+        assert not set(A) & set(tier.entries)
+    assert len(tier.index.policy) == len(tier.entries)
+
+
+def test_what_is_copied_to_a_tier_later_is_pinned_there() -> None:
+    rig = Rig(rows=4, on=((),), segment_slots=8)
+    rig.core.pins.begin(A, math.inf, host=False)
+    rig.put(A)
+    rig.settle()
+    for name in "uvwxyz":
+        fill(rig, name, 4)
+    assert set(A) <= set(rig.core.tiers[0].entries)
+    assert host_of(rig, A) == 0
+
+
+def test_a_pinned_chunk_that_is_being_read_is_let_go_of_once_both_have_ended() -> None:
+    rig = Rig(rows=4, on=(A,), segment_slots=4)
+    tier = rig.core.tiers[0]
+    rig.core.pins.begin(A[:2], math.inf, host=False)
+    assert rig.ask(A[:2]) is None
+    rig.step()
+    rig.put(B[:1])
+    rig.step()
+    rig.core.pins.end(A)
+    assert set(A[:2]) <= set(tier.entries)
+    rig.settle()
+    for name in "uvwxyz":
+        fill(rig, name, 2)
+    assert not set(A) & set(tier.entries)
+
+
+def test_a_tier_that_cannot_grow_lets_the_last_pins_go() -> None:
+    rig = Rig(rows=8, on=((),), segment_slots=4, segments=1, max_segments=4)
+    rig.core.pins.begin(C, math.inf, host=False)
+    rig.put(C)
+    for _ in range(20):
+        for move in list(rig.moves):
+            rig.end(move, segments=[] if move.op is Op.GROW else None)
+        rig.step(0.1)
+    tier = rig.core.tiers[0]
+    assert tier.slots.cannot_grow
+    assert rig.stats.tiers[0].pinned == 2
+    fill(rig, "x", 2)
+    assert set(C[:2]) <= set(tier.entries)
+
+
+def test_a_prompt_that_does_not_fit_beside_pins_gets_what_fits_without_delay() -> None:
+    rig = Rig(rows=8, on=(C,))
+    rig.put(A)
+    rig.core.pins.begin(A, math.inf)
+    begun = rig.now
+    assert rig.resolve(C) == 4
+    assert rig.now - begun < rig.core.queue.deadline / 2
+    assert rig.stats.truncations == 1
+
+
+def test_a_removal_ends_the_pin() -> None:
+    rig = Rig(rows=8, on=(A,))
+    rig.core.pins.begin(A, math.inf)
+    rig.resolve(A)
+    rig.core.on_request_finished("r")
+    rig.core.remove(A)
+    rig.core.pins.begin(A[:1], math.inf)
+    rig.settle()
+    assert not rig.core.hidden
+    assert (rig.stats.chunks, rig.stats.pinned_rows) == (0, 0)
+    rig.put(A)
+    assert rig.stats.pinned_rows == 1, "it was pinned again, for when it comes"
+
+
+def test_a_reset_ends_all_pins() -> None:
+    rig = Rig(rows=8, on=(A,))
+    rig.put(B)
+    rig.core.pins.begin(A, math.inf)
+    rig.core.pins.begin(B, math.inf)
+    rig.core.reset()
+    rig.settle()
+    assert (rig.stats.pins, rig.stats.pinned_rows, rig.stats.tiers[0].pinned) == (0, 0, 0)
+    assert rig.core.pool.free == 8
+    rig.put(C)
+    assert rig.stats.pinned_rows == 0
+
+
+def test_a_key_that_is_pinned_again_and_again_costs_no_memory() -> None:
+    rig = alone()
+    rig.put(A)
+    for _ in range(100_000):
+        rig.core.pins.begin(A, rig.now + 1000.0)
+    assert len(rig.core.pins._ends) < 1000
