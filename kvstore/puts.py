@@ -62,9 +62,18 @@ class Puts:
         return self._turns.taken
 
     async def put(
-        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[npt.NDArray[np.uint8]],
+        name: str,
+        *,
+        wait: bool,
     ) -> int:
-        """Store `sources` under `keys` for the request `name`; returns the leading keys stored."""
+        """Store `sources` under `keys` for the request `name`; returns the leading keys stored.
+
+        Args:
+            wait: for room, and for other puts.
+        """
         rows = self._rows_for(())
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
@@ -76,7 +85,7 @@ class Puts:
             # A later part may not cost an earlier one its place.
             end = offered + min(width, self._rows_for(here) - len(here))
             part = keys[offered:end]
-            if not part or not await self._portion(part, sources[offered:end], name):
+            if not part or not await self._portion(part, sources[offered:end], name, wait):
                 break
             here += part
             offered = end
@@ -121,16 +130,16 @@ class Puts:
         return self._region.rows - self._core.pins.rows_besides(frozenset(keys))
 
     async def _portion(
-        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str
+        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str, wait: bool
     ) -> bool:
         """Store a part that fits host memory; False if some of it found no room in time."""
         chunks: Sources = dict(zip(keys, sources, strict=True))
         left = dict.fromkeys(keys)
         since = time.monotonic()
         era = self._core.era
-        if not await self._turns.take(self._ceiling):
+        if not await self._turns.take(self._ceiling if wait else 0.0):
             return False
-        mine = True
+        mine, again = True, False
         try:
             while True:
                 now = self._driver.begin()
@@ -155,6 +164,12 @@ class Puts:
                         return True
                     if grant.keys:
                         continue
+                if not wait:
+                    # What would fit later is offered once more, for what fits now.
+                    if again:
+                        return False
+                    again = True
+                    continue
                 if now - max(since, self._moved) >= self._deadline or now - since >= self._ceiling:
                     return False
                 await self._driver.moved()

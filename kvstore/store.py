@@ -210,6 +210,7 @@ class Store:
         request: str | None = None,
         *,
         durable: bool = False,
+        wait: bool = True,
         timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -218,6 +219,9 @@ class Store:
         tensor, of `chunk_bytes` bytes. More chunks than host memory has room
         for stream through to the slower tiers. Puts are served in the order in
         which they came. Under pressure the tail is shed.
+
+        Without `wait` it takes the room that there is and sheds the rest at once: all of it,
+        while another put waits.
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. What the
@@ -234,7 +238,7 @@ class Store:
                 chunks that were whole before it stay stored, the others are not.
         """
         return await within(
-            check_timeout(timeout), "put", self._put(keys, buffers, request, durable)
+            check_timeout(timeout), "put", self._put(keys, buffers, request, durable, wait)
         )
 
     def get(
@@ -414,7 +418,12 @@ class Store:
         return answer
 
     async def _put(
-        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None, durable: bool
+        self,
+        keys: Sequence[bytes],
+        buffers: Iterable[object],
+        request: str | None,
+        durable: bool,
+        wait: bool,
     ) -> int:
         self._driver.check()
         if durable and not self._core.cascades.targets:
@@ -428,7 +437,7 @@ class Store:
         self._core.chains.extend(prompt.id, keys)
         prompt.busy += 1
         try:
-            stored = await self._puts.put(keys, sources, prompt.id)
+            stored = await self._puts.put(keys, sources, prompt.id, wait=wait)
         except BaseException:
             self._prompts.end(prompt)
             raise

@@ -178,6 +178,7 @@ class SyncStore:
         request: str | None = None,
         *,
         durable: bool = False,
+        wait: bool = True,
         timeout: float | None = None,
     ) -> int:
         """Copy `buffers` in under `keys`, in prefix order.
@@ -187,6 +188,9 @@ class SyncStore:
         when the call returns. More chunks than host memory has room for stream through to
         the slower tiers. Puts are served in the order in which they came. Under pressure
         the tail is shed.
+
+        Without `wait` it takes the room that there is and sheds the rest at once: all of it,
+        while another put waits.
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. What the
@@ -207,7 +211,9 @@ class SyncStore:
         # An iterable may do anything, make other calls too: not on the loop.
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
         return self._calls.wait(
-            lambda: self._store.put(keys, sources, request, durable=durable, timeout=timeout)
+            lambda: self._store.put(
+                keys, sources, request, durable=durable, wait=wait, timeout=timeout
+            )
         )
 
     def get(

@@ -171,6 +171,25 @@ async def test_puts_that_wait_for_room_are_served_in_order(open_store: Open) -> 
         assert served == [f"put {number}" for number in range(6)]
 
 
+async def test_a_put_that_does_not_wait_takes_the_room_that_there_is(open_store: Open) -> None:
+    a, b, c = (keys_of(name, 6) for name in "abc")
+    async with open_store(rows=8, deadline_s=60.0, eviction_policy="lru") as store:
+        await store.put(a, payloads(a))
+        async with store.get(a):
+            stored = await asyncio.wait_for(store.put(b, payloads(b), wait=False), 5.0)
+            assert stored == 2
+            assert await contents(store, b) == payloads(b[:2])
+            waiting = asyncio.create_task(store.put(c, payloads(c)))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            fresh = keys_of("fresh", 1)
+            stored = await asyncio.wait_for(store.put(fresh, payloads(fresh), wait=False), 5.0)
+            assert stored == 0, "another put is first"
+        assert await asyncio.wait_for(waiting, 5.0) == 6
+        assert await store.put(a, payloads(a), wait=False) == 6
+        assert busy(store) == 0
+
+
 async def test_no_put_starves_while_others_go_on(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
