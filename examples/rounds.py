@@ -115,13 +115,19 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     llm = LLM(str(folder), **arguments)
     report: dict[str, Any] = {"start_seconds": time.monotonic() - started, "rounds": []}
-    sampling = SamplingParams(
-        temperature=0, max_tokens=scenario.get("max_tokens", 8), detokenize=False, ignore_eos=True
-    )
     for number, wanted in enumerate(scenario["rounds"]):
         if wanted.get("replace"):
             # Files that change while the engine runs.
             shutil.copytree(wanted["replace"][0], wanted["replace"][1], dirs_exist_ok=True)
+        # As an HTTP client sends them.
+        params = wanted.get("kv_transfer_params")
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=scenario.get("max_tokens", 8),
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
         adapter = LoRARequest(**wanted["lora"]) if wanted.get("lora") else None
         prompts = [{"prompt_token_ids": prompt(seed, n)} for seed, n in wanted["prompts"]]
         began = time.monotonic()
@@ -137,6 +143,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             {
                 "name": wanted.get("name", str(number)),
                 "seconds": seconds,
+                "metrics": _metrics(llm),
                 "requests": [
                     {
                         "tokens": list(output.outputs[0].token_ids),
@@ -147,10 +154,18 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
                 ],
             }
         )
+        time.sleep(wanted.get("pause", 0.0))
         if wanted.get("reset", True):
             # Stores of the last step are only begun with the next one.
             _forget_on_device(llm, bool(wanted.get("reset_connector", False)))
     return report
+
+
+def _metrics(llm: Any) -> dict[str, float]:
+    """kvstore's counters and gauges as vLLM tells them, totals since the start."""
+    prefix = "vllm:kvstore_"
+    found = [each for each in llm.get_metrics() if each.name.startswith(prefix)]
+    return {each.name.removeprefix(prefix): each.value for each in found}
 
 
 def _forget_on_device(llm: Any, everywhere: bool) -> None:

@@ -50,7 +50,7 @@ class Stepper:
         """
         Args:
             steady: the scheduler says where its steps end, and takes steps while anything is to
-                be copied: upkeep is compaction alone.
+                be copied: upkeep is compaction, and what is fetched unasked.
         """
         self._assembly = assembly
         self.core = assembly.core
@@ -62,7 +62,7 @@ class Stepper:
         self.on_begin: Callable[[float], None] = lambda now: None
         self._closed = False
         self._compacts = any(tier.compaction_rate for tier in self.core.tiers)
-        if self._compacts or not steady:
+        if self.core.tiers or not steady:
             self.engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
 
     def begin(self) -> None:
@@ -153,7 +153,7 @@ class Stepper:
 
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
-        if self._steady and not self._compacts:
+        if self._steady and not (self._compacts or self.core.prefetches):
             return True
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS

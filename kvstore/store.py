@@ -180,6 +180,23 @@ class Store:
         self._driver.pump()
         return pinned
 
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Let the chunks of `keys` leave host memory: they will not be used soon.
+
+        Never blocks. What a slower tier has leaves at once, what none has is copied to the first
+        tier before. Whoever gets a chunk meanwhile keeps it, and so does a pin.
+
+        Returns:
+            How many chunks will leave; none without a tier.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        leaving = self._core.demotions.begin(check_keys(keys), time.monotonic())
+        self._driver.pump()
+        return leaving
+
     def unpin(self, keys: Sequence[bytes]) -> int:
         """End the pins of `keys` before their time; returns how many were pinned.
 

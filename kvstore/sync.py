@@ -151,6 +151,20 @@ class SyncStore:
         """
         return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
 
+    def demote(self, keys: Sequence[bytes]) -> int:
+        """Let the chunks of `keys` leave host memory: they will not be used soon.
+
+        What a slower tier has leaves at once, what none has is copied to the first tier before.
+        Whoever gets a chunk meanwhile keeps it, and so does a pin.
+
+        Returns:
+            How many chunks will leave; none without a tier.
+
+        Raises:
+            KVStoreError: for bad keys, or when the store is closed.
+        """
+        return self._calls.ask(lambda: self._store.demote(keys))
+
     def unpin(self, keys: Sequence[bytes]) -> int:
         """End the pins of `keys` before their time; returns how many were pinned.
 

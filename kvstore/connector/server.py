@@ -35,7 +35,8 @@ class RequestLike(Protocol):
     """A request of the server.
 
     Where there is one, ``kv_transfer_params`` (a mapping or None) is looked at for
-    ``do_remote_decode``; with a true ``skip_reading_prefix_cache`` nothing is loaded for it.
+    ``do_remote_decode`` and for hints, as is ``kv_hints``: see `kvstore.hints`. With a true
+    ``skip_reading_prefix_cache`` nothing is loaded for it.
     """
 
     @property

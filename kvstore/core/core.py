@@ -26,6 +26,7 @@ from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, Life
 from kvstore.core.complaints import Log
+from kvstore.core.demotions import Demotions
 from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
@@ -60,6 +61,7 @@ class Core:
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
         hidden: keys that are being removed.
         pins: chunks that stay for a while. prefetches: those that are fetched unasked.
+        demotions: those that shall leave host memory.
         era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
@@ -120,6 +122,7 @@ class Core:
             self.hidden,
         )
         self.prefetches = Prefetches(pool, self.tiers, self.queue, self.grants)
+        self.demotions = Demotions(pool, self.tiers, self.cascades, self._victims, self.pins)
         self.transfers = Transfers(
             pool, self.tiers, self.queue, self.cascades, self._log, self._removals, self.pins
         )
@@ -145,6 +148,7 @@ class Core:
             self._uses,
             self.cascades,
             self.budget,
+            self.pins,
         )
         self.overtaken = Overtaken(pool)
         self.lookup = self._lookups.lookup
@@ -233,6 +237,9 @@ class Core:
             self._lookups.keep_hits()
             for tier, chunks, slots in self.prefetches.go_on(now):
                 moves += self.transfers.promote(tier, chunks, slots, now)
+        if self.demotions:
+            self._lookups.keep_hits()
+            self.demotions.go_on()
         if self.room.demotes:
             self._lookups.keep_hits()
             self.room.make_ahead(now)
@@ -263,6 +270,7 @@ class Core:
             or self.budget.behind
             or self._removals.behind
             or self.pins.behind
+            or self.demotions.behind
             or (self.budget.cut_short and self.waiting > 0)
         )
 
@@ -301,6 +309,8 @@ class Core:
         """
         ordered = self._positions.ordered(request_id, keys)
         rows = self._loads.prepare(ordered, request_id)
+        if self.demotions:
+            self.demotions.used(keys)
         if ordered is not keys:
             row_of = dict(zip(ordered, rows, strict=True))
             rows = [row_of[key] for key in keys]
@@ -473,6 +483,7 @@ class Core:
         self._uses.reset()
         self.grants.reset()
         self.pins.reset()
+        self.demotions.reset()
         self.prefetches.reset()
         self._removals.reset()
         self.transfers.reset(row for _, row in late)
@@ -512,6 +523,7 @@ class Core:
             pinned_rows=self.pins.rows,
             pins=len(self.pins),
             prefetched=self.prefetches.begun,
+            demoted=self.demotions.demoted,
             chunks=len(pool.chunks),
             waiting=len(queue.waiting),
             misses=self._lookups.misses,

@@ -139,6 +139,10 @@ class Pins:
         """Rows that are pinned, those of `leases` not counted."""
         return sum(key not in leases for key in self._held)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether the chunk of the key is pinned in host memory."""
+        return key in self._held
+
     def is_pinned(self, key: bytes) -> bool:
         """Whether the key is pinned."""
         return key in self._until

@@ -8,8 +8,9 @@ like any other: nobody holds it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import count, islice
 
 from kvstore.core.chunk import READY
 from kvstore.core.grants import Grant, Grants
@@ -28,6 +29,9 @@ MOST_PORTION = 256
 
 MOST_SHARE = 2
 """One in so many rows of host memory may be waited for at once."""
+
+MOST_PLANNED = 2**20
+"""Keys that may be planned to be fetched later."""
 
 _NAME = "\0prefetch"
 
@@ -50,10 +54,14 @@ class Prefetches:
         # Keys that wait for a portion, first come first, and the portion under way.
         self._keys: dict[bytes, None] = {}
         self._portion: Request | None = None
+        # What is to be fetched later, by time, and how many keys that are.
+        self._plans: list[tuple[float, int, list[bytes]]] = []
+        self._planned = 0
+        self._numbers = count()
 
     def __bool__(self) -> bool:
-        """Whether anything waits or is under way."""
-        return bool(self._keys) or self._portion is not None
+        """Whether anything waits, is planned or is under way."""
+        return bool(self._keys) or self._portion is not None or bool(self._plans)
 
     def begin(self, keys: Sequence[bytes]) -> int:
         """Fetch those of the leading `keys` that are on a slower tier alone, as time allows.
@@ -77,6 +85,14 @@ class Prefetches:
             coming += 1
         return coming
 
+    def plan(self, keys: Sequence[bytes], when: float) -> bool:
+        """`begin` with these keys at that time; False if too much is planned already."""
+        if self._planned + len(keys) > MOST_PLANNED:
+            return False
+        heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
+        self._planned += len(keys)
+        return True
+
     def drop(self, keys: Collection[bytes]) -> None:
         """These are not wanted any more; what is under way goes on."""
         for key in keys:
@@ -84,6 +100,10 @@ class Prefetches:
 
     def go_on(self, now: float) -> list[Grant]:
         """Fetch the next portion, if its turn has come."""
+        while self._plans and self._plans[0][0] <= now:
+            keys = heapq.heappop(self._plans)[2]
+            self._planned -= len(keys)
+            self.begin(keys)
         portion = self._portion
         if portion is not None:
             if portion.pending:
@@ -106,6 +126,8 @@ class Prefetches:
     def reset(self) -> None:
         """Nothing is to be fetched any more."""
         self._keys.clear()
+        self._plans.clear()
+        self._planned = 0
         if self._portion is not None:
             self._queue.remove(self._portion)
             self._portion = None

@@ -73,6 +73,7 @@ class CoreStats:
         rows, free_rows, busy_rows, chunks: the host pool now. busy_rows are being filled or
             read, or pinned; pinned_rows are those that `pin` holds.
         pins: keys that are pinned now. prefetched: chunks whose fetch `prefetch` has begun.
+        demoted: chunks that have left host memory because somebody said so.
         chunk_bytes: size of a chunk, where it is known.
         waiting: requests that are deferred now. waits: how long others have waited for answers.
         misses: keys that answered "miss".
@@ -89,6 +90,8 @@ class CoreStats:
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
         illegal: transitions of chunks that were asked for and may not be: mistakes of the core.
+        hints, hints_ignored: those that came with requests, as managers count them;
+            hints_refused: chunks that they could not hold, beyond what may be.
         events_lost: changes that were dropped because nobody took the events.
         outlived: chunks that were looked at when their lease had ended, as the library's faces
             count them. watched_rows: rows that are pinned for that reason now.
@@ -100,6 +103,7 @@ class CoreStats:
     pinned_rows: int = 0
     pins: int = 0
     prefetched: int = 0
+    demoted: int = 0
     chunks: int = 0
     waiting: int = 0
     misses: int = 0
@@ -118,6 +122,9 @@ class CoreStats:
     stray: int = 0
     illegal: int = 0
     events_lost: int = 0
+    hints: int = 0
+    hints_ignored: int = 0
+    hints_refused: int = 0
     outlived: int = 0
     watched_rows: int = 0
     chunk_bytes: int = 0

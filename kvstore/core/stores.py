@@ -12,6 +12,7 @@ from kvstore.core.chains import Chains
 from kvstore.core.chunk import FILLING, Chunk
 from kvstore.core.entrance import Entrance
 from kvstore.core.lookups import Lookups
+from kvstore.core.pins import Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import FORGET_AFTER, WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
@@ -78,8 +79,10 @@ class Stores:
         uses: Uses,
         cascades: Cascades,
         budget: Budget,
+        pins: Pins,
     ) -> None:
         self._pool = pool
+        self._pins = pins
         self._victims = victims
         self._room = room
         self._entrance = Entrance(pool, victims)
@@ -111,7 +114,8 @@ class Stores:
             unwanted = [key for key, answer in zip(new, answers, strict=True) if not answer]
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
         before = len(pool.left)
-        may_fit = len(new) <= pool.rows and (
+        # What is pinned is not among the new ones, and stays.
+        may_fit = len(new) <= pool.rows - self._pins.rows and (
             pool.busy > 0 or pool.held > 0 or self._cascades.unsaved > 0
         )
         entered = self._enter(offered, new, unwanted, request_id, now, may_fit)

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -152,7 +153,12 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._manager.on_new_request(Request(req_context.req_id, _place_in(req_context)))
+        params, envelope = req_context.kv_transfer_params, req_context.kv_hints
+        name = req_context.req_id
+        self._manager.on_new_request(Request(name, _place_in(req_context), params, envelope))
+        if self._manager.hinted.wants_all(name):
+            # Hints speak of the whole prompt, also of what the device has itself.
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -517,6 +517,10 @@ class World:
         coming = self.core.prefetches.begin(keys)
         assert coming <= len(keys)
 
+    def demote(self, keys: list[bytes]) -> None:
+        """The server will not ask for these soon."""
+        self.core.demotions.begin(keys, self.now)
+
     def _check_held(self) -> None:
         """What is pinned is there, and no more than may be."""
         core, pool = self.core, self.core.pool
@@ -965,6 +969,7 @@ class World:
         assert not core.hidden, "a removal that never ends"
         assert core.waiting == 0
         assert not core.prefetches, "a prefetch that never ends"
+        assert not core.demotions, "a demotion that never ends"
         assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
         assert core.pool.busy == 0, "a pin leaked"
         assert core.pool.held == 0
@@ -1101,8 +1106,12 @@ def random_act(world: World, rng: random.Random) -> None:
         keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
         keys = keys[: rng.randrange(len(keys)) + 1]
         act = rng.random()
-        if act < 0.4:
+        if act < 0.2:
             world.prefetch(keys)
+        elif act < 0.3:
+            world.core.prefetches.plan(keys, world.now + rng.choice((0.0, 0.5, 5.0)))
+        elif act < 0.5:
+            world.demote(keys)
         elif act < 0.8:
             world.pin(keys, rng.choice((0.01, 1.0, 30.0, math.inf)), host=rng.random() < 0.6)
         else:

@@ -129,3 +129,24 @@ def test_a_removal_takes_its_keys_off_the_list_and_a_reset_takes_all() -> None:
     late.settle()
     assert (late.stats.chunks, late.core.pool.free) == (0, 32)
     assert not late.core.prefetches
+
+
+def test_what_is_planned_comes_when_its_time_has_come() -> None:
+    rig = Rig(rows=32, on=(A,))
+    assert rig.core.prefetches.plan(A, rig.now + 10.0)
+    rig.wait(5.0)
+    assert not rig.moves
+    rig.wait(6.0)
+    assert rig.under_way(Op.PROMOTE)
+    rig.settle()
+    assert host_of(rig, A) == 8
+    assert not rig.core.prefetches
+    rig.core.prefetches.plan(A, rig.now + 10.0)
+    rig.core.reset()
+    assert not rig.core.prefetches
+
+
+def test_plans_are_bounded() -> None:
+    rig = Rig(rows=8, on=(A,))
+    keys = chain("x", 2**16)
+    assert sum(rig.core.prefetches.plan(keys, rig.now + 1.0) for _ in range(20)) == 16

@@ -309,6 +309,13 @@ class StoreAgainstSets(RuleBasedStateMachine):
     def prefetch(self, prompt: int, length: int) -> None:
         self.world.prefetch(chain(prompt, length))
 
+    @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
+    def demote(self, prompt: int, length: int) -> None:
+        keys = chain(prompt, length)
+        self.world.demote(keys)
+        # They may leave although there is room, once a tier has them.
+        self.hosted.difference_update(keys)
+
     @rule()
     def reset(self) -> None:
         self.world.reset()

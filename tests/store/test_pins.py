@@ -84,6 +84,18 @@ async def test_what_is_prefetched_comes_by_itself(open_store: Open) -> None:
         assert await contents(store, B) == payloads(B)
 
 
+async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: Open) -> None:
+    async with open_store(rows=16, disk=64) as store:
+        await store.put(B, payloads(B))
+        assert store.demote(B) == 8
+        await until(lambda: store.stats().chunks == 0)
+        assert store.contains_prefix(B) == 8
+        assert store.prefetch(B) == 8
+        await until(lambda: (store.stats().chunks, store.stats().busy_rows) == (8, 0))
+        assert await contents(store, B) == payloads(B)
+        assert store.stats().deferrals == 0
+
+
 async def test_calls_after_the_end_are_refused(open_store: Open) -> None:
     async with open_store(rows=8) as store:
         pass

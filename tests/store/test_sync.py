@@ -104,6 +104,7 @@ CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "flush": lambda store: store.flush(),
     "remove": lambda store: store.remove(KEYS),
     "prefetch": lambda store: store.prefetch(KEYS),
+    "demote": lambda store: store.demote(KEYS),
     "pin": lambda store: store.pin(KEYS, 60.0),
     "unpin": lambda store: store.unpin(KEYS),
     "reset": lambda store: store.reset(),

@@ -33,6 +33,8 @@ class Round:
     cached: list[int]
     first_token: list[float]
     """Seconds until the first token of each request."""
+    metrics: dict[str, float]
+    """kvstore's, totals at the end of the round."""
 
 
 @dataclass
@@ -146,6 +148,7 @@ def run_engine(
             [request["tokens"] for request in found["requests"]],
             [request["cached"] for request in found["requests"]],
             [request["ttft"] for request in found["requests"]],
+            found["metrics"],
         )
         for found in report["rounds"]
     }

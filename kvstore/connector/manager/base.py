@@ -32,9 +32,9 @@ The manager guarantees:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 from kvstore.connector.mediums import LoadStoreSpec
 from kvstore.errors import KVStoreError
@@ -64,10 +64,13 @@ class ReqContext:
         req_id: its name.
         position: where in the prompt a key ends, in tokens, for servers that name keys of
             several KV cache groups, or in another order than the prompt's.
+        kv_transfer_params, kv_hints: hints of what will become of it, see `kvstore.hints`.
     """
 
     req_id: str
     position: Callable[[bytes], int] | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    kv_hints: object | None = None
 
 
 @dataclass(slots=True)

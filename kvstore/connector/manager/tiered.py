@@ -18,6 +18,7 @@ from kvstore.connector.manager.base import (
     asking,
     by_lists,
 )
+from kvstore.connector.manager.hinted import HintedRequests
 from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
@@ -67,6 +68,7 @@ class KVStoreManager(OffloadingManager):
         region: host memory; the specs of loads and stores name its rows.
         description: host memory and tiers in a few words.
         stepper: who drives the core.
+        hinted: requests that came with hints.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class KVStoreManager(OffloadingManager):
         self._core = assembly.core
         self._core.log_to(logger.warning)
         self.description = assembly.description
+        self.hinted = HintedRequests(self._core)
         self._prompts = Prompts(self._core, checked.lease_s)
         self.stepper.on_begin = self._expire
         self._asked: dict[str, bytes] = {}
@@ -249,6 +252,8 @@ class KVStoreManager(OffloadingManager):
         keys = check_keys(list(keys))
         if req_context is not None:
             rows = self._core.prepare_load(keys, req_context.req_id)
+            if self.hinted:
+                self.hinted.named(req_context.req_id, keys)
             self._loads(req_context.req_id)
             return HostLoadStoreSpec(rows)
         if not keys:
@@ -289,6 +294,10 @@ class KVStoreManager(OffloadingManager):
         self.stepper.absorb()
         keys = check_keys(list(keys))
         if req_context is not None:
+            if self.hinted:
+                self.hinted.named(req_context.req_id, keys)
+                if not self.hinted.stores(req_context.req_id):
+                    return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
             grant = self._core.prepare_store(keys, req_context.req_id)
         elif not keys:
             return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
@@ -327,11 +336,20 @@ class KVStoreManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: RequestContext) -> None:
+        params = getattr(req_context, "kv_transfer_params", None)
+        envelope = getattr(req_context, "kv_hints", None)
+        if params is not None or envelope is not None:
+            self.hinted.begin(req_context.req_id, params, envelope)
         position = getattr(req_context, "position", None)
         self._core.on_new_request(req_context.req_id, position, one_group=self._one_group)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         self._core.on_request_finished(req_context.req_id)
+        if self.hinted:
+            self.hinted.end(req_context.req_id, time.monotonic())
+            if self.stepper.ends_told and not self.stepper.begun:
+                # A server that has nothing else to do need not take a step for it.
+                self.stepper.hand_over()
 
     def on_schedule_end(self, context: object = None) -> None:
         self._asked.clear()
@@ -350,7 +368,10 @@ class KVStoreManager(OffloadingManager):
 
     def stats(self) -> CoreStats:
         """Counters and gauges."""
-        return self._core.stats()
+        stats, hinted = self._core.stats(), self.hinted
+        stats.hints, stats.hints_ignored = hinted.taken, hinted.ignored
+        stats.hints_refused = hinted.refused
+        return stats
 
     def reset(self) -> None:
         """Forget everything, on every tier.

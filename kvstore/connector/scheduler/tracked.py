@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.connector.manager.base import ReqContext
 from kvstore.connector.scheduler.group import Group, key_of
 from kvstore.connector.server import BlockIds, RequestLike
+from kvstore.hints import PARAMS_KEY
 
 __all__ = ["GroupState", "TrackedRequest"]
 
@@ -93,7 +94,11 @@ class TrackedRequest:
             def position(key: bytes) -> int:
                 return ends.get(key, 0)
 
-        self.context = ReqContext(request.request_id, position)
+        params = getattr(request, "kv_transfer_params", None)
+        envelope = getattr(request, "kv_hints", None)
+        self.context = ReqContext(request.request_id, position, params, envelope)
+        told = params is not None and (params.get("do_remote_decode") or PARAMS_KEY in params)
+        self._offers_all = bool(told) or envelope is not None
         self.computed = 0
         self.jobs: set[int] = set()
         self.loading: int | None = None
@@ -174,12 +179,12 @@ class TrackedRequest:
     def load_begins(self, job: int, end: int) -> None:
         """Its tokens up to `end` are being loaded: they need not be stored.
 
-        Unless it will be decoded elsewhere: there all of it is looked for.
+        Unless it will be decoded elsewhere, where all of it is looked for, or has hints, which
+        speak of all of it.
         """
         self.jobs.add(job)
         self.loading = job
-        params = getattr(self.request, "kv_transfer_params", None)
-        if not (params and params.get("do_remote_decode")):
+        if not self._offers_all:
             self.offered_up_to([state.group.chunks_to(end) for state in self.groups])
 
     def load_ends(self, *, failed: bool) -> None:

@@ -1,0 +1,114 @@
+"""Hints of clients, through a real engine: what is retained stays, what is released does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+
+LENGTH = 512
+CHUNK = 2 * 8 * 8 * 64 * 2 * 32
+"""Bytes of one: keys and values, layers, heads, their size, 16 bits, tokens of a block."""
+CHUNKS = LENGTH // 32
+ROWS = 4 * CHUNKS
+"""Host memory has room for four prompts."""
+KEPT, OTHERS, MORE = [[1, LENGTH]], [[n, LENGTH] for n in range(10, 16)], [[20, LENGTH]]
+
+
+def serve(folder: Path, rounds: list[dict[str, Any]], *, disk: bool = False) -> Run:
+    tier = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "512MiB"}
+    return run_engine(
+        folder,
+        {
+            "engine": {"num_gpu_blocks_override": 60, "max_model_len": 1024},
+            "kvstore": {
+                "cpu_bytes_to_use": ROWS * CHUNK,
+                "eviction_policy": "lru",
+                "tiers": [tier] if disk else [],
+                "deadline_s": 30.0,
+            },
+            "max_tokens": 6,
+            "rounds": rounds,
+        },
+        ONE_PROCESS,
+    )
+
+
+def hinted(name: str, prompts: Any, **hints: Any) -> dict[str, Any]:
+    return {"name": name, "prompts": prompts, "kv_transfer_params": {"kvstore": hints}}
+
+
+def plain(name: str, prompts: Any, **more: Any) -> dict[str, Any]:
+    return {"name": name, "prompts": prompts, **more}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An engine over host memory alone."""
+    return serve(
+        tmp_path_factory.mktemp("host"),
+        [
+            hinted("kept", KEPT, retain_s=600.0, no_such_hint=1),
+            plain("others", OTHERS),
+            plain("kept again", KEPT),
+            hinted("released", KEPT, release=True),
+            plain("others again", OTHERS),
+            plain("gone", KEPT),
+            hinted("not stored", MORE, store=False),
+            plain("not found", MORE),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An engine over host memory and a disk."""
+    return serve(
+        tmp_path_factory.mktemp("disk"),
+        [
+            hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=1.0),
+            plain("others", OTHERS, pause=2.0),
+            plain("back", KEPT),
+        ],
+        disk=True,
+    )
+
+
+def test_what_is_retained_is_found_although_others_needed_the_room(host: Run) -> None:
+    assert host.rounds["others"].cached == [0] * len(OTHERS)
+    assert host.rounds["kept again"].cached == [LENGTH]
+    assert host.rounds["released"].cached == [LENGTH]
+
+
+def test_what_is_released_leaves_for_others(host: Run) -> None:
+    assert host.rounds["gone"].cached == [0]
+
+
+def test_what_shall_not_be_stored_is_not(host: Run) -> None:
+    assert host.rounds["not found"].cached == [0]
+
+
+def test_every_completion_is_as_without_hints(host: Run) -> None:
+    kept = [host.rounds[name].tokens for name in ("kept", "kept again", "released", "gone")]
+    assert kept == [kept[0]] * 4
+    assert host.rounds["not stored"].tokens == host.rounds["not found"].tokens
+    assert host.rounds["others"].tokens == host.rounds["others again"].tokens
+
+
+def test_a_conversation_that_pauses_is_back_in_host_memory_when_it_returns(disk: Run) -> None:
+    assert disk.rounds["back"].cached == [LENGTH]
+    assert disk.rounds["back"].tokens == disk.rounds["paused"].tokens
+    before, after = disk.rounds["paused"].metrics, disk.rounds["back"].metrics
+    assert after["demoted_chunks"] == after["prefetched_chunks"] == CHUNKS
+    assert after.get("deferrals", 0) == before.get("deferrals", 0), "it had to wait for the disk"
+    assert after["disk_pinned_chunks"] == CHUNKS
+
+
+def test_hints_are_counted_and_what_nobody_knows_is_ignored(host: Run) -> None:
+    metrics = host.rounds["not found"].metrics
+    assert (metrics["hints"], metrics["hints_ignored"]) == (3, 1)
+    assert host.rounds["others"].metrics["host_pinned"] == pytest.approx(CHUNKS / ROWS)
+    assert metrics["host_pinned"] == 0
