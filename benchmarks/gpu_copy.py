@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
-from kvstore.device import CudaCopies, pages_of
-from kvstore.device.cuda import WAYS
+from kvstore.device import WAYS, CudaCopies, pages_of
 from kvstore.errors import ConfigError
 from tiers.pinned import PinnedRegion
 

@@ -28,7 +28,6 @@ def test_jobs_of_the_benchmark_are_copied_whole(page: int) -> None:
     cuda = PretendCuda()
     calls = PretendDriver(cuda)
     bed = module.Bed(region, page, 2 * module.ROW_BYTES, "batch", cuda=cuda, calls=calls)
-    calls.know(bed.copies._stores, bed.copies._loads)
     blocks, rows = bed.job()
     ticket = bed.copies.store(blocks, rows)
     ticket.wait()
