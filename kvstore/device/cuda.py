@@ -40,6 +40,9 @@ class CudaCopies:
 
     Transfers of one direction are done one after the other. No block may be named twice in a
     load, and no place of a row twice in a store.
+
+    Attributes:
+        ways: which way transfers go.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class CudaCopies:
             )
             for store in (True, False)
         )
-        self._ways = Ways("batch" if calls.has_batch else "each")
+        self.ways = Ways("batch" if calls.has_batch else "each")
         if way is not None:
             self.use(way)
 
@@ -129,7 +132,7 @@ class CudaCopies:
             seconds: how long it takes, about. Compiling the kernel comes on top of it where
                 Triton has not done so before on this machine: some seconds.
         """
-        ways = self._ways
+        ways = self.ways
         try:
             measurement = Measurement(self._device, self._memory.shape[1], clock)
             rates = measurement.rates(self._lanes, sizes_of(self._layout), seconds)
@@ -144,7 +147,7 @@ class CudaCopies:
     def _take(self, ways: Ways) -> None:
         for lane in self._lanes:
             lane.keep(ways.used(store=lane.store))
-        self._ways = ways
+        self.ways = ways
 
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> Ticket:
         """Begin to copy blocks to rows.
@@ -167,7 +170,7 @@ class CudaCopies:
 
     def _begin(self, fragments: Fragments, lane: Lane) -> Ticket:
         size = fragments.bytes / max(1, len(fragments))
-        return lane.begin(fragments, self._ways.way(max(1.0, size), store=lane.store))
+        return lane.begin(fragments, self.ways.way(max(1.0, size), store=lane.store))
 
     def shutdown(self) -> None:
         """Wait for all copies."""

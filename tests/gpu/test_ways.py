@@ -177,7 +177,7 @@ def test_a_hopeless_way_is_timed_once() -> None:
 def test_measuring_ends_when_time_is_up_with_one_way_of_each_size() -> None:
     watch = Watch()
     lane = Lane(watch, each=2**20, batch=2**20)
-    found = measured(watch, lane, [4096, 65536], seconds=20.0)
+    found = measured(watch, lane, [4096, 65536], seconds=2.0)
     assert [(rate.size, rate.way) for rate in found] == [(4096, "batch"), (65536, "batch")]
 
 
@@ -217,7 +217,7 @@ def test_after_measuring_only_what_is_used_is_kept(beds: list[Bed]) -> None:
     beds.append(bed)
     bed.copies.measure()
     for lane in bed.copies._lanes:
-        used = bed.copies._ways.used(store=lane.store)
+        used = bed.copies.ways.used(store=lane.store)
         assert (lane._ring is None) == ("staged" not in used)
     bed.copies.use("staged")
     assert all(lane._ring is not None for lane in bed.copies._lanes)
@@ -250,7 +250,7 @@ def test_a_transfer_takes_the_way_of_its_fragments(beds: list[Bed]) -> None:
     bed = Bed("cpu", None, page=4096)
     beds.append(bed)
     assert bed.calls is not None
-    bed.copies._ways = Ways(
+    bed.copies.ways = Ways(
         "batch",
         rates(KIB, store=True, each=1) + rates(2**20, store=True, batch=1),
     )
@@ -285,7 +285,7 @@ def test_ways_with_a_kernel_need_triton(
     with pytest.raises(ConfigError, match=f"way = '{way}': Triton is not installed"):
         bed.copies.use(way)
     bed.copies.measure()
-    assert bed.copies._ways.used(store=True) <= {"batch", "each"}
+    assert bed.copies.ways.used(store=True) <= {"batch", "each"}
     assert "store: way = 'staged': Triton is not installed" in info.text
 
 
@@ -297,7 +297,7 @@ def test_a_kernel_that_cannot_be_launched_is_no_way(beds: list[Bed]) -> None:
     with pytest.raises(ConfigError, match="kernel does not run here: out of resources"):
         bed.copies.use("kernel")
     bed.copies.measure()
-    assert bed.copies._ways.used(store=True) <= {"batch", "each"}
+    assert bed.copies.ways.used(store=True) <= {"batch", "each"}
 
 
 def test_no_batch_and_no_room_for_a_ring() -> None:
