@@ -6,15 +6,18 @@ kernels of this device may use by its address.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["launch"]
+__all__ = ["constants", "launch"]
 
 PROGRAMS = 16
-"""Each takes a multiprocessor away from the compute beside it, of about 130 on a large device.
-So few keep enough reads under way for a bus of 50 GB/s, if one takes 1 to 4 microseconds."""
+"""Each takes a multiprocessor, of about 130 on a large device, from the compute beside it. By
+calculation, not by measurement, so few suffice: each has up to 16 KiB of reads under way in words
+of 8 bytes or more, and a bus of 50 GB/s moves 50 KB in the microsecond that a read takes."""
 
 TILE = 2048
 """Words that a program reads before it writes."""
@@ -52,6 +55,11 @@ def _copy(
             tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
 
 
+def constants(word: int) -> dict[str, Any]:
+    """What the kernel is compiled with."""
+    return {"TYPE": TYPES[word], "WORD": word, "TYPE_BYTES": min(word, 8), "TILE": TILE}
+
+
 # A count that is 1, or a multiple of 16, would be compiled anew.
 copy = triton.jit(_copy, do_not_specialize=["count"])
 
@@ -70,12 +78,4 @@ def launch(lists: torch.Tensor, count: int, word: int) -> None:
     Raises:
         Exception: whatever Triton raises where it cannot compile or launch.
     """
-    copy[(PROGRAMS,)](
-        lists,
-        count,
-        TYPE=TYPES[word],
-        WORD=word,
-        TYPE_BYTES=min(word, 8),
-        TILE=TILE,
-        num_warps=WARPS,
-    )
+    copy[(PROGRAMS,)](lists, count, **constants(word), num_warps=WARPS)

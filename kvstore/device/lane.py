@@ -149,7 +149,8 @@ class Lane:
         cuda = self._cuda
         if cuda.is_current_stream_capturing():
             raise KVStoreError("no copy can begin while a CUDA graph is captured")
-        begun, ended = (cuda.Event(enable_timing=True) for _ in range(2))
+        # Who waits for a blocking event sleeps.
+        begun, ended = (cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         with cuda.device(self._device):
             self.stream.wait_stream(cuda.current_stream(self._device))
             begun.record(self.stream)

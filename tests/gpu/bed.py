@@ -14,10 +14,12 @@ from kvstore.device.lane import launcher
 from tests.gpu.pretend import PretendCuda, PretendDriver, PretendKernel
 from tiers.pinned import PinnedRegion
 
-__all__ = ["BLOCKS", "ROWS", "Bed"]
+__all__ = ["BLOCKS", "PLACES", "ROWS", "Bed"]
 
 ROWS = 12
 BLOCKS = 24
+PLACES = DeviceLoadStoreSpec([1, 3, 5, 7]), HostLoadStoreSpec([1, 2])
+"""Blocks and rows of a bed with two blocks in a row, no two of them neighbours."""
 
 
 class Bed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,8 +30,9 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._reached = False
+        self._at = 0.0
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
@@ -48,10 +50,11 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         assert self._reached
         assert later._reached
-        return 1.0
+        return 1000 * (later._at - self._at)
 
     def _reach(self) -> None:
         self._reached = True
+        self._at = time.perf_counter()
 
 
 class PretendCuda:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_copy.py"
-DRY = ["--dry", "--megabytes", "4", "--pages"]
+DRY = ["--dry", "--megabytes", "1", "--pages"]
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "gpu_copy", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "REPEAT", 1)
+    monkeypatch.setattr(module, "ROW_BYTES", 2**20)
     monkeypatch.setattr("kvstore.device.measurement.SAMPLE", 2**20)
     return module
 
@@ -32,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_pages_are_copied_in_every_way(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pages = {16: str(2**14), 2048: str(2**21)}
+    pages = {16: str(2**14), 256: str(2**18)}
     assert script.main([*DRY, *pages.values(), "--json", str(tmp_path / "rates")]) == 0
     out = capsys.readouterr().out
     rates = json.loads((tmp_path / "rates").read_text())
