@@ -14,11 +14,6 @@ import triton.language as tl
 
 __all__ = ["constants", "launch"]
 
-PROGRAMS = 16
-"""Each takes a multiprocessor, of about 130 on a large device, from the compute beside it. By
-calculation, not by measurement, so few suffice: each has up to 16 KiB of reads under way in words
-of 8 bytes or more, and a bus of 50 GB/s moves 50 KB in the microsecond that a read takes."""
-
 TILE = 2048
 """Words that a program reads before it writes."""
 
@@ -64,7 +59,7 @@ def constants(word: int) -> dict[str, Any]:
 copy = triton.jit(_copy, do_not_specialize=["count"])
 
 
-def launch(lists: torch.Tensor, count: int, word: int) -> None:
+def launch(lists: torch.Tensor, count: int, word: int, programs: int) -> None:
     """Queue copies on the current stream of the current device.
 
     The caller guarantees that all addresses and sizes are multiples of `word`, and that what is
@@ -74,8 +69,9 @@ def launch(lists: torch.Tensor, count: int, word: int) -> None:
         lists: int64, on the device: targets of the first `count` pieces, then their sources,
             then their sizes in bytes.
         word: 16, 8, 4, 2 or 1. Each is compiled when it is first used.
+        programs: that share the pieces. Each takes room on a multiprocessor.
 
     Raises:
         Exception: whatever Triton raises where it cannot compile or launch.
     """
-    copy[(PROGRAMS,)](lists, count, **constants(word), num_warps=WARPS)
+    copy[(programs,)](lists, count, **constants(word), num_warps=WARPS)

@@ -20,7 +20,7 @@ __all__ = ["NOT_LAUNCHED", "Lane", "Launch", "Ticket", "launcher"]
 
 logger = logging.getLogger("kvstore")
 
-Launch = Callable[[torch.Tensor, int, int], None]
+Launch = Callable[[torch.Tensor, int, int, int], None]
 """As `kvstore.device.kernel.launch`."""
 
 BATCH_STEP = 512
@@ -34,6 +34,16 @@ LARGE = 256 * 1024
 
 PIECE = 64 * 1024
 """Bytes that one program of the kernel copies at a time: larger fragments are shared out."""
+
+HOST_PROGRAMS = 16
+"""Of the kernel, where it reads or writes host memory. That lasts as long as the copies do, and
+each takes a multiprocessor, of about 130 on a large device, from the compute beside it. By
+calculation, not by measurement, so few suffice: each has up to 16 KiB of reads under way, and a
+bus of 50 GB/s moves 50 to 100 KB in the time of a read."""
+
+RING_PROGRAMS = 64
+"""Of the kernel, where it copies within the device. That is a small part of the time, and the
+copies of rows wait for it. By calculation, too: with pages of 16 KiB it is about a tenth."""
 
 HIGH = -1
 """Priority of a stream."""
@@ -168,7 +178,7 @@ class Lane:
         if len(fragments) <= FEW:
             return self._copy(fragments, "each")
         if way == "kernel":
-            return self._kernel(fragments)
+            return self._kernel(fragments, HOST_PROGRAMS)
         if way == "staged":
             return self._stage(fragments)
         return self._copy(fragments, way)
@@ -191,14 +201,14 @@ class Lane:
             return error
         for fill in self._ring.fills(fragments):
             if self.store:
-                error = self._kernel(fill.pages) or self._copy_rows(fill.rows)
+                error = self._kernel(fill.pages, RING_PROGRAMS) or self._copy_rows(fill.rows)
             else:
-                error = self._copy_rows(fill.rows) or self._kernel(fill.pages)
+                error = self._copy_rows(fill.rows) or self._kernel(fill.pages, RING_PROGRAMS)
             if error:
                 break
         return error
 
-    def _kernel(self, fragments: Fragments) -> int:
+    def _kernel(self, fragments: Fragments, programs: int) -> int:
         assert self._launch is not None, "the way was not prepared"
         assert self._lists is not None
         pieces, _ = cut(fragments, np.zeros(len(fragments), np.int64), PIECE)
@@ -212,7 +222,7 @@ class Lane:
                 lists, error = self._lists.send(targets[part], sources[part], sizes, self.stream)
                 if error:
                     return error
-                self._launch(lists, len(sizes), self._word)
+                self._launch(lists, len(sizes), self._word, programs)
         return 0
 
     def _prepare_launch(self) -> None:
@@ -225,7 +235,7 @@ class Lane:
                 try:
                     there, error = lists.send(nothing, nothing, nothing, self.stream)
                     if not error:
-                        launch(there, 1, self._word)
+                        launch(there, 1, self._word, 1)
                 finally:
                     # Also after an error: the list must stay until it was fetched.
                     self.stream.synchronize()

@@ -134,28 +134,30 @@ class PretendKernel:
     """Stands for the kernel: it reads its list when it runs, not when it is launched.
 
     Attributes:
-        words: of each launch.
+        words, programs: of each launch.
         runs: copies for real; by default a plain copy of memory.
         fails: launching raises.
     """
 
-    def __init__(self, cuda: PretendCuda, runs: Callable[[Any, int, int], None] | None = None):
+    def __init__(self, cuda: PretendCuda, runs: Callable[[Any, int, int, int], None] | None = None):
         self.words: list[int] = []
+        self.programs: list[int] = []
         self.runs = runs or plain_copies
         self.fails = False
         self._cuda = cuda
 
-    def __call__(self) -> Callable[[Any, int, int], None]:
+    def __call__(self) -> Callable[[Any, int, int, int], None]:
         return self.launch
 
-    def launch(self, lists: Any, count: int, word: int) -> None:
+    def launch(self, lists: Any, count: int, word: int, programs: int) -> None:
         if self.fails:
             raise RuntimeError("out of resources")
         self.words.append(word)
-        self._cuda.current.queue.append(lambda: self.runs(lists, count, word))
+        self.programs.append(programs)
+        self._cuda.current.queue.append(lambda: self.runs(lists, count, word, programs))
 
 
-def plain_copies(lists: Any, count: int, word: int) -> None:
+def plain_copies(lists: Any, count: int, word: int, programs: int) -> None:
     """What `kvstore.device.kernel.launch` does, if what it was promised is so."""
     numbers = lists.numpy()[: 3 * count]
     assert not (numbers % word).any()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +17,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvstore.device.kernel import PROGRAMS, TILE, launch  # noqa: E402
+from kvstore.device.kernel import TILE, launch  # noqa: E402
 from tests.gpu.bed import Bed  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WORDS = (16, 8, 4, 2, 1)
 ROOM = 2**19
+PROGRAMS = 5
 
 
 @pytest.fixture(params=["interpreted", "cuda"])
@@ -62,7 +62,7 @@ class Memory:
         columns[0] += target.data_ptr()
         columns[1] += source.data_ptr()
         lists = torch.from_numpy(np.append(columns.ravel(), 0)).to(self._place)
-        launch(lists, len(pieces), word)
+        launch(lists, len(pieces), word, PROGRAMS)
         if self._place == "cuda":
             torch.cuda.synchronize()
         assert (target.cpu().numpy() == wanted).all()
@@ -109,10 +109,6 @@ def test_pieces_of_unequal_sizes_are_copied(
     Memory(place).copy(scattered(dice, sizes, word), word, store=store)
 
 
-def run(lists: Any, count: int, word: int) -> None:
-    launch(lists, count, word)
-
-
 @given(
     way=st.sampled_from(["kernel", "staged"]),
     page=st.sampled_from([6, 8, 48, 1024, 20_000]),
@@ -126,7 +122,7 @@ def run(lists: Any, count: int, word: int) -> None:
 def test_transfers_are_those_of_the_host_copies(
     place: str, way: str, page: int, per_chunk: int, groups: int, dice: random.Random
 ) -> None:
-    bed = Bed(place, way, page=page, per_chunk=per_chunk, groups=groups, runs=run)
+    bed = Bed(place, way, page=page, per_chunk=per_chunk, groups=groups, runs=launch)
     try:
         for _ in range(3):
             blocks, rows = bed.places(dice)

@@ -104,3 +104,15 @@ def test_more_pieces_than_a_list_holds_are_several_launches(
     # Four blocks with a page in one table and half a page in each of two: 12 pieces.
     assert len(bed.kernel.words) == 3
     assert bed.same()
+
+
+@pytest.mark.parametrize(("way", "programs"), [("kernel", 16), ("staged", 64)])
+def test_only_what_is_brief_takes_many_multiprocessors(
+    way: str, programs: int, beds: list[Bed]
+) -> None:
+    bed = Bed("cpu", way)
+    beds.append(bed)
+    assert bed.kernel is not None
+    bed.kernel.programs.clear()
+    bed.copies.store(*PLACES)
+    assert bed.kernel.programs == [programs]
