@@ -1,8 +1,8 @@
 """Copies between the paged KV cache of a device and rows of host memory. Needs torch."""
 
 from kvstore.device.cuda import CudaCopies
+from kvstore.device.direction import Ticket
 from kvstore.device.host import HostCopies
-from kvstore.device.lane import Ticket
 from kvstore.device.pages import Pages, pages_of
 from kvstore.device.ways import WAYS
 

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore.device.direction import Direction, Launch, Ticket, launcher
 from kvstore.device.driver import Copier, driver
 from kvstore.device.fragments import Addresses, Fragments
-from kvstore.device.lane import Lane, Launch, Ticket, launcher
 from kvstore.device.layout import BlockPlaces, Layout, Places, RowPlaces
 from kvstore.device.measurement import Measurement, sizes_of
 from kvstore.device.pages import Pages
@@ -88,8 +88,8 @@ class CudaCopies:
         self._layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
         self._addresses = Addresses(self._layout, int(rows.ctypes.data), rows.strides[0])
         self._memory = rows
-        self._stores, self._loads = self._lanes = tuple(
-            Lane(
+        self._stores, self._loads = self._directions = tuple(
+            Direction(
                 self._device,
                 self._cuda,
                 calls,
@@ -113,8 +113,8 @@ class CudaCopies:
         """
         if way not in WAYS:
             raise ConfigError(f"way = {way!r}: must be one of {', '.join(WAYS)}")
-        for lane in self._lanes:
-            lane.prepare(way)
+        for direction in self._directions:
+            direction.prepare(way)
         self._take(Ways(way))
 
     def measure(
@@ -135,7 +135,7 @@ class CudaCopies:
         ways = self.ways
         try:
             measurement = Measurement(self._device, self._memory.shape[1], clock)
-            rates = measurement.rates(self._lanes, sizes_of(self._layout), seconds)
+            rates = measurement.rates(self._directions, sizes_of(self._layout), seconds)
             if not rates:
                 raise KVStoreError("none of them copies right")
             ways = Ways(ways.default, rates)
@@ -145,8 +145,8 @@ class CudaCopies:
         self._take(ways)
 
     def _take(self, ways: Ways) -> None:
-        for lane in self._lanes:
-            lane.keep(ways.used(store=lane.store))
+        for direction in self._directions:
+            direction.keep(ways.used(store=direction.store))
         self.ways = ways
 
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> Ticket:
@@ -168,11 +168,11 @@ class CudaCopies:
         """
         return self._begin(self._addresses.fragments(blocks, rows), self._loads)
 
-    def _begin(self, fragments: Fragments, lane: Lane) -> Ticket:
+    def _begin(self, fragments: Fragments, direction: Direction) -> Ticket:
         size = fragments.bytes / max(1, len(fragments))
-        return lane.begin(fragments, self.ways.way(max(1.0, size), store=lane.store))
+        return direction.begin(fragments, self.ways.way(max(1.0, size), store=direction.store))
 
     def shutdown(self) -> None:
         """Wait for all copies."""
-        for lane in self._lanes:
-            lane.stream.synchronize()
+        for direction in self._directions:
+            direction.stream.synchronize()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstore.device.direction import Direction
 from kvstore.device.fragments import Fragments
-from kvstore.device.lane import Lane
 from kvstore.device.layout import Layout
 from kvstore.device.ways import WAYS, Rate, in_words
 from kvstore.errors import ConfigError
@@ -70,41 +70,46 @@ class Measurement:
         self._host.numpy()[:] = self._dice.integers(0, 256, SAMPLE, np.uint8)
         self._random = self._host.to(device, copy=True)
 
-    def rates(self, lanes: Sequence[Lane], sizes: Sequence[int], seconds: float) -> list[Rate]:
-        """Each way of each lane that exists here and copies right, until time is up.
+    def rates(
+        self, directions: Sequence[Direction], sizes: Sequence[int], seconds: float
+    ) -> list[Rate]:
+        """Each way of each direction that exists here and copies right, until time is up.
 
         Ways are prepared first, which is not counted.
 
         Args:
             seconds: no transfer begins later than that. The first of each size do.
         """
-        ways = {lane: [way for way in WAYS if _there_is(lane, way)] for lane in lanes}
+        ways = {
+            direction: [way for way in WAYS if _there_is(direction, way)]
+            for direction in directions
+        }
         end = self._clock() + seconds
         found: list[Rate] = []
         for size in sizes:
-            for lane in lanes:
+            for direction in directions:
                 best = float("inf")
-                for way in ways[lane]:
+                for way in ways[direction]:
                     if best < float("inf") and self._clock() > end:
                         break
-                    taken = self._seconds(lane, way, size, best)
+                    taken = self._seconds(direction, way, size, best)
                     if taken is not None:
                         moved = _count(size) * size
-                        found.append(Rate(size, lane.store, way, moved / max(taken, 1e-9)))
+                        found.append(Rate(size, direction.store, way, moved / max(taken, 1e-9)))
                         best = min(best, taken)
         return found
 
-    def _seconds(self, lane: Lane, way: str, size: int, best: float) -> float | None:
+    def _seconds(self, direction: Direction, way: str, size: int, best: float) -> float | None:
         """Of the fastest transfer; None if it copies wrong."""
         slots = self._dice.permutation(_count(size))
-        if not self._is_right(lane, way, size, slots):
-            name = "store" if lane.store else "load"
+        if not self._is_right(direction, way, size, slots):
+            name = "store" if direction.store else "load"
             logger.error("%s by %s of %s copies wrong: not used", name, way, in_words(size))
             return None
         fragments = self._fragments(size, slots)
         taken = float("inf")
         for _ in range(ROUNDS):
-            ticket = lane.begin(fragments, way)
+            ticket = direction.begin(fragments, way)
             ticket.wait()
             # From the stream's first act on, so that handing fragments over counts as well.
             taken = min(taken, ticket.seconds)
@@ -112,24 +117,24 @@ class Measurement:
                 break
         return taken
 
-    def _is_right(self, lane: Lane, way: str, size: int, slots: Any) -> bool:
+    def _is_right(self, direction: Direction, way: str, size: int, slots: Any) -> bool:
         """Whether one transfer copies every byte, and no other."""
         count = len(slots)
         at = torch.from_numpy(2 * slots).to(self._there.device)
         used = count * size
         full = torch.zeros_like(self._there)
         full[: 2 * used].view(-1, size)[at] = self._random[:used].view(-1, size)
-        if lane.store:
+        if direction.store:
             self._there.copy_(full)
             self._host.zero_()
         else:
             self._there.zero_()
             self._host.copy_(self._random)
-        ticket = lane.begin(self._fragments(size, slots), way)
+        ticket = direction.begin(self._fragments(size, slots), way)
         ticket.wait()
         if ticket.error:
             return False
-        if lane.store:
+        if direction.store:
             random = self._random.cpu()
             rest = self._host[used:]
             right = torch.equal(self._host[:used], random[:used]) and not rest.any()
@@ -152,11 +157,11 @@ def _count(size: int) -> int:
     return min(SAMPLE // size, FRAGMENTS)
 
 
-def _there_is(lane: Lane, way: str) -> bool:
+def _there_is(direction: Direction, way: str) -> bool:
     try:
-        lane.prepare(way)
+        direction.prepare(way)
     except ConfigError as error:
-        logger.info("%s: %s", "store" if lane.store else "load", error)
+        logger.info("%s: %s", "store" if direction.store else "load", error)
         return False
     return True
 

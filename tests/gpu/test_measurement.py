@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvstore.device import Pages  # noqa: E402
+from kvstore.device.direction import launcher  # noqa: E402
 from kvstore.device.fragments import Fragments  # noqa: E402
-from kvstore.device.lane import launcher  # noqa: E402
 from kvstore.device.layout import Layout  # noqa: E402
 from kvstore.device.measurement import Measurement, sizes_of  # noqa: E402
 from kvstore.device.ways import Rate  # noqa: E402
@@ -52,7 +52,7 @@ class Watch:
         return self.now
 
 
-class Lane:
+class Direction:
     """Copies at once; each way at a rate of its own, in bytes a second."""
 
     def __init__(self, watch: Watch, *, store: bool = True, **speeds: float) -> None:
@@ -80,17 +80,19 @@ class Lane:
         return SimpleNamespace(error=way in self.errors, seconds=seconds, wait=lambda: None)
 
 
-def measured(watch: Watch, lane: Lane, sizes: list[int], seconds: float = 10.0) -> list[Rate]:
+def measured(
+    watch: Watch, direction: Direction, sizes: list[int], seconds: float = 10.0
+) -> list[Rate]:
     measurement = Measurement(torch.device("cpu"), 2**20, watch)
-    return measurement.rates([lane], sizes, seconds)
+    return measurement.rates([direction], sizes, seconds)
 
 
 @pytest.mark.parametrize("store", [True, False])
 def test_rates_are_those_of_the_ways(store: bool) -> None:
     watch = Watch()
-    lane = Lane(watch, store=store, each=1e9, batch=2e9, staged=3e9)
+    direction = Direction(watch, store=store, each=1e9, batch=2e9, staged=3e9)
     for size in (4096, 65536, 2**20, 30, 100_003):
-        found = measured(watch, lane, [size])
+        found = measured(watch, direction, [size])
         assert {rate.way: round(rate.rate / 1e9, 3) for rate in found} == {
             "batch": 2, "each": 1, "staged": 3,
         }  # fmt: skip
@@ -103,24 +105,24 @@ def test_a_way_that_copies_wrong_is_not_taken(
     store: bool, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = Watch()
-    lane = Lane(watch, store=store, each=1e9, batch=2e9)
-    setattr(lane, fault, {"batch"})
-    assert [rate.way for rate in measured(watch, lane, [4096])] == ["each"]
+    direction = Direction(watch, store=store, each=1e9, batch=2e9)
+    setattr(direction, fault, {"batch"})
+    assert [rate.way for rate in measured(watch, direction, [4096])] == ["each"]
     assert "by batch of 4 KiB copies wrong: not used" in caplog.text
 
 
 def test_a_hopeless_way_is_timed_once() -> None:
     watch = Watch()
-    lane = Lane(watch, batch=9e9, each=1e9, kernel=8e9)
-    measured(watch, lane, [4096])
+    direction = Direction(watch, batch=9e9, each=1e9, kernel=8e9)
+    measured(watch, direction, [4096])
     # Once more for each: whether it copies right.
-    assert [lane.begun.count(way) for way in ("batch", "each", "kernel")] == [4, 2, 4]
+    assert [direction.begun.count(way) for way in ("batch", "each", "kernel")] == [4, 2, 4]
 
 
 def test_measuring_ends_when_time_is_up_with_one_way_of_each_size() -> None:
     watch = Watch()
-    lane = Lane(watch, each=2**20, batch=2**20)
-    found = measured(watch, lane, [4096, 65536], seconds=2.0)
+    direction = Direction(watch, each=2**20, batch=2**20)
+    found = measured(watch, direction, [4096, 65536], seconds=2.0)
     assert [(rate.size, rate.way) for rate in found] == [(4096, "batch"), (65536, "batch")]
 
 
@@ -153,13 +155,16 @@ def test_after_measuring_only_what_is_used_is_kept(beds: list[Bed]) -> None:
     bed = Bed("cpu", None)
     beds.append(bed)
     bed.copies.measure()
-    for lane in bed.copies._lanes:
-        used = bed.copies.ways.used(store=lane.store)
-        assert (lane._ring is None) == ("staged" not in used)
+    for direction in bed.copies._directions:
+        used = bed.copies.ways.used(store=direction.store)
+        assert (direction._ring is None) == ("staged" not in used)
     bed.copies.use("staged")
-    assert all(lane._ring is not None for lane in bed.copies._lanes)
+    assert all(direction._ring is not None for direction in bed.copies._directions)
     bed.copies.use("each")
-    assert all(lane._ring is None and lane._launch is None for lane in bed.copies._lanes)
+    assert all(
+        direction._ring is None and direction._launch is None
+        for direction in bed.copies._directions
+    )
 
 
 @pytest.mark.parametrize("has_batch", [True, False])
@@ -203,8 +208,8 @@ def test_ways_with_a_kernel_need_triton(
     def none() -> Any:
         raise ConfigError("Triton is not installed")
 
-    for lane in bed.copies._lanes:
-        lane._get_launch = none
+    for direction in bed.copies._directions:
+        direction._get_launch = none
     with pytest.raises(ConfigError, match=f"way = '{way}': Triton is not installed"):
         bed.copies.use(way)
     bed.copies.measure()

@@ -16,7 +16,7 @@ from kvstore.device.lists import MOST, Lists
 from kvstore.device.ring import Ring
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["NOT_LAUNCHED", "Lane", "Launch", "Ticket", "launcher"]
+__all__ = ["NOT_LAUNCHED", "Direction", "Launch", "Ticket", "launcher"]
 
 logger = logging.getLogger("kvstore")
 
@@ -82,7 +82,7 @@ class Ticket:
         return float(self.begun.elapsed_time(self.ended)) / 1000
 
 
-class Lane:
+class Direction:
     """Begins transfers of one direction. They are done in the order in which they began."""
 
     def __init__(
@@ -133,7 +133,8 @@ class Lane:
             if way in ("kernel", "staged") and self._launch is None:
                 self._prepare_launch()
             if way == "staged" and self._ring is None:
-                with self._cuda.device(self._device):
+                # Memory of this stream: nothing queued on another still uses it.
+                with self._cuda.device(self._device), self._cuda.stream(self.stream):
                     self._ring = Ring(self._device, self._ring_bytes)
         except ConfigError as error:
             raise ConfigError(f"way = {way!r}: {error}") from error
