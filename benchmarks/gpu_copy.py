@@ -1,10 +1,14 @@
 """Rates of copies between a KV cache on a CUDA device and rows of host memory.
 
-    python benchmarks/gpu_copy.py [--json FILE] [--megabytes 512]
+    python benchmarks/gpu_copy.py [--json FILE] [--megabytes 512] [--pages 4096 ...] [--dry]
 
-For pages of 4 KiB to 2 MiB, in random blocks, in each way that the driver has: to the device, from
-it and both at once, as shares of one large copy of pinned memory in the same run; and how much a
-matrix product slows down beside them. Without a CUDA device it says so and measures nothing.
+For pages of 4 KiB to 2 MiB, in random blocks, in each way that there is: to the device, from it and
+both at once, as shares of one large copy of pinned memory in the same run. Then the same beside
+matrix products: how much longer these take, and the rate of the copies. At last what copies choose
+by themselves for these pages, and how long that takes.
+
+Without a CUDA device it says so and measures nothing. `--dry` runs all of it in host memory that
+stands for a device: its rates mean nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +26,7 @@ import numpy as np
 import torch
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
-from kvstore.device import CudaCopies, pages_of
-from kvstore.device.cuda import WAYS
+from kvstore.device import WAYS, CudaCopies, Ticket, pages_of
 from kvstore.errors import ConfigError
 from tiers.pinned import PinnedRegion
 
@@ -30,127 +34,206 @@ KIB, MIB = 2**10, 2**20
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB)
 ROW_BYTES = 4 * MIB
 REPEAT = 5
+PRODUCTS = 40
+
+
+class Machine:
+    """A CUDA device, or what stands for one.
+
+    Attributes:
+        options: of `CudaCopies`, that it takes one for the other.
+    """
+
+    def __init__(self, *, dry: bool) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+        self.name = "no device" if dry else torch.cuda.get_device_name()
+        self.matrix = torch.randn(
+            *(64, 64) if dry else (8192, 8192), device=self.device, dtype=torch.bfloat16
+        )
+        self.options: dict[str, Any] = {}
+        if dry:
+            # Not a part of what is installed.
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+            from tests.gpu.pretend import PretendCuda, PretendDriver, PretendKernel
+
+            cuda = PretendCuda()
+            calls, launch = PretendDriver(cuda), PretendKernel(cuda)
+            self.options = {"cuda": cuda, "calls": calls, "launch": launch, "kernels_read": True}
+
+    def pin(self, region: PinnedRegion) -> None:
+        if not self.dry:
+            self.options["kernels_read"] = region.register_with_cuda()
+
+    def wait(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def products(self) -> Callable[[], float]:
+        """Begin to multiply matrices; returns what waits for the end, and gives seconds."""
+        if self.dry:
+            started = time.perf_counter()
+            for _ in range(PRODUCTS):
+                torch.mm(self.matrix, self.matrix)
+            seconds = time.perf_counter() - started
+            return lambda: seconds
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Copies wait for what the current stream was given before; these are beside them.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begun.record()
+            for _ in range(PRODUCTS):
+                torch.mm(self.matrix, self.matrix)
+            ended.record()
+
+        def end() -> float:
+            ended.synchronize()
+            return float(begun.elapsed_time(ended)) / 1000
+
+        return end
 
 
 class Bed:
     """Layers with pages of one size, and jobs that copy rows of them."""
 
     def __init__(
-        self, region: PinnedRegion, page: int, total: int, way: str, **pretend: Any
+        self, machine: Machine, region: PinnedRegion, page: int, way: str | None = None
     ) -> None:
+        """
+        Args:
+            region: rows for two jobs.
+        """
         layers = min(32, ROW_BYTES // page)
         self._per_chunk = ROW_BYTES // page // layers
-        self._rows = total // ROW_BYTES
+        self._rows = region.rows // 2
         self._blocks = 2 * self._rows * self._per_chunk
-        device = "cpu" if pretend else "cuda"
         tensors = [
-            torch.zeros(self._blocks, page, dtype=torch.uint8, device=device) for _ in range(layers)
+            torch.zeros(self._blocks, page, dtype=torch.uint8, device=machine.device)
+            for _ in range(layers)
         ]
         tables = [pages_of(tensor)[0] for tensor in tensors]
-        self.copies = CudaCopies([tables], region.array, self._per_chunk, way=way, **pretend)
+        self.copies = CudaCopies(
+            [tables], region.array, self._per_chunk, way=way, **machine.options
+        )
+        self._machine = machine
         self._dice = np.random.default_rng(0)
 
-    def job(self) -> tuple[DeviceLoadStoreSpec, HostLoadStoreSpec]:
-        """Random blocks and rows."""
+    def job(self, direction: str) -> Callable[[], Ticket]:
+        """What begins to copy random blocks and rows."""
         count = self._rows * self._per_chunk
-        blocks = self._dice.permutation(self._blocks)[:count]
-        rows = self._dice.permutation(2 * self._rows)[: self._rows]
-        return DeviceLoadStoreSpec(blocks.tolist()), HostLoadStoreSpec(rows.tolist())
+        blocks = DeviceLoadStoreSpec(self._dice.permutation(self._blocks)[:count].tolist())
+        rows = HostLoadStoreSpec(self._dice.permutation(2 * self._rows)[: self._rows].tolist())
+        if direction == "store":
+            return lambda: self.copies.store(blocks, rows)
+        return lambda: self.copies.load(rows, blocks)
 
     def rate(self, directions: str) -> float:
         """GB/s from the call to the end, of all directions together: median of some rounds."""
         rates = []
         for _ in range(REPEAT + 1):
-            jobs = [(direction, *self.job()) for direction in directions.split("+")]
+            jobs = [self.job(direction) for direction in directions.split("+")]
             started = time.perf_counter()
-            tickets = [
-                self.copies.store(blocks, rows)
-                if direction == "store"
-                else self.copies.load(rows, blocks)
-                for direction, blocks, rows in jobs
-            ]
+            tickets = [begin() for begin in jobs]
             for ticket in tickets:
                 ticket.wait()
             seconds = time.perf_counter() - started
             rates.append(sum(ticket.size for ticket in tickets) / seconds / 1e9)
         return statistics.median(rates[1:])
 
+    def beside_products(self, direction: str, alone: float) -> tuple[float, float]:
+        """How many times as long as `alone` seconds matrix products take beside copies, and the
+        GB/s of the copies that ran meanwhile."""
+        first, *others = (self.job(direction) for _ in range(6))
+        tickets = [first()]
+        end = self._machine.products()
+        tickets += [begin() for begin in others]
+        seconds = end()
+        ended = [ticket for ticket in tickets if ticket.done] or tickets[:1]
+        for ticket in tickets:
+            ticket.wait()
+        rates = [ticket.size / max(ticket.seconds, 1e-9) / 1e9 for ticket in ended]
+        return seconds / alone, statistics.median(rates)
 
-def one_copy(size: int) -> dict[str, float]:
+
+def one_copy(machine: Machine, size: int) -> dict[str, float]:
     """GB/s of one copy of pinned memory, in each direction."""
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=not machine.dry)
+    device = torch.empty(size, dtype=torch.uint8, device=machine.device)
     rates = {}
     for name, target, source in (("load", device, host), ("store", host, device)):
         seconds = []
         for _ in range(REPEAT + 1):
-            torch.cuda.synchronize()
+            machine.wait()
             started = time.perf_counter()
             target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
+            machine.wait()
             seconds.append(time.perf_counter() - started)
         rates[name] = size / statistics.median(seconds[1:]) / 1e9
     return rates
 
 
-def slowdown(bed: Bed, direction: str) -> float:
-    """How many times as long a chain of matrix products takes while copies run."""
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+def measure(machine: Machine, region: PinnedRegion, pages: list[int], end: float) -> dict[str, Any]:
+    """Print a line for each page and way; measure no more when it is `end` o'clock."""
+    limit = one_copy(machine, region.size // 2)
+    result: dict[str, Any] = {"device": machine.name, "one_copy": limit}
+    print(f"{machine.name}: one copy {limit['load']:.1f} GB/s to it, {limit['store']:.1f} from it")
+    machine.products()()
+    alone = statistics.median(machine.products()() for _ in range(3))
+    print("| page | way | to the device | from it | both at once | product beside loads, stores |")
+    print("|---|---|---|---|---|---|")
+    for page in pages:
+        for way in WAYS:
+            line = f"| {page // KIB} KiB | {way} |"
+            if time.perf_counter() > end:
+                print(f"{line} not measured: time is up |")
+                continue
+            try:
+                bed = Bed(machine, region, page, way)
+            except ConfigError as error:
+                print(f"{line} {error} |")
+                continue
+            rates = {name: bed.rate(name) for name in ("load", "store", "load+store")}
+            beside = {name: bed.beside_products(name, alone) for name in limit}
+            bed.copies.shutdown()
+            result[f"{page // KIB} KiB {way}"] = {**rates, "beside": beside}
+            cells = [f"{rates[name]:.1f} ({rates[name] / limit[name]:.2f})" for name in limit]
+            cells += [f"{rates['load+store']:.1f}"]
+            cells += [", ".join(f"x{slow:.2f} at {rate:.1f}" for slow, rate in beside.values())]
+            print(f"{line} {' | '.join(cells)} |", flush=True)
+    print("\nchosen by themselves:")
+    for page in pages:
+        if time.perf_counter() > end:
+            break
+        bed = Bed(machine, region, page)
+        # What is compiled is compiled by now, so this is how long a server waits.
+        started = time.perf_counter()
+        bed.copies.measure()
+        seconds = time.perf_counter() - started
+        result[f"{page // KIB} KiB chosen"] = {"ways": str(bed.copies.ways), "seconds": seconds}
+        print(f"{bed.copies.ways} (in {seconds:.2f} s)")
+        bed.copies.shutdown()
+    return result
 
-    def products() -> float:
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        for _ in range(40):
-            torch.mm(matrix, matrix)
-        ended.record()
-        ended.synchronize()
-        return float(begun.elapsed_time(ended))
 
-    products()
-    alone = products()
-    tickets = []
-    for _ in range(4):
-        blocks, rows = bed.job()
-        store = direction == "store"
-        tickets.append(bed.copies.store(blocks, rows) if store else bed.copies.load(rows, blocks))
-    beside = products()
-    for ticket in tickets:
-        ticket.wait()
-    return beside / alone
-
-
-def main() -> int:
+def main(options: list[str] | None = None) -> int:
     """Print the rates; 0 also where there is no device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--megabytes", type=int, default=512, help="of each transfer")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("--seconds", type=float, default=270, help="no line begins later")
+    parser.add_argument("--pages", type=int, nargs="+", default=PAGES, help="in bytes")
+    parser.add_argument("--dry", action="store_true", help="in host memory: no rate means much")
+    arguments = parser.parse_args(options)
+    end = time.perf_counter() + arguments.seconds
+    if not arguments.dry and not torch.cuda.is_available():
         print("there is no CUDA device: no rate was measured")
         return 0
+    machine = Machine(dry=arguments.dry)
     total = arguments.megabytes * MIB
+    if total < ROW_BYTES:
+        parser.error(f"--megabytes: must be {ROW_BYTES // MIB} at least")
     region = PinnedRegion.private(2 * total // ROW_BYTES, ROW_BYTES)
-    region.register_with_cuda()
-    limit = one_copy(total)
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "one_copy": limit}
-    print(
-        f"{result['device']}: one copy {limit['load']:.1f} GB/s to it, {limit['store']:.1f} from it"
-    )
-    print("| page | way | to the device | from it | both at once | product beside |")
-    print("|---|---|---|---|---|---|")
-    for page in PAGES:
-        for way in WAYS:
-            try:
-                bed = Bed(region, page, total, way)
-            except ConfigError as error:
-                print(f"| {page // KIB} KiB | {way} | {error} |")
-                continue
-            rates = {name: bed.rate(name) for name in ("load", "store", "load+store")}
-            slow = slowdown(bed, "load")
-            result[f"{page // KIB} KiB {way}"] = {**rates, "slowdown": slow}
-            cells = [f"{rates[name]:.1f} ({rates[name] / limit[name]:.2f})" for name in limit]
-            cells += [f"{rates['load+store']:.1f}", f"x{slow:.2f}"]
-            print(f"| {page // KIB} KiB | {way} | {' | '.join(cells)} |", flush=True)
+    machine.pin(region)
+    result = measure(machine, region, arguments.pages, end)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
     region.close()

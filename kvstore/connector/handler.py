@@ -153,7 +153,7 @@ class CudaHandler(OffloadingHandler):
         except (IndexError, ValueError, RuntimeError, KVStoreError):
             logger.exception("job %d could not begin", job_id)
         if ticket is not None and ticket.error:
-            logger.error("job %d: the CUDA driver refuses a copy (error %d)", job_id, ticket.error)
+            logger.error("job %d: not all of it went to the device (%d)", job_id, ticket.error)
         self._queue.append((job_id, ticket))
         return True
 

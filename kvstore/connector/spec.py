@@ -22,15 +22,20 @@ from tiers.pinned import PinnedRegion
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.device import Pages
+    from kvstore.device import CudaCopies, Pages
 
 __all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
 
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
 """From which kind of place to which, and who moves it."""
 
-CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size", "offload_prompt_only"})
+CONNECTOR_KEYS = frozenset(
+    {"spec_name", "spec_module_path", "block_size", "offload_prompt_only", "copy_way"}
+)
 """Keys of ``kv_connector_extra_config`` that are not the store's."""
+
+AUTO = "auto"
+"""The fastest way to copy."""
 
 SHAPE_BLOCKS = 1234
 """A number of blocks that no other dimension of a KV tensor has."""
@@ -145,7 +150,9 @@ class KVStoreSpec(OffloadingSpec):
     """kvstore behind a server.
 
     ``kv_connector_extra_config`` has the keys of `kvstore.config`, ``chunk_bytes`` excepted, which
-    follows from the blocks, ``block_size`` and ``offload_prompt_only``.
+    follows from the blocks, ``block_size`` and ``offload_prompt_only``. ``copy_way`` says which
+    way copies to and from a CUDA device go: one of `kvstore.device.WAYS`, or ``auto``, the default:
+    the fastest on this machine, which `get_handlers` measures.
 
     With a ``parallel_config`` workers are processes of their own on one machine. Each of them, and
     the scheduler's process, builds a spec. Workers call `get_handlers` before the scheduler calls
@@ -178,6 +185,7 @@ class KVStoreSpec(OffloadingSpec):
         block_bytes = max(len(layers) * page for layers, page in groups)
         self._part_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
         self.chunk_bytes = self.num_workers * self._part_bytes
+        self._copy_way = _copy_way(self.extra_config.get("copy_way", AUTO))
         self._server, self._rank = _place(config, self.num_workers)
         self.store_config = replace(
             checked,
@@ -221,7 +229,8 @@ class KVStoreSpec(OffloadingSpec):
         """
         Raises:
             ConfigError: for a layer that has no tensor, a tensor whose blocks are larger
-                than was announced, and a device that is neither host memory nor CUDA.
+                than was announced, a device that is neither host memory nor CUDA, and a
+                ``copy_way`` that is not to be had on it.
         """
         from kvstore.device import CudaCopies, HostCopies
 
@@ -239,8 +248,9 @@ class KVStoreSpec(OffloadingSpec):
                 copies = HostCopies(groups, rows, self.block_size_factor)
                 handler = HostHandler(copies, lambda: self._release(region))
                 return _both_ways(handler, handler)
-            region.register_with_cuda()
-            on_device = CudaCopies(groups, rows, self.block_size_factor)
+            kernels_read = region.register_with_cuda()
+            on_device = CudaCopies(groups, rows, self.block_size_factor, kernels_read=kernels_read)
+            self._choose_way(on_device)
         except BaseException:
             self._release(region)
             raise
@@ -249,6 +259,15 @@ class KVStoreSpec(OffloadingSpec):
             CudaHandler(on_device, store=True, release=last),
             CudaHandler(on_device, store=False, release=last),
         )
+
+    def _choose_way(self, copies: CudaCopies) -> None:
+        if self._copy_way == AUTO:
+            copies.measure()
+            return
+        try:
+            copies.use(self._copy_way)
+        except ConfigError as error:
+            raise ConfigError(f"copy_way = {self._copy_way!r} cannot be had: {error}") from error
 
     def _tables(
         self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
@@ -311,6 +330,17 @@ def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} = {value!r}: must be a whole number, 1 at least")
     return value
+
+
+def _copy_way(value: object) -> str:
+    if value == AUTO:
+        return AUTO
+    # Needs torch, which only who configures a way has to have here.
+    from kvstore.device.ways import WAYS
+
+    if value not in WAYS:
+        raise ConfigError(f"copy_way = {value!r}: must be one of {', '.join((AUTO, *WAYS))}")
+    return str(value)
 
 
 def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:

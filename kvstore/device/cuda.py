@@ -1,79 +1,48 @@
 """Copies between a KV cache on a CUDA device and rows of host memory.
 
-A transfer becomes a list of fragments, which the device's copy engines move: one call for each of
-them, or one for many. Stores and loads have a stream each. A transfer begins when what the
+A transfer becomes a list of fragments, which is handed to the device in one of several ways: see
+`kvstore.device.ways`. Stores and loads have a stream each. A transfer begins when what the
 compute stream had been given before it is done, so that a store copies what was computed, and
 a load does not write what is still being read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.device.driver import driver
+from kvstore.device.direction import Direction, Launch, Ticket, launcher
+from kvstore.device.driver import Copier, driver
 from kvstore.device.fragments import Addresses, Fragments
 from kvstore.device.layout import BlockPlaces, Layout, Places, RowPlaces
+from kvstore.device.measurement import Measurement, sizes_of
 from kvstore.device.pages import Pages
+from kvstore.device.ring import RING_BYTES
+from kvstore.device.ways import WAYS, Ways
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["WAYS", "CudaCopies", "Ticket"]
+__all__ = ["CudaCopies"]
 
-WAYS = ("batch", "each")
-"""How fragments are handed to the device: many in a call, or one."""
+logger = logging.getLogger("kvstore")
 
-BATCH_STEP = 512
-"""Fragments in a call."""
-
-FEW = 4
-"""So few fragments are handed over one by one."""
-
-
-class Driver(Protocol):
-    has_batch: bool
-
-    def copy(
-        self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int
-    ) -> int: ...
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A transfer under way.
-
-    Attributes:
-        size: bytes.
-        error: why not all of it was handed over, as the driver's code; 0 if it was.
-    """
-
-    size: int
-    begun: Any
-    ended: Any
-    error: int = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended. Never waits."""
-        return bool(self.ended.query())
-
-    def wait(self) -> None:
-        """Wait until it has ended."""
-        self.ended.synchronize()
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, once it has ended."""
-        return float(self.begun.elapsed_time(self.ended)) / 1000
+MEASURE_SECONDS = 0.5
 
 
 class CudaCopies:
     """Queues copies of blocks to rows, and back. See the module's text, and
     `kvstore.device.layout` for how they lie in a row.
+
+    Transfers of one direction are done one after the other. No block may be named twice in a
+    load, and no place of a row twice in a store.
+
+    Attributes:
+        ways: which way transfers go.
     """
 
     def __init__(
@@ -84,38 +53,101 @@ class CudaCopies:
         places: Places | None = None,
         *,
         way: str | None = None,
+        kernels_read: bool = False,
+        ring_bytes: int = RING_BYTES,
         cuda: Any = None,
-        calls: Driver | None = None,
+        calls: Copier | None = None,
+        launch: Callable[[], Launch] = launcher,
     ) -> None:
         """
         Args:
             groups: for each KV cache group the tables of its blocks, all on one device.
             rows: host memory, of shape (rows, bytes of a row). The device copies at full speed
                 only if it is registered (see `tiers.pinned.PinnedRegion.register_with_cuda`).
-            way: one of `WAYS`; by default the first that the driver has.
-            cuda: ``torch.cuda``. calls: the driver.
+            way: one of `WAYS`, for all transfers; by default ``batch`` if the driver has it, else
+                ``each``, until `measure` finds something better.
+            kernels_read: whether kernels of the device may use the addresses of `rows`: what
+                `register_with_cuda` returned. True without cause ends in an illegal access,
+                after which the process cannot use the device any more.
+            ring_bytes: device memory that each direction takes for ``staged``, once it is used: a
+                multiple of 64 KiB.
+            cuda: ``torch.cuda``. calls: the driver. launch: gives what launches the kernel.
 
         Raises:
             ConfigError: if a chunk is larger than a row, tables lie on several devices, or
-                there is no such way.
+                there is no such way here.
         """
         devices = {pages.tensor.device for tables in groups for pages in tables}
         if len(devices) != 1:
             raise ConfigError(f"the KV cache lies on {len(devices)} devices: must be one")
-        if way is not None and way not in WAYS:
-            raise ConfigError(f"way = {way!r}: must be one of {', '.join(WAYS)}")
         (self._device,) = devices
         self._cuda = cuda or torch.cuda
         # Gives this thread a context, which the driver's calls need.
         self._cuda.synchronize(self._device)
-        self._calls: Driver = calls or driver()
-        if way == "batch" and not self._calls.has_batch:
-            raise ConfigError("way = 'batch': this CUDA driver copies one fragment in a call")
-        self._way = way or ("batch" if self._calls.has_batch else "each")
-        layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
-        self._addresses = Addresses(layout, int(rows.ctypes.data), rows.strides[0])
+        calls = calls or driver()
+        self._layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
+        self._addresses = Addresses(self._layout, int(rows.ctypes.data), rows.strides[0])
         self._memory = rows
-        self._stores, self._loads = (self._cuda.Stream(self._device) for _ in range(2))
+        self._stores, self._loads = self._directions = tuple(
+            Direction(
+                self._device,
+                self._cuda,
+                calls,
+                store=store,
+                word=self._addresses.word,
+                ring_bytes=ring_bytes,
+                launch=launch,
+                kernels_read=kernels_read,
+            )
+            for store in (True, False)
+        )
+        self.ways = Ways("batch" if calls.has_batch else "each")
+        if way is not None:
+            self.use(way)
+
+    def use(self, way: str) -> None:
+        """Take one way for all transfers from now on. Waits for those under way.
+
+        Raises:
+            ConfigError: if there is no such way here; it says why. The ways stay as they are.
+        """
+        if way not in WAYS:
+            raise ConfigError(f"way = {way!r}: must be one of {', '.join(WAYS)}")
+        for direction in self._directions:
+            direction.prepare(way)
+        self._take(Ways(way))
+
+    def measure(
+        self,
+        seconds: float = MEASURE_SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Time all ways there are for fragments of this layout, and take the fastest from now on.
+
+        Copies between scratch memory only: 8 MiB of pinned host memory and about 50 MiB of the
+        device, which torch gets back. A way that copies wrong is not taken. Where measuring
+        fails, transfers go on as they did, and the log says why. Waits for those under way.
+
+        Args:
+            seconds: how long it takes, about. Compiling the kernel comes on top of it where
+                Triton has not done so before on this machine: some seconds.
+        """
+        ways = self.ways
+        try:
+            measurement = Measurement(self._device, self._memory.shape[1], clock)
+            rates = measurement.rates(self._directions, sizes_of(self._layout), seconds)
+            if not rates:
+                raise KVStoreError("none of them copies right")
+            ways = Ways(ways.default, rates)
+            logger.info("kvstore: copies of %s", ways)
+        except Exception as error:
+            logger.warning("copies were not measured and go as they did: %s", error)
+        self._take(ways)
+
+    def _take(self, ways: Ways) -> None:
+        for direction in self._directions:
+            direction.keep(ways.used(store=direction.store))
+        self.ways = ways
 
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> Ticket:
         """Begin to copy blocks to rows.
@@ -126,7 +158,7 @@ class CudaCopies:
             KVStoreError: while a CUDA graph is captured: the copy would become a part of it.
                 Nothing was begun in any of these cases.
         """
-        return self._begin(self._addresses.fragments(blocks, rows), self._stores, store=True)
+        return self._begin(self._addresses.fragments(blocks, rows), self._stores)
 
     def load(self, rows: RowPlaces, blocks: BlockPlaces) -> Ticket:
         """Begin to copy rows to blocks.
@@ -134,25 +166,13 @@ class CudaCopies:
         Raises:
             IndexError, ValueError, KVStoreError: as `store`.
         """
-        return self._begin(self._addresses.fragments(blocks, rows), self._loads, store=False)
+        return self._begin(self._addresses.fragments(blocks, rows), self._loads)
 
-    def _begin(self, fragments: Fragments, stream: Any, *, store: bool) -> Ticket:
-        cuda = self._cuda
-        if cuda.is_current_stream_capturing():
-            raise KVStoreError("no copy can begin while a CUDA graph is captured")
-        begun, ended = (cuda.Event(enable_timing=True) for _ in range(2))
-        way = "each" if len(fragments) <= FEW else self._way
-        with cuda.device(self._device):
-            stream.wait_stream(cuda.current_stream(self._device))
-            begun.record(stream)
-            error = self._calls.copy(
-                fragments, stream.cuda_stream, store=store, way=way, step=BATCH_STEP
-            )
-            # After an error, too: a part of it may be under way.
-            ended.record(stream)
-        return Ticket(fragments.bytes, begun, ended, error)
+    def _begin(self, fragments: Fragments, direction: Direction) -> Ticket:
+        size = fragments.bytes / max(1, len(fragments))
+        return direction.begin(fragments, self.ways.way(max(1.0, size), store=direction.store))
 
     def shutdown(self) -> None:
         """Wait for all copies."""
-        self._stores.synchronize()
-        self._loads.synchronize()
+        for direction in self._directions:
+            direction.stream.synchronize()

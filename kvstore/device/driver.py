@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Protocol
 
 import numpy as np
 
 from kvstore.device.fragments import Fragments, Longs
 
-__all__ = ["Driver", "driver"]
+__all__ = ["Copier", "Driver", "driver"]
 
 BATCH_VERSION = 12080
 """Of ``cuMemcpyBatchAsync``: 13000 has one argument fewer."""
 
 STREAM_ORDER = 1
 """The source is read in the order of the stream: what a store copies may still be being written."""
+
+
+class Copier(Protocol):
+    """What copies need of a driver; see `Driver`."""
+
+    has_batch: bool
+
+    def copy(
+        self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int
+    ) -> int: ...
 
 
 class _Attributes(ctypes.Structure):
@@ -93,7 +104,11 @@ class Driver:
         )
 
     def copy(self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int) -> int:
-        """Queue a transfer; returns the first error, 0 for none. What came before it is queued."""
+        """Queue a transfer; returns the first error, 0 for none. What came before it is queued.
+
+        Args:
+            way: ``each``, or ``batch`` with `step` fragments in a call.
+        """
         targets, sources = fragments.device, fragments.host
         if store:
             targets, sources = sources, targets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +18,7 @@ from kvstore.testing.manager import ManagerContract, Places, keys_from
 pytest.importorskip("torch")
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 TOKENS, HEADS, SIZE = 16, 2, 8
 PAGE = 2 * TOKENS * HEADS * SIZE * 2
@@ -249,6 +250,8 @@ def test_the_last_to_end_gives_host_memory_back() -> None:
         ({"cpu_bytes": 1}, "unknown key cpu_bytes"),
         ({"identity": {}}, "missing key identity"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use"),
+        ({"copy_way": "fast"}, "copy_way = 'fast': must be one of auto, batch, each, staged, k"),
+        ({"copy_way": 3}, "copy_way = 3: must be one of auto"),
     ],
 )
 def test_what_cannot_be_configured_is_refused_by_name(
@@ -277,6 +280,57 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match="no dimension counts them"):
         spec.get_handlers(layers, {"layer-0-1": Odd})
+
+
+class Copies:
+    """Stands for copies on a CUDA device; the way ``staged`` is not to be had."""
+
+    made: ClassVar[list[Copies]] = []
+
+    def __init__(self, groups: Any, rows: Any, per_chunk: int, *, kernels_read: bool) -> None:
+        assert kernels_read == torch.cuda.is_available()
+        self.chosen: list[str] = []
+        self.made.append(self)
+
+    def measure(self) -> None:
+        self.chosen.append("measured")
+
+    def use(self, way: str) -> None:
+        if way == "staged":
+            raise ConfigError("way = 'staged': Triton is not installed")
+        self.chosen.append(way)
+
+    def shutdown(self) -> None:
+        self.chosen.append("ended")
+
+
+@pytest.mark.parametrize(
+    ("extra", "chosen"),
+    [
+        ({}, "measured"),
+        ({"copy_way": "auto"}, "measured"),
+        ({"copy_way": "each"}, "each"),
+        ({"copy_way": "staged"}, None),
+    ],
+)
+def test_copies_on_a_device_go_the_way_that_is_configured(
+    extra: dict[str, Any], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.device.CudaCopies", Copies)
+    spec = spec_of(**extra)
+    with FakeTensorMode():
+        layers = {
+            f"layer-0-{n}": torch.zeros(4, 2, 16, 2, 8, dtype=torch.bfloat16, device="cuda")
+            for n in range(3)
+        }
+    if chosen is None:
+        with pytest.raises(ConfigError, match="copy_way = 'staged' cannot be had: .*Triton is not"):
+            spec.get_handlers(layers)
+        return
+    for _, _, handler in spec.get_handlers(layers):
+        assert Copies.made[-1].chosen[0] == chosen
+        handler.shutdown()
+    assert Copies.made[-1].chosen == [chosen, "ended", "ended"]
 
 
 class TestManagerOfASpec(ManagerContract):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,8 +30,9 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._reached = False
+        self._at = 0.0
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
@@ -48,10 +50,11 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         assert self._reached
         assert later._reached
-        return 1.0
+        return 1000 * (later._at - self._at)
 
     def _reach(self) -> None:
         self._reached = True
+        self._at = time.perf_counter()
 
 
 class PretendCuda:
@@ -59,17 +62,23 @@ class PretendCuda:
 
     Attributes:
         compute: the stream that computes. capturing: a graph is captured.
+        streams: all of them, by their handles.
     """
 
-    Stream = Stream
     Event = Event
 
     def __init__(self) -> None:
-        self.compute = Stream()
+        self.streams: dict[int, Stream] = {}
+        self.compute = self.current = self.Stream()
         self.capturing = False
 
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
+        stream = Stream()
+        self.streams[stream.cuda_stream] = stream
+        return stream
+
     def current_stream(self, device: Any) -> Stream:
-        return self.compute
+        return self.current
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -81,34 +90,76 @@ class PretendCuda:
     def device(self, device: Any) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
 
 class PretendDriver:
     """Stands for the driver.
 
     Attributes:
         ways: how transfers were handed over.
-        fails_after: so many fragments are copied before there is an error; None: all.
+        largest: bytes of the largest fragment.
+        fails_after: so many fragments of a call are copied before there is an error; None: all.
     """
 
-    def __init__(self, cuda: Any, *, has_batch: bool = True) -> None:
+    def __init__(self, cuda: PretendCuda, *, has_batch: bool = True) -> None:
         self.has_batch = has_batch
         self.ways: list[str] = []
+        self.largest = 0
         self.fails_after: int | None = None
-        self._streams: dict[int, Stream] = {}
-
-    def know(self, *streams: Stream) -> None:
-        """Copies on these are queued."""
-        self._streams.update({stream.cuda_stream: stream for stream in streams})
+        self._cuda = cuda
 
     def copy(self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int) -> int:
         self.ways.append(way)
-        queue = self._streams[stream].queue
+        queue = self._cuda.streams[stream].queue
         columns = (fragments.device, fragments.host, fragments.sizes)
         for number, (device, host, size) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             if number == self.fails_after:
                 return 700
+            self.largest = max(self.largest, size)
             target, source = (host, device) if store else (device, host)
             queue.append(lambda t=target, s=source, n=size: ctypes.memmove(t, s, n))
         return 0
+
+
+class PretendKernel:
+    """Stands for the kernel: it reads its list when it runs, not when it is launched.
+
+    Attributes:
+        words, programs: of each launch.
+        runs: copies for real; by default a plain copy of memory.
+        fails: launching raises.
+    """
+
+    def __init__(self, cuda: PretendCuda, runs: Callable[[Any, int, int, int], None] | None = None):
+        self.words: list[int] = []
+        self.programs: list[int] = []
+        self.runs = runs or plain_copies
+        self.fails = False
+        self._cuda = cuda
+
+    def __call__(self) -> Callable[[Any, int, int, int], None]:
+        return self.launch
+
+    def launch(self, lists: Any, count: int, word: int, programs: int) -> None:
+        if self.fails:
+            raise RuntimeError("out of resources")
+        self.words.append(word)
+        self.programs.append(programs)
+        self._cuda.current.queue.append(lambda: self.runs(lists, count, word, programs))
+
+
+def plain_copies(lists: Any, count: int, word: int, programs: int) -> None:
+    """What `kvstore.device.kernel.launch` does, if what it was promised is so."""
+    numbers = lists.numpy()[: 3 * count]
+    assert not (numbers % word).any()
+    for target, source, size in numbers.reshape(3, count).T.tolist():
+        ctypes.memmove(target, source, size)
