@@ -16,11 +16,14 @@ They come in either of two forms:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NO_HINTS", "PARAMS_KEY", "Hints", "read_hints"]
+if TYPE_CHECKING:
+    from kvstore.core import Core
+
+__all__ = ["NO_HINTS", "PARAMS_KEY", "Hints", "follow", "read_hints"]
 
 PARAMS_KEY = "kvstore"
 """Where hints are in the transfer parameters of a request."""
@@ -90,6 +93,26 @@ def read_hints(params: object, envelope: object = None) -> tuple[Hints, int, int
     elif envelope is not None:
         reader.ignored += 1
     return reader.hints, reader.taken, reader.ignored
+
+
+def follow(hints: Hints, core: Core, keys: Sequence[bytes], now: float) -> int:
+    """Do what the hints of a request say, which has ended and whose prompt is `keys`.
+
+    Returns:
+        Chunks that were to be retained or fetched, and are not: more may not be.
+    """
+    refused = 0
+    if hints.release:
+        core.pins.end(keys)
+    if hints.retain_s is not None:
+        host = hints.retain_host or not core.cascades.targets
+        refused += len(keys) - core.pins.begin(keys, now + hints.retain_s, host=host, yields=True)
+    if hints.demote:
+        core.demotions.begin(keys, now)
+    after = hints.prefetch_after_s
+    if after is not None and not core.prefetches.plan(keys, now + after):
+        refused += len(keys)
+    return refused
 
 
 _Read = Callable[[Hints, Any], Hints]

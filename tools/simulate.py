@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ CURVE_ACCESSES = 2_000_000
 """A curve is made from about so many accesses, unless told otherwise."""
 
 HEADER = (
-    "host", "policy", "admission", "disk", "policy", "admission", "flow",
+    "host", "policy", "admission", "disk", "policy", "admission", "flow", "hints",
     "hits %", "host %", "disk %", "disk writes", "written/hit", "evicted host", "disk", "s",
 )  # fmt: skip
 
@@ -64,6 +65,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--disk-admission", default="", help="the same for disk")
     flows = ", ".join(flow.value for flow in Flow)
     command.add_argument("--flow", default="write-through", help=f"{flows}; {several}")
+    command.add_argument(
+        "--hints", action="store_true",
+        help="replay also with clients that tell when their conversations go on",
+    )  # fmt: skip
     command.add_argument("--chunk-bytes", help="size of a chunk, such as 2MiB")
     command.add_argument("--limit", type=int, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
@@ -208,21 +213,18 @@ def _setups(
         for below, gate, flow in itertools.product(disk_policies, disk_admissions, flows):
             ahead = longest if flow is not Flow.WRITE_THROUGH else 0
             setups.append(Setup(host, disk, policy, below, admission, gate, flow, ahead))
+    if options.hints:
+        setups = [replace(setup, hints=hints) for setup in setups for hints in (False, True)]
     return list(dict.fromkeys(setups))
 
 
 def _scaled(setup: Setup, scale: float) -> Setup:
     if scale == 1:
         return setup
-    return Setup(
-        max(1, round(setup.host * scale)),
-        max(1, round(setup.disk * scale)) if setup.disk else 0,
-        setup.host_policy,
-        setup.disk_policy,
-        setup.host_admission,
-        setup.disk_admission,
-        setup.flow,
-        setup.reserve,
+    return replace(
+        setup,
+        host=max(1, round(setup.host * scale)),
+        disk=max(1, round(setup.disk * scale)) if setup.disk else 0,
     )
 
 
@@ -295,6 +297,7 @@ def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:
         "disk_policy": str(setup.disk_policy) if setup.disk else None,
         "disk_admission": [str(choice) for choice in setup.disk_admission],
         "flow": setup.flow.value if setup.disk else None,
+        "hints": setup.hints,
         "accesses": outcome.accesses,
         "hits": outcome.hits,
         "hit_ratio": outcome.hit_ratio,
@@ -322,6 +325,7 @@ def _shown(row: dict[str, Any]) -> tuple[str, ...]:
         row["disk_policy"] or "-",
         "+".join(row["disk_admission"]) or "-",
         row["flow"] or "-",
+        "yes" if row["hints"] else "-",
         f"{100 * row['hit_ratio']:.2f}",
         f"{100 * row['host_hit_ratio']:.2f}",
         f"{100 * row['disk_hit_ratio']:.2f}",

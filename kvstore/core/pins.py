@@ -62,6 +62,10 @@ class Pins:
         # those whose end has come.
         self._ends: list[tuple[float, int, list[bytes]]] = []
         self._listed = 0
+        # Those that give way, the latest end first; how many; and those that never do.
+        self._yielding: list[tuple[float, int, list[bytes]]] = []
+        self._may_yield = 0
+        self._firm: set[bytes] = set()
         self._numbers = itertools.count()
         self._over: deque[bytes] = deque()
 
@@ -78,15 +82,21 @@ class Pins:
         """Whether more pins are to be ended than the last step has."""
         return bool(self._over)
 
-    def begin(self, keys: Iterable[bytes], until: float, *, host: bool = True) -> int:
+    def begin(
+        self, keys: Sequence[bytes], until: float, *, host: bool = True, yields: bool = False
+    ) -> int:
         """Pin these keys, in prefix order, until then; a later end that was given before stands.
 
         Args:
             host: whether chunks are held in host memory too; else only on tiers.
+            yields: where no more may be pinned, these give way to others that yield and end
+                sooner. So of many that are to return those are kept that return first.
 
         Returns:
             How many leading keys are pinned: more would be more than may be anywhere.
         """
+        if yields:
+            self._give_way(len(keys), until)
         pinned: list[bytes] = []
         for key in keys:
             before = self._until.get(key)
@@ -95,6 +105,10 @@ class Pins:
             self._until[key] = until if before is None else max(before, until)
             pinned.append(key)
         self._end_later(until, pinned)
+        if yields:
+            self._yield_later(until, pinned)
+        else:
+            self._firm.update(pinned)
         for target in self._targets:
             target.index.pin(pinned)
         if host:
@@ -106,6 +120,7 @@ class Pins:
         """These keys are pinned no longer; returns how many were."""
         ended = [key for key in dict.fromkeys(keys) if self._until.pop(key, None) is not None]
         self._expected.difference_update(ended)
+        self._firm.difference_update(ended)
         for target in self._targets:
             target.index.unpin(ended)
         self._pool.unpin([self._held.pop(key) for key in ended if key in self._held])
@@ -149,9 +164,52 @@ class Pins:
 
     def reset(self) -> None:
         """Everything is forgotten."""
-        for each in (self._until, self._held, self._expected, self._ends, self._over):
+        everything = (
+            self._until,
+            self._held,
+            self._expected,
+            self._ends,
+            self._over,
+            self._yielding,
+        )
+        for each in (*everything, self._yielding, self._firm):
             each.clear()
-        self._listed = 0
+        self._listed = self._may_yield = 0
+
+    def _give_way(self, count: int, until: float) -> None:
+        """End pins that yield and end after `until`, tails first, so that `count` find room."""
+        yielding = self._yielding
+        short = count - (self._most - len(self._until))
+        while short > 0 and yielding and -yielding[0][0] > until:
+            latest, number, keys = heapq.heappop(yielding)
+            self._may_yield -= len(keys)
+            its = self._still_yielding(-latest, keys)
+            kept = its[: max(0, len(its) - short)]
+            short -= self.end(its[len(kept) :])
+            if kept:
+                heapq.heappush(yielding, (latest, number, kept))
+                self._may_yield += len(kept)
+
+    def _yield_later(self, until: float, keys: list[bytes]) -> None:
+        heapq.heappush(self._yielding, (-until, next(self._numbers), keys))
+        self._may_yield += len(keys)
+        if self._may_yield <= MOST_LISTED * len(self._until) + MOST_ENDS:
+            return
+        # Most of them were put off, or have ended.
+        listed: set[bytes] = set()
+        fresh: list[tuple[float, int, list[bytes]]] = []
+        for latest, number, its in self._yielding:
+            rest = [key for key in self._still_yielding(-latest, its) if key not in listed]
+            listed.update(rest)
+            if rest:
+                fresh.append((latest, number, rest))
+        heapq.heapify(fresh)
+        self._yielding, self._may_yield = fresh, len(listed)
+
+    def _still_yielding(self, until: float, keys: list[bytes]) -> list[bytes]:
+        """Those of `keys` whose pins end then, and of which nobody has said that they stand."""
+        ends, firm = self._until, self._firm
+        return [key for key in keys if ends.get(key) == until and key not in firm]
 
     def _end_later(self, until: float, keys: list[bytes]) -> None:
         if until == math.inf:

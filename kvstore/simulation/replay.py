@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from kvstore.choice import Choice, build_filters, build_policy
 from kvstore.core import UNBOUNDED, Core, Flow, HostPool, OwnedTier
+from kvstore.hints import Hints, follow
+from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
 from kvstore.types import Completion, RecoveredTier
 
@@ -42,6 +44,7 @@ class Setup:
         host_admission, disk_admission: filters, all of which must agree.
         flow: between host memory and disk.
         reserve: rows of host memory that demotion keeps free or soon free.
+        hints: clients tell when their conversations go on, see `kvstore.simulation.returns`.
     """
 
     host: int
@@ -52,6 +55,7 @@ class Setup:
     disk_admission: tuple[Choice, ...] = ()
     flow: Flow = Flow.WRITE_THROUGH
     reserve: int = 0
+    hints: bool = False
 
     def core(self, chunk_bytes: int) -> Core:
         """A core of this shape that holds nothing.
@@ -146,7 +150,7 @@ class _Server:
             # Chunks that were given up and copied leave: they must not be hits any more.
             core.room.make(self.reserve, core.now, shed_unsaved=False)
 
-    def serve(self, keys: list[bytes], name: str) -> int:
+    def serve(self, keys: list[bytes], name: str, hints: Hints | None = None) -> int:
         """One request from its first lookup to its end; returns its hits."""
         core = self.core
         count = core.lookup_prefix(keys, name)
@@ -169,6 +173,8 @@ class _Server:
                     break
                 self.step()
         core.on_request_finished(name)
+        if hints is not None:
+            follow(hints, core, keys, self.now)
         self.step()
         return count
 
@@ -195,9 +201,11 @@ def replay(
     keys = trace.keys()
     outcome = Outcome(setup, chunk_bytes=size)
     began = time.perf_counter()
-    for number, (seconds, request) in enumerate(zip(trace.times, trace.requests, strict=True)):
+    hints = announced(trace) if setup.hints else [None] * len(trace.requests)
+    requests = zip(trace.times, trace.requests, hints, strict=True)
+    for number, (seconds, request, told) in enumerate(requests):
         server.now = seconds
-        server.serve([keys[chunk] for chunk in request], str(number))
+        server.serve([keys[chunk] for chunk in request], str(number), told)
         outcome.accesses += len(request)
         if progress is not None and not number % 256:
             progress(number)

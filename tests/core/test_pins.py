@@ -224,4 +224,46 @@ def test_a_key_that_is_pinned_again_and_again_costs_no_memory() -> None:
     rig.put(A)
     for _ in range(100_000):
         rig.core.pins.begin(A, rig.now + 1000.0)
+        rig.core.pins.begin(A, rig.now + 1000.0, yields=True)
     assert len(rig.core.pins._ends) < 1000
+    assert len(rig.core.pins._yielding) < 1000
+
+
+def test_pins_that_yield_give_way_to_those_that_end_sooner_tails_first() -> None:
+    rig = alone(rows=8)
+    rig.put(C)
+    pins = rig.core.pins
+    assert pins.begin(C[:4], rig.now + 100.0, yields=True) == 4
+    assert pins.begin(C[4:6], rig.now + 200.0, yields=True) == 0, "that returns later"
+    assert pins.begin(C[4:6], rig.now + 10.0, yields=True) == 2
+    assert [pins.is_pinned(key) for key in C] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert pins.begin(C[6:], rig.now + 1.0, yields=True) == 2
+    assert [pins.is_pinned(key) for key in C] == [False] * 4 + [True] * 4
+    assert rig.stats.pinned_rows == 4
+    fill(rig, "x", 8)
+    assert [rig.in_host(key) for key in C] == [False] * 4 + [True] * 4
+    rig.step(300.0)
+    assert rig.stats.pins == rig.stats.busy_rows == 0
+
+
+def test_a_pin_that_does_not_yield_stands() -> None:
+    rig = alone(rows=8)
+    rig.put(C)
+    pins = rig.core.pins
+    assert pins.begin(C[:4], math.inf) == 4
+    assert pins.begin(C[4:], rig.now + 1.0, yields=True) == 0
+    pins.end(C)
+    assert pins.begin(C[:4], rig.now + 50.0, yields=True) == 4
+    # Prolonged by somebody who does not yield.
+    assert pins.begin(C[:2], math.inf) == 2
+    assert pins.begin(C[4:], rig.now + 1.0, yields=True) == 2
+    assert [pins.is_pinned(key) for key in C[:6]] == [True, True, False, False, True, True]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvstore.core import Core
-from kvstore.hints import Hints, read_hints
+from kvstore.hints import Hints, follow, read_hints
 
 __all__ = ["HintedRequests"]
 
@@ -70,18 +70,4 @@ class HintedRequests:
         """The request has ended: what its hints say of its chunks is done."""
         hinted = self._requests.pop(request, None)
         if hinted is not None and hinted.keys:
-            self._follow(hinted.hints, list(hinted.keys), now)
-
-    def _follow(self, hints: Hints, keys: Sequence[bytes], now: float) -> None:
-        core = self._core
-        if hints.release:
-            core.pins.end(keys)
-        if hints.retain_s is not None:
-            host = hints.retain_host or not core.cascades.targets
-            held = core.pins.begin(keys, now + hints.retain_s, host=host)
-            self.refused += len(keys) - held
-        if hints.demote:
-            core.demotions.begin(keys, now)
-        after = hints.prefetch_after_s
-        if after is not None and not core.prefetches.plan(keys, now + after):
-            self.refused += len(keys)
+            self.refused += follow(hinted.hints, self._core, list(hinted.keys), now)

@@ -1,0 +1,34 @@
+"""What simulated clients announce, and what that brings."""
+
+from __future__ import annotations
+
+from kvstore.hints import Hints
+from kvstore.simulation import Setup, Trace, replay
+from kvstore.simulation.returns import PATIENCE, SLACK, announced
+
+
+def trace(*requests: tuple[float, list[int]]) -> Trace:
+    return Trace.of("made up", requests)
+
+
+def test_a_conversation_goes_on_with_the_next_request_that_has_its_last_chunk() -> None:
+    told = announced(trace((0, [1, 2]), (5, [3]), (8, [1, 2, 4]), (9, [1, 2, 4, 5]), (10, [3, 6])))
+    pauses = [8.0, 5.0, 1.0, None, None]
+    assert told == [
+        Hints(release=True) if pause is None else Hints(retain_s=pause * PATIENCE + SLACK)
+        for pause in pauses
+    ]
+
+
+def test_hints_keep_those_that_return_soon_where_there_is_not_room_for_all() -> None:
+    """Conversations in turn, more than fit: without hints none is there when it goes on."""
+    made_up = trace(
+        *(
+            (100.0 * turn + who, [1000 * who + place for place in range(8 + turn)])
+            for turn in range(20)
+            for who in range(8)
+        )
+    )
+    without, told = (replay(made_up, Setup(90, hints=hints)) for hints in (False, True))
+    assert without.hits < told.hits / 3
+    assert told.host_writes < without.host_writes
