@@ -231,7 +231,6 @@ class Led(Server):
         for work in step.work:
             if work.request not in self._refused:
                 self._check_offered(work.request, work.end)
-            if not self._refused:
                 self._check_windows(work)
         for request, end in leaving:
             if request not in self._refused:
@@ -251,11 +250,11 @@ class Led(Server):
     def _check_windows(self, work: Work) -> None:
         """What became whole in this step, and is in its blocks, was offered.
 
-        By anybody: who gets a block that others have filled offers it in their place.
+        Not where blocks are shared: one that was given to another counts as left by the window.
         """
-        if self.setup.prompt_only:
+        if self.setup.prompt_only or self.setup.prefix_cache:
             return
-        offered: set[bytes] = set().union(*self.offered.values())
+        offered = self.offered[work.request]
         for group, (size, window) in enumerate(self.setup.groups):
             chunk = size * self.setup.factor
             last = min(work.end, work.request.num_tokens) // chunk
@@ -263,7 +262,7 @@ class Led(Server):
                 blocks = work.table[group][place * self.setup.factor :][: self.setup.factor]
                 if all(blocks):
                     key = self._key(work.request, group, place)
-                    assert key in offered, "nobody has offered a chunk that is whole"
+                    assert key in offered, "it has not offered a chunk that is whole"
 
     def _chunks(self, request: Request, tokens: int, groups: Iterable[int]) -> set[bytes]:
         """Keys of its whole chunks up to `tokens`."""

@@ -34,9 +34,11 @@ LONGEST = 76
 """Tokens of a request: the device has blocks for one of them at least."""
 
 SMALL = st.integers(0, 7)
+BUDGETS = st.sampled_from((80, 24, 9, 5))
 RARELY = st.sampled_from((False,) * 4 + (True,))
+FAILING = st.none() | st.integers(0, 7)
 KINDS = st.sampled_from(("plain",) * 6 + ("nothing is loaded for it", "decoded elsewhere"))
-WINDOWS = st.sampled_from((None, None, 1, 4, 6, 9, 14))
+WINDOWS = st.sampled_from((None, None, 1, 4, 6, 9, 14)) | st.integers(1, 17)
 
 
 @st.composite
@@ -109,23 +111,26 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
             self.add(prompt, 1, kind)
 
     @precondition(lambda self: self.free_names() and not self.everyone())
-    @rule(prompt=PROMPTS, answer=st.integers(1, 4), failing=st.none() | st.integers(0, 3))
-    def serve(self, prompt: Prompt, answer: int, failing: int | None) -> None:
+    @rule(prompt=PROMPTS, answer=st.integers(1, 4), budget=BUDGETS, failing=FAILING)
+    def serve(self, prompt: Prompt, answer: int, budget: int, failing: int | None) -> None:
         """A whole request, with workers that keep up."""
         request = self.add(prompt, answer, "plain")
-        self.go_on(20, failing)
+        self.go_on(40, budget, failing)
         assert request.state == "gone"
 
     @precondition(lambda self: len(self.free_names()) > 1 and not self.everyone())
     @rule(
         prompt=PROMPTS,
         answer=st.integers(1, 4),
-        failing=st.none() | st.integers(0, 3),
+        budget=BUDGETS,
+        failing=FAILING,
         kind=KINDS,
     )
-    def serve_and_load(self, prompt: Prompt, answer: int, failing: int | None, kind: str) -> None:
+    def serve_and_load(
+        self, prompt: Prompt, answer: int, budget: int, failing: int | None, kind: str
+    ) -> None:
         """A request whose prompt was served before, until its load is under way."""
-        self.serve(prompt, 1, failing)
+        self.serve(prompt, 1, budget, failing)
         self.forget_device()
         request = self.add(replace(prompt, own=prompt.own + 1), answer, kind)
         for _ in range(4):
@@ -170,7 +175,7 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
     # -- steps -----------------------------------------------------------------------------
 
     @rule(
-        budget=st.sampled_from((80, 24, 9, 3)),
+        budget=BUDGETS,
         refusing=RARELY,
         fewer=st.integers(0, 9),
         together=st.booleans(),
@@ -187,14 +192,14 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
         self.its.step(0)
 
     @precondition(lambda self: self.everyone())
-    @rule(steps=st.integers(1, 12))
-    def go_on(self, steps: int, failing: int | None = None) -> None:
+    @rule(steps=st.integers(1, 12), budget=BUDGETS)
+    def go_on(self, steps: int, budget: int, failing: int | None = None) -> None:
         """Steps between which all transfers end; `failing` is the one that fails."""
         ended = 0
         for _ in range(steps):
             if not (self.everyone() or self.its.scheduler.has_pending_work()):
                 break
-            self.its.step(24)
+            self.its.step(budget)
             for handler in self.its.handlers():
                 while handler.queue:
                     handler.queue[0].fails |= ended == failing
