@@ -251,8 +251,9 @@ class Led(Server):
         """What became whole in this step, and is in its blocks, was offered.
 
         Not where blocks are shared: one that was given to another counts as left by the window.
+        And not after a preemption: what a window had left before is not offered once more.
         """
-        if self.setup.prompt_only or self.setup.prefix_cache:
+        if self.setup.prompt_only or self.setup.prefix_cache or work.request.preempted:
             return
         offered = self.offered[work.request]
         for group, (size, window) in enumerate(self.setup.groups):
