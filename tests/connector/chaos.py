@@ -297,6 +297,7 @@ class HeldSpec(ChaosSpec):
                 engine = super().get_manager().stepper.engine
             assert isinstance(engine, HeldEngine)
             self.engine = engine
+            engine.clock = self.clock
         return super().get_manager()
 
     def close(self) -> None:

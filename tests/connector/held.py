@@ -1,4 +1,4 @@
-"""A tier whose moves end when they are told to, and a clock that stands still in between."""
+"""A tier whose moves end when they are told to, and a clock that goes on only while one waits."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class HeldEngine:
         self.tiers = tiers
         self.moves: list[Move] = []
         self.calm = False
+        self.clock = Clock()
         self._done: list[Completion] = []
 
     def submit(self, moves: Sequence[Move]) -> None:
@@ -58,6 +59,8 @@ class HeldEngine:
         return done
 
     def wait(self, seconds: float) -> bool:
+        # Nothing comes meanwhile; but who waits until some time must see it come.
+        self.clock.now += seconds
         return bool(self._done)
 
     def repeat(self, call: Callable[[], object]) -> None:
