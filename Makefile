@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # skipped is listed with its reason. A worker that crashes ends the run.
 TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
-.PHONY: demo test check unit vllm figures engine gpu kill reset simulation soak fuzz clean
+.PHONY: demo test check unit vllm figures engine gpu kill reset simulation programs soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -55,6 +55,10 @@ reset: $(READY)
 # A million random acts of the core's simulation over a hundred seeds: some minutes.
 simulation: $(READY)
 	@KVSTORE_SIMULATION=10000 $(BIN)/python -m pytest tests/core/test_simulation.py -k no_interleaving --timeout 3600 -o faulthandler_timeout=3700
+
+# Programs of a server against the connector's scheduler half, others each time: some minutes.
+programs: $(READY)
+	@KVSTORE_PROGRAMS=3000 $(BIN)/python -m pytest tests/connector/test_scheduler_machine.py --timeout 3600 -o faulthandler_timeout=3700
 
 # Half an hour of mixed load, watched from outside.
 soak: $(READY)

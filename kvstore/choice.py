@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from policies import (
     create_filter,
     create_policy,
     filter_names,
+    has_filter,
+    has_policy,
     policy_names,
 )
 
@@ -37,26 +39,39 @@ class Choice:
     parameters: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, value: object, known: Sequence[str], kind: str) -> Choice:
+    def of(
+        cls,
+        value: object,
+        kind: str,
+        is_known: Callable[[str], bool],
+        names: Callable[[], Sequence[str]],
+    ) -> Choice:
         """From a configuration: a name, or a table with `name` and parameters.
 
+        Args:
+            is_known, names: whether there is a name, and all that there are. Two, as to list them
+                all takes longer than the rest of a configuration.
+
         Raises:
-            ValueError: if it is neither; the message lists the names in `known`.
+            ValueError: if it is neither; the message lists the `names`.
         """
         if isinstance(value, Choice):
             return value
-        listed = f"known are: {', '.join(known)}"
+
+        def wrong(what: str) -> ValueError:
+            return ValueError(f"{what}; known are: {', '.join(names())}")
+
         if isinstance(value, str):
             name, parameters = value, {}
         elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             parameters = dict(value)
             name = parameters.pop("name", None)
             if not isinstance(name, str):
-                raise ValueError(f"the table needs a name; {listed}")
+                raise wrong("the table needs a name")
         else:
-            raise ValueError(f"unknown {kind}; {listed}")
-        if name not in known:
-            raise ValueError(f"unknown {kind}; {listed}")
+            raise wrong(f"unknown {kind}")
+        if not is_known(name):
+            raise wrong(f"unknown {kind}")
         return cls(name, tuple((key, _size(key, told)) for key, told in parameters.items()))
 
     @classmethod
@@ -117,7 +132,7 @@ def check_policy(value: object) -> Choice:
     Raises:
         ValueError: if there is no such policy, or it does not take those parameters.
     """
-    choice = Choice.of(value, policy_names(), "policy")
+    choice = Choice.of(value, "policy", has_policy, policy_names)
     build_policy(choice, TRIAL_CAPACITY)
     return choice
 
@@ -130,7 +145,7 @@ def check_filters(value: object) -> tuple[Choice, ...]:
     """
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     values = list(value) if several else [value]  # type: ignore[call-overload]
-    choices = tuple(Choice.of(each, filter_names(), "filter") for each in values)
+    choices = tuple(Choice.of(each, "filter", has_filter, filter_names) for each in values)
     build_filters(choices, TRIAL_CAPACITY, 2**20)
     return choices
 

@@ -33,6 +33,8 @@ __all__ = [
     "filter_names",
     "find_filter",
     "find_policy",
+    "has_filter",
+    "has_policy",
     "policy_names",
     "register_filter",
     "register_policy",
@@ -75,6 +77,10 @@ class Registry(Generic[_T]):
         """Every name that is registered or offered by an installed package, sorted."""
         found = {point.name for point in entry_points(group=self.group)}
         return sorted(found | self.classes.keys())
+
+    def has(self, name: str) -> bool:
+        """Whether `names` has it. What is registered is known without a look at all packages."""
+        return name in self.classes or name in self.names()
 
     def find(self, name: str) -> type[_T]:
         """The class called `name`.
@@ -133,6 +139,11 @@ def policy_names() -> list[str]:
     return _policies.names()
 
 
+def has_policy(name: str) -> bool:
+    """Whether `policy_names` has it."""
+    return _policies.has(name)
+
+
 def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy:
     """Build the policy called `name` for a tier of `capacity` chunks.
 
@@ -166,6 +177,11 @@ def register_filter(cls: _F) -> _F:
 def filter_names() -> list[str]:
     """Every name that is registered or offered by an installed package, sorted."""
     return _filters.names()
+
+
+def has_filter(name: str) -> bool:
+    """Whether `filter_names` has it."""
+    return _filters.has(name)
 
 
 def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any) -> AdmissionFilter:

@@ -34,10 +34,10 @@ MAX_STEPS = 600
 class Server:
     """See the module's text."""
 
-    def __init__(self, setup: Setup, seed: int, folder: Path) -> None:
+    def __init__(self, setup: Setup, seed: int, folder: Path, chaos: Chaos | None = None) -> None:
         self.setup = setup
         self.chance = random.Random(seed)
-        self.chaos = Chaos(random.Random(seed + 1))
+        self.chaos = chaos or Chaos(random.Random(seed + 1))
         self.done = self.chaos.done
         self.spec = spec_of(setup, self.chaos, folder)
         self.scheduler = ConnectorScheduler(self.spec)
@@ -80,21 +80,27 @@ class Server:
             tokens += [chance.randrange(2000, 2003) for _ in range(chance.randint(1, 20))]
         prompt = len(tokens)
         target = prompt + chance.choice((1, 1, 2, 5, 12, 20))
-        while len(tokens) < target + 4:
-            tokens.append((tokens[-1] * 7 + len(tokens)) % 5)
-        free = [n for n in map(str, range(12)) if self._is_free(n)]
+        free = [n for n in map(str, range(12)) if self.is_free(n)]
         if name is None:
             name = chance.choice(free) if free and chance.random() < 0.5 else f"r{self._count}"
-        request = Request(name, Model.prefixes(tokens), prompt, target, self.setup)
+        request = self.add(name, tokens, target)
         request.skip_reading_prefix_cache = chance.random() < 0.05
         if chance.random() < 0.1:
             request.kv_transfer_params = {"do_remote_decode": chance.random() < 0.7}
+        return request
+
+    def add(self, name: str, prompt: list[int], target: int) -> Request:
+        """A request that goes on to `target` tokens; which ones follows from its prompt."""
+        tokens = list(prompt)
+        while len(tokens) < target + 4:
+            tokens.append((tokens[-1] * 7 + len(tokens)) % 5)
+        request = Request(name, Model.prefixes(tokens), len(prompt), target, self.setup)
         self.names_in_use[name] = request
         self.waiting.append(request)
         self._name_chunks(request)
         return request
 
-    def _is_free(self, name: str) -> bool:
+    def is_free(self, name: str) -> bool:
         return not ({name} & (self.names_in_use.keys() | self.finished | self.names_loading))
 
     def _name_chunks(self, request: Request) -> None:
@@ -115,7 +121,7 @@ class Server:
         if weights:
             self.drain()
             for request in [*self.running, *self.waiting]:
-                self._drop(request)
+                self.drop(request)
             for block in list(self.pool.hash_of):
                 self.pool.forget(block)
             self.model.salt += 1
@@ -125,7 +131,8 @@ class Server:
         self.resets += 1
         self.scheduler.reset()
 
-    def _drop(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
+        """It loses what was computed and loaded for it."""
         if request.state == "loading":
             request.stale = True
         elif request.state in ("ready", "running"):
@@ -201,13 +208,14 @@ class Server:
 
     # -- a step of the scheduler -------------------------------------------------------------
 
-    def schedule(self) -> None:
+    def schedule(self, budget: int | None = None) -> None:
+        """Begin a step of `budget` tokens at most, by default as many as the server is set to."""
         output = StepOutput(finished_req_ids=self.finished, preempted_req_ids=self.dropped)
         self.finished, self.dropped = set(), set()
         preempted = output.preempted_req_ids
         assert preempted is not None
         step = Step(ConnectorMetadata(), [], [set() for _ in self.setup.groups])
-        budget = self.setup.budget
+        most = budget = self.setup.budget if budget is None else budget
         before = len(preempted)
         for request in list(self.running):
             if request not in self.running:
@@ -221,7 +229,7 @@ class Server:
             while (new := self._extend(request, request.num_computed_tokens + count)) is None:
                 victim = self.running[-1]
                 self.done["preemptions"] += 1
-                self._drop(victim)
+                self.drop(victim)
                 preempted.add(victim.request_id)
                 self.dropped.clear()
                 if victim is request:
@@ -238,7 +246,7 @@ class Server:
             for request in sorted(self.waiting, key=lambda one: one.state != "ready"):
                 if budget < 1 or not self._begin(request, budget, output, step):
                     break
-                budget = self.setup.budget - sum(output.num_scheduled_tokens.values())
+                budget = most - sum(output.num_scheduled_tokens.values())
         ready = [request for request in self.waiting if request.state == "ready"]
         if ready and not self.running:
             # They may have all blocks together, and none of them enough.
@@ -277,19 +285,19 @@ class Server:
             return True
         if request.state == "waiting":
             computed, table = self._cached(request)
-            found, between = self.scheduler.get_num_new_matched_tokens(request, computed)
+            found, between = self.ask(request, computed)
             if found is None:
                 self.done["deferred"] += 1
                 return True
             assert between == (found > 0)
-            if found and not self.setup.windowed and self.chance.random() < 0.1:
-                found = self.chance.randint(1, found)
+            if found and not self.setup.windowed:
+                found = self.wanted_of(found)
             if not self._allocate(request, computed, table, found, budget):
                 return False
             given = [
                 [Block(b, b == 0, self.pool.hash_of.get(b)) for b in its] for its in request.table
             ]
-            self.scheduler.update_state_after_alloc(request, KVBlocks(given), found)
+            self.give(request, computed, found, given)
             request.num_computed_tokens = computed
             if found:
                 self.done["loads"] += 1
@@ -321,6 +329,17 @@ class Server:
         request.state = "running"
         self._work(request, count, output, step)
         return True
+
+    def ask(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        return self.scheduler.get_num_new_matched_tokens(request, computed)
+
+    def give(self, request: Request, computed: int, found: int, blocks: list[list[Block]]) -> None:
+        """`request` gets its blocks; its next `found` tokens after `computed` are loaded."""
+        self.scheduler.update_state_after_alloc(request, KVBlocks(blocks), found)
+
+    def wanted_of(self, found: int) -> int:
+        """How many of the tokens that were found are loaded; 1 at least."""
+        return self.chance.randint(1, found) if self.chance.random() < 0.1 else found
 
     def _allocate(
         self, request: Request, computed: int, table: list[list[int]], found: int, budget: int
@@ -355,13 +374,17 @@ class Server:
             self.seen.failed |= output.failed_jobs
             self.bytes["loaded"] += output.loaded.bytes
             self.bytes["stored"] += output.stored.bytes
-        if len(outputs) > 1 and self.chance.random() < 0.5:
+        if len(outputs) > 1 and self.told_together():
             outputs = [sum(outputs[1:], outputs[0])]
         for work in step.work:
             self._take_token(work)
         for output in outputs:
             self._take_ended(self.scheduler.update_connector_output(output))
         self.take_events()
+
+    def told_together(self) -> bool:
+        """Whether the scheduler is told at once what the workers have ended."""
+        return self.chance.random() < 0.5
 
     def _execute(self, number: int, step: Step) -> ConnectorOutput:
         worker, device = self.workers[number], self.spec.devices[number]
@@ -469,20 +492,26 @@ class Server:
             self.reset(weights=chance.random() < 0.5)
         self.step()
 
-    def step(self) -> None:
+    def step(self, budget: int | None = None) -> None:
         self._progress = False
-        self.schedule()
+        self.schedule(budget)
         while len(self.steps) > self.setup.depth:
             self.complete()
         self.idle = 0 if self._progress or not (self.running or self.waiting) else self.idle + 1
         assert self.idle < MAX_STEPS, "nobody gets on"
-        if not self._progress and self.setup.keeps == "disk":
+        if not self._progress and self.setup.keeps == "disk" and not self.setup.held:
             time.sleep(0.0005)
 
     def run(self, count: int) -> None:
         """So many acts; then everybody finishes, and nothing is left."""
         for _ in range(count):
             self.act()
+        self.come_to_rest()
+        self.check_nothing_is_left()
+        self.check_what_is_stored()
+
+    def come_to_rest(self) -> None:
+        """Everybody finishes; nothing befalls anybody any more."""
         self.chaos.calm = True
         while self.running or self.waiting:
             self.step()
@@ -491,8 +520,6 @@ class Server:
                 break
             self.step()
         self.drain()
-        self.check_nothing_is_left()
-        self.check_what_is_stored()
 
     def check_nothing_is_left(self) -> None:
         scheduler = self.scheduler
@@ -546,7 +573,8 @@ class Server:
             while (found := manager.lookup(key, context)) is None:
                 assert time.monotonic() < end
                 manager.on_schedule_end()
-                time.sleep(0.0005)
+                if not self.setup.held:
+                    time.sleep(0.0005)
             assert found == (key in everywhere), f"events know otherwise: {found}"
             if found:
                 self.done["keys checked"] += 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,24 @@ import torch
 from kvstore.connector.backend.rows import RowBackend
 from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
-from kvstore.connector.manager import OffloadingManager, PolicyManager
+from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.spec import Handlers, KVStoreSpec
 from kvstore.region import join_region
+from tests.connector.held import Clock, HeldEngine, Shelf
 from tiers.pinned import PinnedRegion
 
-__all__ = ["BYTES", "LAYERS", "Chaos", "Device", "LateHandler", "Model", "Setup", "spec_of"]
+__all__ = [
+    "BYTES",
+    "LAYERS",
+    "Chaos",
+    "Device",
+    "HeldSpec",
+    "LateHandler",
+    "Model",
+    "Setup",
+    "spec_of",
+]
 
 LAYERS = 2
 BYTES = 8
@@ -44,6 +57,7 @@ class Setup:
         depth: steps that are scheduled before an earlier one is done.
         budget: tokens of a step.
         newest_first: blocks that were given back last are given out first.
+        held: moves to and from the disk end when they are told to, and time stands still.
     """
 
     groups: tuple[tuple[int, int | None], ...]
@@ -59,6 +73,7 @@ class Setup:
     budget: int = 24
     newest_first: bool = False
     policy: str = "lru"
+    held: bool = False
 
     @property
     def one_size(self) -> bool:
@@ -122,7 +137,19 @@ class Chaos:
     refuses: float = 0.03
     done: Counter[str] = field(default_factory=Counter)
 
-    def happens(self, probability: float) -> bool:
+    def is_refused(self) -> bool:
+        """Whether the next transfer is not taken."""
+        return self._happens(self.refuses)
+
+    def wait(self) -> int:
+        """How often one that was taken is asked after before it ends."""
+        return self.chance.randint(1, 4) if self._happens(self.late) else 0
+
+    def is_failing(self) -> bool:
+        """Whether one that was taken copies nothing."""
+        return self._happens(self.fails)
+
+    def _happens(self, probability: float) -> bool:
         return not self.calm and self.chance.random() < probability
 
 
@@ -149,11 +176,10 @@ class LateHandler(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         chaos = self.chaos
         chaos.done["taken"] += 1
-        if chaos.happens(chaos.refuses):
+        if chaos.is_refused():
             chaos.done["refused"] += 1
             return False
-        wait = chaos.chance.randint(1, 4) if chaos.happens(chaos.late) else 0
-        self.queue.append(Late(job_id, spec, wait, chaos.happens(chaos.fails)))
+        self.queue.append(Late(job_id, spec, chaos.wait(), chaos.is_failing()))
         target = spec[1]
         if isinstance(target, DeviceLoadStoreSpec):
             # The copy may write at any time from now on.
@@ -170,15 +196,16 @@ class LateHandler(OffloadingHandler):
         for late in self.queue:
             late.wait -= 1
         while self.queue and self.queue[0].wait < 0:
-            self._end()
+            self.end_first()
         ended, self.ended = self.ended, []
         return ended
 
     def wait(self, job_ids: Collection[int]) -> None:
         while self.queue and any(late.job in job_ids for late in self.queue):
-            self._end()
+            self.end_first()
 
-    def _end(self) -> None:
+    def end_first(self) -> None:
+        """The one that was taken first is copied now, or fails."""
         late = self.queue.popleft()
         if late.fails:
             self.chaos.done["failed"] += 1
@@ -215,6 +242,11 @@ class ChaosSpec(KVStoreSpec):
             self._host = self._region(join_region)
         return self._host
 
+    def _region(self, meet: Callable[[str, int, int, int], PinnedRegion]) -> PinnedRegion:
+        # To learn how much of a few pages is huge, the maps of all the process would be read.
+        with patch("tiers.pinned.backed_by_huge_pages", lambda address: 0):
+            return super()._region(meet)
+
     def close(self) -> None:
         """Nobody looks at host memory any more."""
         if self._host is not None:
@@ -245,6 +277,35 @@ class PolicySpec(ChaosSpec):
         return self._one
 
 
+class HeldSpec(ChaosSpec):
+    """The store over a tier whose moves are held; until it is closed time stands still."""
+
+    clock: Clock
+    engine: HeldEngine
+    _patches: ExitStack | None = None
+
+    def get_manager(self) -> KVStoreManager:
+        if self._manager is None:
+            self.clock = Clock()
+            self._patches = ExitStack()
+            for module in ("kvstore.stepper", "kvstore.connector.manager.tiered"):
+                self._patches.enter_context(patch(f"{module}.time", self.clock))
+            with (
+                patch("kvstore.stepper.EngineThread", HeldEngine),
+                patch("kvstore.assembly._tiers_of", lambda *args: [Shelf()]),
+            ):
+                engine = super().get_manager().stepper.engine
+            assert isinstance(engine, HeldEngine)
+            self.engine = engine
+            engine.clock = self.clock
+        return super().get_manager()
+
+    def close(self) -> None:
+        super().close()
+        if self._patches is not None:
+            self._patches.close()
+
+
 def spec_of(setup: Setup, chaos: Chaos, folder: Path) -> ChaosSpec:
     """What `setup` says; with as many devices as workers."""
     disk = {
@@ -271,8 +332,8 @@ def spec_of(setup: Setup, chaos: Chaos, folder: Path) -> ChaosSpec:
         )
         for number, (size, window) in enumerate(setup.groups)
     ]
-    kind = PolicySpec if setup.keeps == "policy" else ChaosSpec
-    spec = kind(
+    kind: type[ChaosSpec] = HeldSpec if setup.held else ChaosSpec
+    spec = (PolicySpec if setup.keeps == "policy" else kind)(
         ServerConfig.of(setup.hash_size, extra, enable_prefix_caching=setup.prefix_cache),
         KVCacheConfig(groups),
     )
