@@ -96,7 +96,7 @@ class Pins:
             How many leading keys are pinned: more would be more than may be anywhere.
         """
         if yields:
-            self._give_way(len(keys), until)
+            self._give_way(sum(key not in self._until for key in keys), until)
         pinned: list[bytes] = []
         for key in keys:
             before = self._until.get(key)
