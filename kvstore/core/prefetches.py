@@ -63,8 +63,12 @@ class Prefetches:
         """Whether anything waits, is planned or is under way."""
         return bool(self._keys) or self._portion is not None or bool(self._plans)
 
-    def begin(self, keys: Sequence[bytes]) -> int:
+    def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
         """Fetch those of the leading `keys` that are on a slower tier alone, as time allows.
+
+        Args:
+            prefix: behind a chunk that is nowhere nothing is of use; else it is passed over, as
+                where keys of several KV cache groups are named together.
 
         Returns:
             How many are on their way now, or will be: at most half of host memory holds.
@@ -78,7 +82,9 @@ class Prefetches:
                 coming += chunk.state < READY
                 continue
             if not any(key in tier.entries for tier in readable):
-                break
+                if prefix:
+                    break
+                continue
             if key not in self._keys and len(self._keys) >= most:
                 break
             self._keys[key] = None
@@ -86,7 +92,7 @@ class Prefetches:
         return coming
 
     def plan(self, keys: Sequence[bytes], when: float) -> bool:
-        """`begin` with these keys at that time; False if too much is planned already."""
+        """Fetch at that time which of these keys there are then; False if too much is planned."""
         if self._planned + len(keys) > MOST_PLANNED:
             return False
         heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
@@ -103,7 +109,7 @@ class Prefetches:
         while self._plans and self._plans[0][0] <= now:
             keys = heapq.heappop(self._plans)[2]
             self._planned -= len(keys)
-            self.begin(keys)
+            self.begin(keys, prefix=False)
         portion = self._portion
         if portion is not None:
             if portion.pending:

@@ -146,6 +146,13 @@ def test_what_is_planned_comes_when_its_time_has_come() -> None:
     assert not rig.core.prefetches
 
 
+def test_of_what_is_planned_a_chunk_that_is_nowhere_is_passed_over() -> None:
+    rig = Rig(rows=32, on=([*A[:3], *A[4:]],))
+    rig.core.prefetches.plan(A, rig.now)
+    rig.settle()
+    assert host_of(rig, A) == 7
+
+
 def test_plans_are_bounded() -> None:
     rig = Rig(rows=8, on=(A,))
     keys = chain("x", 2**16)
