@@ -28,7 +28,6 @@ def serve(folder: Path, rounds: list[dict[str, Any]], *, disk: bool = False) -> 
                 "cpu_bytes_to_use": ROWS * CHUNK,
                 "eviction_policy": "lru",
                 "tiers": [tier] if disk else [],
-                "deadline_s": 30.0,
             },
             "max_tokens": 6,
             "rounds": rounds,
@@ -69,8 +68,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return serve(
         tmp_path_factory.mktemp("disk"),
         [
-            hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=1.0),
-            plain("others", OTHERS, pause=2.0),
+            plain("others", OTHERS),
+            hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=1.0)
+            | {"pause": 4.0},
             plain("back", KEPT),
         ],
         disk=True,

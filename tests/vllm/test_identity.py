@@ -72,14 +72,7 @@ class Place:
                     "max_lora_rank": 8,
                     **engine,
                 },
-                "kvstore": {
-                    "cpu_bytes_to_use": "32MiB",
-                    "tiers": [tier],
-                    # A disk that is busy with others' writes may not answer for seconds.
-                    "deadline_s": 30.0,
-                }
-                if offload
-                else None,
+                "kvstore": {"cpu_bytes_to_use": "32MiB", "tiers": [tier]} if offload else None,
                 "max_tokens": 6,
                 "rounds": rounds,
             },
