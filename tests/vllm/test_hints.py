@@ -32,7 +32,8 @@ def serve(folder: Path, rounds: list[dict[str, Any]], *, disk: bool = False) -> 
             "max_tokens": 6,
             "rounds": rounds,
         },
-        ONE_PROCESS,
+        # An engine in the process that asks takes no step while nobody asks.
+        {} if disk else ONE_PROCESS,
     )
 
 
