@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -38,8 +39,8 @@ from benchmarks.serving.servers import NAMES, Server, cached_by_source, offload
 from benchmarks.serving.settings import Setting, quick, sweep
 from benchmarks.serving.throttle import Throttle
 
-DEVICE_BLOCKS = 160
-MAX_TOKENS = 4096
+DEVICE_BLOCKS = 128
+MAX_TOKENS = 3584
 DISK_BYTES = 8 * 2**30
 """More than one start writes: vLLM's file tier never removes anything."""
 
@@ -146,6 +147,8 @@ def main() -> int:
     if not settings:
         parser.error(f"no setting has {options.only!r} in its name")
     rounds = options.rounds or (1 if options.quick else 2)
+    # Servers are in groups of their own: whoever ends this process must not leave them behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     begun, load = time.monotonic(), os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="kvstore-serving-", dir=options.folder) as folder:
         listed = run(settings, rounds, Path(folder))

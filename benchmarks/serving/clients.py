@@ -36,7 +36,7 @@ class Talk:
     turns: int
     first: int
     grows: int
-    reply: int = 16
+    reply: int = 4
     think: float = 0.05
 
     @property

@@ -97,7 +97,7 @@ def rows(setting: str, found: Mapping[str, Figures]) -> list[dict[str, Any]]:
 def table(listed: Sequence[Mapping[str, Any]]) -> str:
     """Times, and in brackets their ratios to no offload and to vLLM's own; below 1 is better."""
     head = ("setting", "server", "first token", "95 %", "total", "processor", "cached", "wrong")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for row in listed:
         cells = [str(row["setting"]), str(row["server"])]
         for key, unit, factor in (

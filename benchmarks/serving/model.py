@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from examples.rounds import LLAMA
@@ -13,7 +15,7 @@ from examples.rounds import LLAMA
 __all__ = ["kv_bytes_per_token", "write_model"]
 
 # float32: with bfloat16 the order in which requests share a batch changes some tokens.
-CONFIG = {
+CONFIG: dict[str, Any] = {
     **LLAMA,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -27,7 +29,7 @@ CONFIG = {
 def kv_bytes_per_token() -> int:
     """What one token has in the KV cache."""
     width = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
-    return 2 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * width * 4
+    return int(2 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * width * 4)
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
@@ -41,9 +43,11 @@ def write_model(folder: Path, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
 
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
         scale = gain / columns**0.5
-        return (rng.standard_normal((rows, columns), np.float32) * scale).astype(np.float32)
+        values: npt.NDArray[np.float32] = rng.standard_normal((rows, columns), np.float32)
+        values *= scale
+        return values
 
     ones = np.ones(hidden, np.float32)
     weights = {

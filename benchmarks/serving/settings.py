@@ -36,15 +36,15 @@ def room(talk: Talk, conversations: int) -> int:
 
 def sweep() -> list[Setting]:
     """All settings; those with the same host memory share their servers."""
-    talk = Talk(4, conversations=16, turns=3, first=512, grows=512)
+    talk = Talk(4, conversations=16, turns=3, first=384, grows=256)
     one, four, every = (room(talk, count) for count in (1, 4, talk.conversations))
     settings = [
         Setting(f"room for {word}, {clients} at once", host, replace(talk, clients=clients))
         for word, host in (("1", one), ("4", four), ("all", every))
         for clients in (1, 4, 16)
     ]
-    large = Talk(2, conversations=4, turns=3, first=2048, grows=512)
-    fresh = Talk(4, conversations=32, turns=1, first=1024, grows=0)
+    large = Talk(2, conversations=4, turns=2, first=2048, grows=256)
+    fresh = Talk(4, conversations=24, turns=1, first=1024, grows=0)
     settings += [
         Setting("prompts larger than host memory", one, large),
         Setting("every prompt is new", four, fresh),
