@@ -137,7 +137,7 @@ def main() -> int:
     """Read the command line and run; 1 if an answer is not that without offload."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one start, few and short prompts")
-    parser.add_argument("--rounds", type=int, help="of each setting (2; 1 with --quick)")
+    parser.add_argument("--rounds", type=int, help="of each setting (2; 3 with --quick)")
     parser.add_argument("--only", metavar="WORDS", help="settings whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--folder", type=Path, help="where model, logs and disks go for a while")
@@ -146,7 +146,7 @@ def main() -> int:
     settings = [one for one in settings if (options.only or "") in one.name]
     if not settings:
         parser.error(f"no setting has {options.only!r} in its name")
-    rounds = options.rounds or (1 if options.quick else 2)
+    rounds = options.rounds or (3 if options.quick else 2)
     # Servers are in groups of their own: whoever ends this process must not leave them behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     begun, load = time.monotonic(), os.getloadavg()

@@ -32,6 +32,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # The worker in the process of the scheduler, as on one GPU. Of two processes each spins on a
+    # core while it waits for the other, and the model has only what is left.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Threads of a model that wait do not take the cores from the other servers.
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONPATH": str(ROOT),
@@ -89,6 +92,7 @@ class Server:
         command += ["--dtype", "float32"]
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(device_blocks)]
         command += ["--max-model-len", str(max_tokens), "--enable-prompt-tokens-details"]
+        command += ["--distributed-executor-backend", "uni"]
         command += ["--disable-uvicorn-access-log"]
         if extra is not None:
             connector = {
