@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.clients import Talk, hold
-from benchmarks.serving.figures import Figures, Round, rows, table
+from benchmarks.serving.figures import Figures, Round, grown, rows, table
 from benchmarks.serving.model import kv_bytes_per_token, write_model
-from benchmarks.serving.servers import NAMES, Server, cached_by_source, offload
+from benchmarks.serving.servers import NAMES, Server, cached_by_source, counters, offload
 from benchmarks.serving.settings import Setting, quick, sweep
 from benchmarks.serving.throttle import Throttle
 
@@ -77,15 +77,16 @@ def started(folder: Path, host_tokens: int, throttle: Throttle | None) -> Iterat
 
 def one_round(server: Server, talk: Talk, seed: int) -> Round:
     """A round on one server, until that has done all that follows from it."""
-    before, (processor, _) = cached_by_source(server.metrics()), server.activity()
+    before, (processor, _) = server.metrics(), server.activity()
     turn = asyncio.run(hold(server.url, talk, seed))
     after = server.wait_until_idle()
-    sources = cached_by_source(server.metrics())
+    cpu, now = server.activity()[0] - processor, server.metrics()
     return Round(
         turn,
         after,
-        server.activity()[0] - processor,
-        {name: count - before.get(name, 0) for name, count in sources.items()},
+        cpu,
+        grown(cached_by_source(before), cached_by_source(now)),
+        grown(counters(before), counters(now)),
     )
 
 

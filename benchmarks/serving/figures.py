@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.serving.clients import Turn
 
-__all__ = ["Figures", "Round", "rows", "table"]
+__all__ = ["Figures", "Round", "grown", "rows", "table"]
 
 MEASURES = ("ttft_mean_s", "ttft_p95_s", "total_s", "cpu_s")
 
@@ -21,12 +21,14 @@ class Round:
         after: seconds that it still worked when all was answered.
         cpu: seconds of processor time, that work included.
         sources: tokens that were not computed, by where they came from.
+        counters: what its cache has counted.
     """
 
     turn: Turn
     after: float
     cpu: float
     sources: Mapping[str, int]
+    counters: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Figures:
         totals, after, cpu: seconds of each round, see `Round`.
         cached: tokens of prompts that were not computed.
         sources: the same by where they came from, of vLLM's metrics.
+        counters: what the cache has counted.
         different: requests that were answered otherwise than without offload.
     """
 
@@ -47,6 +50,7 @@ class Figures:
     cpu: list[float] = field(default_factory=list)
     cached: int = 0
     sources: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
     different: int = 0
 
     def add(self, found: Round, expected: Round) -> None:
@@ -60,9 +64,9 @@ class Figures:
         self.different += sum(
             answer.tokens != right[place].tokens for place, answer in answers.items()
         )
-        for name, count in found.sources.items():
-            if count:
-                self.sources[name] = self.sources.get(name, 0) + count
+        for total, more in ((self.sources, found.sources), (self.counters, found.counters)):
+            for name, count in more.items():
+                total[name] = total.get(name, 0) + count
 
     def measures(self) -> dict[str, float]:
         """By the names of `MEASURES`."""
@@ -73,6 +77,12 @@ class Figures:
             "total_s": sum(self.totals),
             "cpu_s": sum(self.cpu),
         }
+
+
+def grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """By how much each has grown; what has not is left out."""
+    more = {name: count - before.get(name, 0) for name, count in now.items()}
+    return {name: count for name, count in more.items() if count}
 
 
 def rows(setting: str, found: Mapping[str, Figures]) -> list[dict[str, Any]]:

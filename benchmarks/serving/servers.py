@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["NAMES", "Server", "cached_by_source", "offload"]
+__all__ = ["NAMES", "Server", "cached_by_source", "counters", "offload"]
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("none", "native", "kvstore")
@@ -181,6 +181,16 @@ def cached_by_source(metrics: str) -> dict[str, int]:
     line = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{.*source="(\w+)".*\} (\S+)$')
     found = (line.match(text) for text in metrics.splitlines())
     return {match[1]: int(float(match[2])) for match in found if match}
+
+
+def counters(metrics: str) -> dict[str, int]:
+    """What the caches themselves have counted, kvstore's and vLLM's, by name."""
+    line = re.compile(r"^vllm:((?:kvstore|kv_offload)_\w+)_total(?:\{.*\})? (\S+)$")
+    found: dict[str, int] = {}
+    for match in filter(None, map(line.match, metrics.splitlines())):
+        # One line for each tier.
+        found[match[1]] = found.get(match[1], 0) + int(float(match[2]))
+    return found
 
 
 def _free_port() -> int:

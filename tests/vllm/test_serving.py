@@ -20,9 +20,9 @@ from aiohttp import web  # noqa: E402
 
 from benchmarks.serving.__main__ import MAX_TOKENS  # noqa: E402
 from benchmarks.serving.clients import Answer, Talk, Turn, hold, shares  # noqa: E402
-from benchmarks.serving.figures import Figures, Round, rows, table  # noqa: E402
+from benchmarks.serving.figures import Figures, Round, grown, rows, table  # noqa: E402
 from benchmarks.serving.model import CONFIG, kv_bytes_per_token, write_model  # noqa: E402
-from benchmarks.serving.servers import BLOCK, cached_by_source, offload  # noqa: E402
+from benchmarks.serving.servers import BLOCK, cached_by_source, counters, offload  # noqa: E402
 from benchmarks.serving.settings import quick, room, sweep  # noqa: E402
 from benchmarks.serving.throttle import whole_disk  # noqa: E402
 
@@ -116,7 +116,7 @@ def test_every_conversation_has_one_client() -> None:
 
 def answered(*tokens: int, first_token: float = 1.0, seconds: float = 2.0) -> Round:
     answers = {(place, 0): Answer(first_token, 10, (token,)) for place, token in enumerate(tokens)}
-    return Round(Turn(seconds, answers), 0.5, 3.0, {"disk": 7, "host": 0})
+    return Round(Turn(seconds, answers), 0.5, 3.0, {"disk": 7}, {"kvstore_shed_chunks": 2})
 
 
 def test_ratios_are_to_the_servers_of_the_same_rounds_and_wrong_answers_are_counted() -> None:
@@ -134,6 +134,7 @@ def test_ratios_are_to_the_servers_of_the_same_rounds_and_wrong_answers_are_coun
     assert row["of_native"]["total_s"] == 1.5
     assert row["rounds_of_none"] == [0.75, 0.75]
     assert (row["cached"], row["sources"], row["after"]) == (40, {"disk": 14}, [0.5, 0.5])
+    assert row["counters"] == {"kvstore_shed_chunks": 4}
     text = table(listed)
     assert "250 ms (0.25, 0.50)" in text
     assert len(text.splitlines()) == 4
@@ -162,6 +163,16 @@ vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="d
 vllm:prompt_tokens_cached_by_source_created{engine="0",model_name="tiny",source="disk"} 1.7e+09
 """
     assert cached_by_source(text) == {"disk": 160, "device": 1_500_000}
+
+
+def test_what_a_cache_has_counted_is_added_over_its_tiers_and_only_growth_is_told() -> None:
+    text = """vllm:kvstore_stored_chunks_total{engine="0"} 12.0
+vllm:kvstore_host_usage{engine="0"} 1.0
+vllm:kv_offload_write_bytes_total{engine="0",tier="a"} 1e+03
+vllm:kv_offload_write_bytes_total{engine="0",tier="b"} 5.0
+"""
+    assert counters(text) == {"kvstore_stored_chunks": 12, "kv_offload_write_bytes": 1005}
+    assert grown({"a": 1, "b": 2}, {"a": 1, "b": 5, "c": 7}) == {"b": 3, "c": 7}
 
 
 def test_the_model_has_the_weights_and_the_kv_that_are_counted(tmp_path: Path) -> None:
