@@ -1,0 +1,1 @@
+"""Three real vLLM servers over HTTP, compared in one run: `python -m benchmarks.serving`."""
