@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -161,19 +162,27 @@ class CudaHandler(OffloadingHandler):
         results = []
         while self._queue:
             job, ticket = self._queue[0]
-            if ticket is not None and not ticket.done:
-                break
+            try:
+                if ticket is not None and not ticket.done:
+                    break
+                seconds = ticket.seconds if ticket is not None and not ticket.error else 0.0
+            except Exception:
+                # A device that has failed says so to whatever it is asked, and copies nothing more.
+                logger.exception("job %d: the device does not answer", job)
+                ticket = None
             self._queue.popleft()
             if ticket is None or ticket.error:
                 results.append(TransferResult(job, False))
             else:
-                results.append(TransferResult(job, True, ticket.size, ticket.seconds))
+                results.append(TransferResult(job, True, ticket.size, seconds))
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
         for job, ticket in self._queue:
             if job in job_ids and ticket is not None:
-                ticket.wait()
+                # A device that has failed ends nothing more: `get_finished` reports it.
+                with contextlib.suppress(RuntimeError):
+                    ticket.wait()
 
     def shutdown(self) -> None:
         copies, self._copies = self._copies, None

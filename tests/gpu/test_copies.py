@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from kvstore.connector.handler import CudaHandler  # noqa: E402
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec  # noqa: E402
-from kvstore.device import WAYS  # noqa: E402
+from kvstore.device import WAYS, Ticket  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from tests.gpu.bed import BLOCKS, ROWS, Bed  # noqa: E402
 
@@ -189,6 +189,29 @@ def test_a_job_of_which_the_driver_refuses_a_part_fails_once_the_rest_has_ended(
     handler.wait([0])
     (result,) = handler.get_finished()
     assert not result.success
+    handler.shutdown()
+
+
+def test_jobs_on_a_device_that_fails_for_good_are_reported_as_failed(
+    beds: list[Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed("cpu")
+    beds.append(bed)
+    handler = CudaHandler(bed.copies, store=True)
+    for job in range(2):
+        spec = DeviceLoadStoreSpec([1, 9]), HostLoadStoreSpec([job])
+        assert handler.transfer_async(job, spec)
+
+    def broken(self: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ticket, "wait", broken)
+        patch.setattr(Ticket, "done", property(broken))
+        handler.wait([0, 1])
+        results = handler.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [(0, False), (1, False)]
+    assert handler.get_finished() == []
     handler.shutdown()
 
 
