@@ -56,6 +56,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
                 {"name": "host together", "prompts": PROMPTS, "together": True},
             ],
         },
+        ONE_PROCESS,
     )
 
 
