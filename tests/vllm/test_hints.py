@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.hints import Hints, read_hints
 from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 
 LENGTH = 512
@@ -113,3 +114,18 @@ def test_hints_are_counted_and_what_nobody_knows_is_ignored(host: Run) -> None:
     assert (metrics["hints"], metrics["hints_ignored"]) == (3, 1)
     assert host.rounds["others"].metrics["host_pinned"] == pytest.approx(CHUNKS / ROWS)
     assert metrics["host_pinned"] == 0
+
+
+def test_envelopes_of_vllm_are_read() -> None:
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    def action(kind: str, **payload: Any) -> KvHintAction:
+        return KvHintAction(f"{kind}-1", kind, "1.0", payload)
+
+    retain = action("retain", ttl_s=60.0, host=True)
+    envelope = KvHintsEnvelope("1.0", "m", [retain, action("demote"), action("levitate")])
+    assert read_hints(None, envelope) == (
+        Hints(retain_s=60.0, retain_host=True, demote=True),
+        2,
+        1,
+    )
