@@ -153,6 +153,8 @@ class Index:
     def keep_pinned(self, most: int) -> None:
         """Only so many entries are pinned for now: the last ones are let go."""
         self._may_pin = most
+        if len(self.pinned) <= most:
+            return
         excess = list(self.pinned)[most:]
         for key in excess:
             del self.pinned[key]
@@ -166,8 +168,10 @@ class Index:
     def unpin(self, keys: Collection[bytes]) -> None:
         """Entries of these keys are like any other."""
         self._wanted.difference_update(keys)
-        pinned = self.pinned
-        self._let_go([key for key in reversed(list(keys)) if pinned.pop(key, key) is None])
+        ended = [key for key in reversed(list(keys)) if key in self.pinned]
+        for key in ended:
+            del self.pinned[key]
+        self._let_go(ended)
 
     def _pin_wanted(self, keys: Iterable[bytes]) -> None:
         pinned, wanted, entries = self.pinned, self._wanted, self.entries

@@ -336,5 +336,7 @@ def test_the_other_routes(plain: Talk, cached: Talk) -> None:
     assert cached.post(prompt="x", max_tokens=1, model=model["id"]).status_code == 200
     page = cached.client.get("/metrics").text
     assert "# TYPE kvstore_free_rows gauge\n" in page
+    for gauge in ("pinned_rows", "watched_rows", "pins", "chunk_bytes", "tier_pinned"):
+        assert f"# TYPE kvstore_{gauge} gauge\n" in page
     assert "# TYPE kvstore_stored_total counter\n" in page
     assert "kvstore_" not in plain.client.get("/metrics").text

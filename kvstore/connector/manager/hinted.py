@@ -37,18 +37,16 @@ class HintedRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: str, params: object, envelope: object = None) -> Hints | None:
-        """A request has come; returns its hints, if it has any. See `read_hints`."""
+    def begin(self, request: str, params: object, envelope: object = None) -> None:
+        """A request has come, perhaps with hints: see `read_hints`."""
         hints, taken, ignored = read_hints(params, envelope)
         self._requests.pop(request, None)
         if taken and len(self._requests) >= MOST_REQUESTS:
             taken, ignored = 0, ignored + taken
         self.taken += taken
         self.ignored += ignored
-        if not taken:
-            return None
-        self._requests[request] = _Hinted(hints)
-        return hints
+        if taken:
+            self._requests[request] = _Hinted(hints)
 
     def wants_all(self, request: str) -> bool:
         """Whether all of its prompt is to be named, also what the device has itself."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.connector.manager.base import ReqContext
 from kvstore.connector.scheduler.group import Group, key_of
 from kvstore.connector.server import BlockIds, RequestLike
-from kvstore.hints import PARAMS_KEY
+from kvstore.hints import read_hints
 
 __all__ = ["GroupState", "TrackedRequest"]
 
@@ -97,8 +97,8 @@ class TrackedRequest:
         params = getattr(request, "kv_transfer_params", None)
         envelope = getattr(request, "kv_hints", None)
         self.context = ReqContext(request.request_id, position, params, envelope)
-        told = params is not None and (params.get("do_remote_decode") or PARAMS_KEY in params)
-        self._offers_all = bool(told) or envelope is not None
+        remote = bool(params and params.get("do_remote_decode"))
+        self._offers_all = remote or read_hints(params, envelope)[0].at_end
         self.computed = 0
         self.jobs: set[int] = set()
         self.loading: int | None = None
