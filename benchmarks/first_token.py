@@ -38,7 +38,8 @@ TOGETHER = [[seed, LENGTH] for seed in range(5, 13)]
 def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> dict[str, Round]:
     """The rounds of one engine, in a process of its own, by the packages of `code`."""
     common = {"max_tokens": 1, "engine": {"num_gpu_blocks_override": 640}}
-    return run_engine(folder, {**common, **scenario}, {"PYTHONPATH": str(code)}).rounds
+    packages = {"PYTHONPATH": str(code)}
+    return run_engine(folder, {**common, **scenario}, packages, launcher=None).rounds
 
 
 def installed(folder: Path, revision: str) -> Path:

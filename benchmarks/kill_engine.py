@@ -23,37 +23,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from rounds import ENGINE, ENVIRONMENT, LLAMA, over_kvstore, prompt
 
 
 def child(folder: Path, first_seed: int) -> None:
     """Check what is there, then store prompt after prompt until the end comes."""
+    os.environ.update({**ENVIRONMENT, **os.environ})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.chdir(folder)
-    from rounds import ENGINE, LLAMA, prompt
     from vllm import LLM, SamplingParams
 
     model = Path("tiny-llama")
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
-    extra = {
-        "spec_name": "KVStoreOffloadingSpec",
-        "spec_module_path": "kvstore.vllm",
+    options = {
         "cpu_bytes_to_use": "128MiB",
         "tiers": [{"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "8GiB"}],
     }
-    llm: Any = LLM(
-        str(model),
-        **ENGINE,
-        kv_transfer_config={
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        },
-    )
+    llm: Any = LLM(str(model), **ENGINE, kv_transfer_config=over_kvstore(options))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     directory = scheduler.connector.connector_scheduler.manager._core.tiers[0]
     told = Path("told")

@@ -76,6 +76,28 @@ ENGINE = {
 """Arguments that make a tiny engine start quickly and answer the same every time."""
 
 
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What vLLM and what it uses read, unless it is set already."""
+
+
+def over_kvstore(options: dict[str, Any]) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine over kvstore with these options."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVStoreOffloadingSpec",
+            "spec_module_path": "kvstore.vllm",
+            **options,
+        },
+    }
+
+
 def prompt(seed: int, length: int) -> list[int]:
     """Token ids of a prompt: the same for the same seed, unlike any other seed's."""
     state = (seed * 2654435761 + 12345) % 2**32
@@ -86,12 +108,26 @@ def prompt(seed: int, length: int) -> list[int]:
     return ids
 
 
+def _input(seed: int, length: int, config: dict[str, Any], wanted: dict[str, Any]) -> Any:
+    """A prompt as vLLM takes it: tokens, or embeddings that nobody has tokens for."""
+    if wanted.get("embeddings"):
+        import torch
+
+        random = torch.Generator().manual_seed(seed)
+        asked: dict[str, Any] = {
+            "prompt_embeds": torch.randn(length, config["hidden_size"], generator=random)
+        }
+    else:
+        asked = {"prompt_token_ids": prompt(seed, length)}
+    if wanted.get("salt"):
+        asked["cache_salt"] = wanted["salt"]
+    return asked
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """Start an engine, run the rounds, shut it down."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -101,19 +137,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     arguments = {**ENGINE, **scenario.get("engine", {})}
     if scenario.get("kvstore") is not None:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "KVStoreOffloadingSpec",
-                "spec_module_path": "kvstore.vllm",
-                **scenario["kvstore"],
-            },
-        }
+        arguments["kv_transfer_config"] = over_kvstore(scenario["kvstore"])
     if scenario.get("kv_transfer_config") is not None:
         arguments["kv_transfer_config"] = scenario["kv_transfer_config"]
     started = time.monotonic()
-    llm = LLM(str(folder), **arguments)
+    llm = LLM(**{"model": str(folder), **arguments})
     report: dict[str, Any] = {"start_seconds": time.monotonic() - started, "rounds": []}
     for number, wanted in enumerate(scenario["rounds"]):
         if wanted.get("replace"):
@@ -129,9 +157,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         adapter = LoRARequest(**wanted["lora"]) if wanted.get("lora") else None
-        prompts = [{"prompt_token_ids": prompt(seed, n)} for seed, n in wanted["prompts"]]
+        prompts = [_input(seed, n, config, wanted) for seed, n in wanted["prompts"]]
         began = time.monotonic()
-        if wanted.get("together"):
+        if wanted.get("kv_hints"):
+            outputs = _hinted(llm, prompts, sampling, wanted["kv_hints"])
+        elif wanted.get("together"):
             outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         else:
             outputs = [
@@ -155,17 +185,58 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             }
         )
         time.sleep(wanted.get("pause", 0.0))
+        if wanted.get("sleep"):
+            _sleep(llm, **wanted["sleep"])
         if wanted.get("reset", True):
             # Stores of the last step are only begun with the next one.
             _forget_on_device(llm, bool(wanted.get("reset_connector", False)))
     return report
 
 
+def _hinted(llm: Any, prompts: list[Any], sampling: Any, actions: list[list[Any]]) -> list[Any]:
+    """One request after the other, each with an envelope of hints: `LLM.generate` takes none.
+
+    Args:
+        actions: the type, the version and the payload of each.
+    """
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    told = [KvHintAction(f"action-{n}", *action) for n, action in enumerate(actions)]
+    engine, outputs = llm.llm_engine, []
+    for number, one in enumerate(prompts):
+        envelope = KvHintsEnvelope("1.0", f"message-{number}", told)
+        engine.add_request(f"hinted-{id(told)}-{number}", one, sampling, kv_hints=envelope)
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+    return outputs
+
+
 def _metrics(llm: Any) -> dict[str, float]:
-    """kvstore's counters and gauges as vLLM tells them, totals since the start."""
+    """kvstore's metrics as vLLM tells them, totals since the start.
+
+    Of several tiers the sum; of histograms the number and the sum of what was observed.
+    """
     prefix = "vllm:kvstore_"
-    found = [each for each in llm.get_metrics() if each.name.startswith(prefix)]
-    return {each.name.removeprefix(prefix): each.value for each in found}
+    totals: dict[str, float] = {}
+    for each in llm.get_metrics():
+        if not each.name.startswith(prefix):
+            continue
+        name = each.name.removeprefix(prefix)
+        if hasattr(each, "value"):
+            parts = {name: each.value}
+        else:
+            parts = {f"{name}_count": each.count, f"{name}_sum": each.sum}
+        for part, value in parts.items():
+            totals[part] = totals.get(part, 0) + value
+    return totals
+
+
+def _sleep(llm: Any, level: int = 1, weights: str | None = None) -> None:
+    """Let the engine sleep, perhaps give it other weights, and wake it up."""
+    llm.sleep(level)
+    if weights is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+    llm.wake_up()
 
 
 def _forget_on_device(llm: Any, everywhere: bool) -> None:

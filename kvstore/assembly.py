@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
+from kvstore.notice import Notice
 from kvstore.recorder import Recorder
 from kvstore.sizes import format_size
 from kvstore.tiering import TierPlace, create_tier
@@ -22,7 +23,7 @@ from tiers.disk import DiskTier, PeerLanes
 from tiers.disk.namespace import Namespace
 from tiers.pinned import round_to_page
 
-__all__ = ["Assembly", "assemble", "rows_for"]
+__all__ = ["Assembly", "assemble", "namespace_of", "open_tiers", "recency_of", "rows_for"]
 
 
 @dataclass(slots=True)
@@ -34,20 +35,16 @@ class Assembly:
     tiers: list[Tier]
     description: str
     recorder: Recorder | None = None
+    notice: Notice | None = None
 
     @property
     def beside(self) -> list[Beside]:
         """What is to run beside the engine."""
-        return [] if self.recorder is None else [self.recorder]
+        return [one for one in (self.recorder, self.notice) if one is not None]
 
     def recency(self) -> list[list[tuple[bytes, int]]]:
         """For each tier its (key, slot), coldest first."""
-        recency = []
-        for tier in self.core.tiers:
-            entries = tier.entries
-            ordered = [key for key in tier.index.policy.order() if key in entries]
-            recency.append([(key, entries[key]) for key in ordered])
-        return recency
+        return recency_of(self.core.tiers)
 
 
 def rows_for(config: Config, chunk_bytes: int) -> tuple[int, int]:
@@ -80,10 +77,7 @@ def assemble(
     Raises:
         KVStoreError: if a tier cannot be opened; those opened before are closed.
     """
-    whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": region.row_bytes}
-    namespace = Namespace.of(label, whole)
-    if config.namespace is not None:
-        namespace = Namespace(config.namespace, whole)
+    namespace = namespace_of(config, chunk_bytes, region.row_bytes, label, identity)
     tiers: list[Tier] = []
     try:
         return _assemble(config, region, chunk_bytes, namespace, tiers, events)
@@ -101,7 +95,72 @@ def _assemble(
     tiers: list[Tier],
     events: bool,
 ) -> Assembly:
-    """Opened tiers are put into `tiers` one by one, so that a failure leaves them there."""
+    views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
+    demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
+    pool = HostPool(
+        region.rows,
+        build_policy(config.host_policy, region.rows),
+        build_filters(config.host_filters, region.rows, chunk_bytes),
+        int(region.rows * config.demote_ahead) if demotes else 0,
+    )
+    core = Core(
+        pool,
+        views,
+        deadline=config.deadline_s,
+        max_wait=config.max_wait_s,
+        lease=config.lease_s,
+        events=events,
+        pinned_share=config.pinned_share,
+        recompute=config.compute_pace,
+        chunk_bytes=chunk_bytes,
+    )
+    rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
+    host = f"host {format_size(region.size)} ({', '.join(rules)})"
+    recorder = None
+    if config.record_trace is not None:
+        recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
+        core.chains.listen(recorder.add)
+        parts.append(f"requests recorded in {recorder.path}")
+    if not COMPILED:
+        parts.append(
+            "installed without a C compiler: steps over large tiers have pauses, "
+            "and fast disks are slower"
+        )
+    lanes = [
+        (volume.lane.folder, view)
+        for tier, view in zip(tiers, views, strict=True)
+        if isinstance(tier, DiskTier)
+        for volume in tier.volumes
+    ]
+    notice = Notice(core, lanes) if lanes else None
+    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, notice)
+
+
+def namespace_of(
+    config: Config, chunk_bytes: int, slot_bytes: int, label: str, identity: Mapping[str, Any]
+) -> Namespace:
+    """The namespace of chunks of this size and identity: named by `config`, or after `label`."""
+    whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
+    if config.namespace is not None:
+        return Namespace(config.namespace, whole)
+    return Namespace.of(label, whole)
+
+
+def open_tiers(
+    config: Config,
+    region: PinnedRegion,
+    chunk_bytes: int,
+    namespace: Namespace,
+    tiers: list[Tier],
+) -> tuple[list[TierView], list[str]]:
+    """Open the tiers of `config`; each is put into `tiers` at once, so that a failure leaves it.
+
+    Returns:
+        What a core is to know of each, and what the log is to know of all.
+
+    Raises:
+        KVStoreError: if a tier cannot be opened.
+    """
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     views: list[TierView] = []
     parts: list[str] = []
@@ -122,36 +181,17 @@ def _assemble(
             policy, filters = tier_config.eviction_policy, map(str, tier_config.admission)
             said = ", ".join([str(policy), tier_config.flow.value, *filters])
             parts.append(f"{tier.description}, {said}, {len(recovered.entries)} chunks found")
-    demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
-    pool = HostPool(
-        region.rows,
-        build_policy(config.host_policy, region.rows),
-        build_filters(config.host_filters, region.rows, chunk_bytes),
-        int(region.rows * config.demote_ahead) if demotes else 0,
-    )
-    core = Core(
-        pool,
-        views,
-        deadline=config.deadline_s,
-        max_wait=config.max_wait_s,
-        lease=config.lease_s,
-        events=events,
-        pinned_share=config.pinned_share,
-        chunk_bytes=chunk_bytes,
-    )
-    rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
-    host = f"host {format_size(region.size)} ({', '.join(rules)})"
-    recorder = None
-    if config.record_trace is not None:
-        recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
-        core.chains.listen(recorder.add)
-        parts.append(f"requests recorded in {recorder.path}")
-    if not COMPILED:
-        parts.append(
-            "installed without a C compiler: steps over large tiers have pauses, "
-            "and fast disks are slower"
-        )
-    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder)
+    return views, parts
+
+
+def recency_of(tiers: Sequence[TierView]) -> list[list[tuple[bytes, int]]]:
+    """For each tier its (key, slot), coldest first."""
+    recency = []
+    for tier in tiers:
+        entries = tier.entries
+        ordered = [key for key in tier.index.policy.order() if key in entries]
+        recency.append([(key, entries[key]) for key in ordered])
+    return recency
 
 
 def _tiers_of(

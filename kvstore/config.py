@@ -27,6 +27,8 @@ _Check = Callable[[object], Any]
 
 MAX_IO_THREADS = 64
 
+AUTO = "auto"
+
 MAX_THRESHOLD = 1000
 """Highest number of uses that `reuse` may require before a chunk is stored."""
 
@@ -86,6 +88,21 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         _check(self, _DISK)
+
+    @classmethod
+    def from_mapping(
+        cls, values: Mapping[str, Any], where: str = "", beside: Collection[str] = ()
+    ) -> DiskConfig:
+        """Check `values` and build the configuration of one disk tier.
+
+        Args:
+            where: what stands before a key in messages.
+            beside: keys that are taken elsewhere, to be named among those that are allowed.
+
+        Raises:
+            ConfigError: for an unknown key or a value that cannot be used.
+        """
+        return _build(cls, _DISK, values, where, beside)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -152,6 +169,8 @@ class Config:
         shutdown_timeout_s: seconds that a shutdown waits for copies to slower tiers.
         demote_ahead: share of host memory, at most, that is kept free or copied ahead of
             need where a tier's flow copies what host memory gives up.
+        recompute_s: seconds in which the server computes a chunk; what would take longer to read
+            is a miss. auto: as the server tells, 0: nobody asks.
         pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
         record_trace: file in which what requests ask for is recorded, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
@@ -172,12 +191,18 @@ class Config:
     keep_events: bool = False
     admission: tuple[Choice, ...] = ()
     demote_ahead: float = 0.25
+    recompute_s: float | str = AUTO
     pinned_share: float = 0.5
     record_trace: Path | None = None
     record_trace_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
+
+    @property
+    def compute_pace(self) -> float | None:
+        """`recompute_s`; None where the server tells."""
+        return None if isinstance(self.recompute_s, str) else self.recompute_s
 
     @property
     def host_policy(self) -> str | Choice:
@@ -222,7 +247,13 @@ class Config:
         return cls.from_mapping(values)
 
 
-def _build(cls: type[_T], checks: Mapping[str, _Check], values: object, where: str) -> _T:
+def _build(
+    cls: type[_T],
+    checks: Mapping[str, _Check],
+    values: object,
+    where: str,
+    beside: Collection[str] = (),
+) -> _T:
     if not isinstance(values, Mapping):
         told = f"{where or 'configuration'} = {_shown(values)}"
         raise ConfigError(f"{told}: must be a table of keys")
@@ -231,7 +262,7 @@ def _build(cls: type[_T], checks: Mapping[str, _Check], values: object, where: s
     if unknown:
         raise ConfigError(
             f"unknown key {prefix}{unknown[0]} = {_shown(values[unknown[0]])}; "
-            f"allowed are: {', '.join(checks)}"
+            f"allowed are: {', '.join([*checks, *beside])}"
         )
     missing = [key for key in _REQUIRED[cls] if key not in values]
     if missing:
@@ -306,6 +337,15 @@ def _seconds(value: object) -> float:
     if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError("must be a number of seconds above 0")
     return seconds
+
+
+def _recompute(value: object) -> float | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        return 0.0 if value == 0 and not isinstance(value, bool) else _seconds(value)
+    except ValueError as error:
+        raise ValueError('must be "auto", 0, or a number of seconds') from error
 
 
 def _flag(value: object) -> bool:
@@ -467,6 +507,7 @@ _CONFIG: Mapping[str, _Check] = {
     "shutdown_timeout_s": _seconds,
     "keep_events": _flag,
     "demote_ahead": _share(0.5),
+    "recompute_s": _recompute,
     "pinned_share": _share(0.9),
     "record_trace": _optional(_path("file")),
     "record_trace_bytes": _size(MIN_RECORDING),

@@ -178,6 +178,7 @@ class Engine:
             )
             raised = error
         self._tell(move, completion, raised)
+        completion.ended = time.monotonic()
         self._done.append(completion)
         self._on_completion()
 

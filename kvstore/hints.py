@@ -45,7 +45,7 @@ class Hints:
     Attributes:
         retain_s: they are pinned for so many seconds; None: they are not.
         retain_host: in host memory, too; else on slower tiers alone, where there are any.
-        release: they are pinned no longer.
+        release: they are pinned no longer, and leave before others.
         demote: they leave host memory as soon as a slower tier has them.
         prefetch_after_s: so many seconds later they are fetched to host memory again; None: never.
         store: whether what the request computes is stored at all.
@@ -104,6 +104,7 @@ def follow(hints: Hints, core: Core, keys: Sequence[bytes], now: float) -> int:
     refused = 0
     if hints.release:
         core.pins.end(keys)
+        core.demotions.cool(keys)
     if hints.retain_s is not None:
         host = hints.retain_host or not core.cascades.targets
         refused += len(keys) - core.pins.begin(keys, now + hints.retain_s, host=host, yields=True)

@@ -16,16 +16,14 @@ import io
 import json
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiofiles.threadpool import wrap
 
+from kvstore.daemons import Daemons
 from kvstore.errors import ConfigError
 from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 
@@ -41,24 +39,6 @@ WRITE_SECONDS = 0.5
 """How long a request may be queued."""
 
 logger = logging.getLogger("kvstore")
-
-_T = TypeVar("_T")
-
-
-class _Daemons(Executor):
-    """Makes each call in a thread that cannot keep the process from ending."""
-
-    def submit(self, fn: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
-        future: Future[_T] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(fn(*arguments, **named))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=call, name="kvstore-recorder", daemon=True).start()
-        return future
 
 
 class Recorder:
@@ -88,7 +68,7 @@ class Recorder:
         self._came = self._went = 0
         self._stopped = asyncio.Event()
         # A file system that does not answer holds up nobody but the recording.
-        self._threads = _Daemons()
+        self._threads = Daemons("kvstore-recorder")
         try:
             self.path, fd = self._take(path)
             self._file = io.FileIO(fd, "r+")

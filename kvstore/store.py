@@ -197,14 +197,21 @@ class Store:
         self._driver.pump()
         return leaving
 
-    def unpin(self, keys: Sequence[bytes]) -> int:
+    def unpin(self, keys: Sequence[bytes], *, cold: bool = False) -> int:
         """End the pins of `keys` before their time; returns how many were pinned.
+
+        Args:
+            cold: nobody will use these chunks soon. When others need room they leave first,
+                whether they were pinned or not, as far as the eviction policies take advice.
 
         Raises:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         self._driver.check()
-        ended = self._core.pins.end(check_keys(keys))
+        keys = check_keys(keys)
+        ended = self._core.pins.end(keys)
+        if cold:
+            self._core.demotions.cool(keys)
         self._driver.pump()
         return ended
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from tiers.disk.fault import Fault
 from tiers.disk.index import read_index
 from tiers.disk.lane import lane_folders, lane_owner
 from tiers.disk.namespace import FILE_NAME, read_namespace
+from tiers.disk.retained import Retained, read_retained
 from tiers.disk.segment import segment_files
 
 __all__ = [
@@ -64,12 +66,17 @@ class LaneSurvey:
     `epoch` is the newest of its chunks, or None when it has none. If it is older
     than its namespace's, the lane's owner has not been reset, and shares with no
     process that has.
+
+    `retained` is what a process said last of what it retains, or None. It counts unless
+    `retained_stale`: then that process is gone, or does not answer for it any more.
     """
 
     number: int
     path: str
     owner: int | None
     epoch: int | None = None
+    retained: Retained | None = None
+    retained_stale: bool = False
     segments: list[SegmentSurvey] = field(default_factory=list)
 
 
@@ -194,6 +201,9 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         return found
     for number, lane_folder in lanes:
         lane = LaneSurvey(number, str(lane_folder), lane_owner(lane_folder))
+        lane.retained = word = read_retained(lane_folder)
+        if word is not None:
+            lane.retained_stale = word.is_stale(lane.owner, time.time_ns() // 1_000_000)
         found.lanes.append(lane)
         found.faults += _lane(lane, digest)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)

@@ -165,13 +165,17 @@ class SyncStore:
         """
         return self._calls.ask(lambda: self._store.demote(keys))
 
-    def unpin(self, keys: Sequence[bytes]) -> int:
+    def unpin(self, keys: Sequence[bytes], *, cold: bool = False) -> int:
         """End the pins of `keys` before their time; returns how many were pinned.
+
+        Args:
+            cold: nobody will use these chunks soon. When others need room they leave first,
+                whether they were pinned or not, as far as the eviction policies take advice.
 
         Raises:
             KVStoreError: for bad keys, or when the store is closed.
         """
-        return self._calls.ask(lambda: self._store.unpin(keys))
+        return self._calls.ask(lambda: self._store.unpin(keys, cold=cold))
 
     def resolve(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None

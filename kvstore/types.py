@@ -113,7 +113,8 @@ class Completion:
     blocks that PROMOTE or RELOCATE could not read or copy this time, but that may be whole; a
     block that failed and is not among them is lost. `error` says in words what went wrong, for
     one log line. `changes` of a tier that others write to (number `tier`) come as the completion
-    of no move: `move_id` is NO_MOVE.
+    of no move: `move_id` is NO_MOVE. `ended` is when it ended, by the clock of the core; None where
+    nobody knows better than who takes it in.
     """
 
     move_id: int
@@ -124,6 +125,11 @@ class Completion:
     tier: int = -1
     found: list[tuple[bytes, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
+    ended: float | None = None
+
+    def ended_by(self, now: float) -> float:
+        """When it ended, as far as anybody knows."""
+        return now if self.ended is None else min(self.ended, now)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from policies.base import HELD, EvictionPolicy, Protected
-from policies.queues import Later, let_go, put_back, take
+from policies.queues import Later, come_first, let_go, put_back, take
 from policies.table import OrderedTable
 
 __all__ = ["ARC"]
@@ -143,6 +143,9 @@ class ARC(EvictionPolicy):
 
     def release(self, keys: Iterable[bytes]) -> None:
         let_go(keys, ((self._t1, self._held1), (self._t2, self._held2)))
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        come_first(keys, self._t1, self._t2)
 
     def clear(self) -> None:
         for each in (self._t1, self._t2, self._held1, self._held2):

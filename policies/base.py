@@ -25,7 +25,7 @@ The policy guarantees:
   not asked about again, and comes back as used just now when the caller names
   it to `release`. So eviction stays O(1) amortised even while nearly all keys
   are in use;
-* `link`, `settle` and `incoming` are advice: without them, or with advice that
+* `link`, `settle`, `cool` and `incoming` are advice: without them, or with advice that
   proves wrong, everything here still holds;
 * `clear` leaves the policy as new.
 """
@@ -129,6 +129,13 @@ class EvictionPolicy(ABC):
         Args:
             ends: the last key of each KV cache group, where `keys` are of several; by
                 default `keys` are of one group, and `keys[-1]` is its end.
+        """
+
+    def cool(self, keys: Iterable[bytes]) -> None:  # noqa: B027
+        """Nobody is expected to use `keys`, tail first: they should be among the first to leave.
+
+        They are resident. This is not a use, and void once a key is used again, where uses
+        count. A key that was set aside may be left as it is.
         """
 
     @abstractmethod

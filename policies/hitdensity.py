@@ -187,6 +187,16 @@ class HitDensity(EvictionPolicy):
                     self._unqueue(slot)
                     self._queue(slot)
 
+    def cool(self, keys: Iterable[bytes]) -> None:
+        # As if they had been used last before all that is remembered.
+        oldest = self._now - int(self._edges[-1]) - 1
+        for key in keys:
+            slot = self._slots[key]
+            self._seen[slot] = oldest << _SHIFT | self._seen[slot] & _CLASS
+            if self._cell[slot] >= 0:
+                self._unqueue(slot)
+                self._queue(slot)
+
     def remove(self, key: bytes) -> None:
         slot = self._slots.pop(key)
         if self._cell[slot] >= 0:

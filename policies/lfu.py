@@ -89,6 +89,17 @@ class LFU(EvictionPolicy):
                 group.keys[key] = group.held.pop(key)
                 self._held -= 1
 
+    def cool(self, keys: Iterable[bytes]) -> None:
+        for key in reversed([*keys]):
+            group = self._groups[key]
+            if key in group.held:
+                continue
+            if group.count > 1:
+                # As if it had been used once.
+                self._add(key, self._head)
+                self._drop(key, group)
+            self._head.more.keys.move_to_end(key, last=False)
+
     def clear(self) -> None:
         self._head = _Uses(0)
         self._groups.clear()

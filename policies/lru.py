@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import sift
+from policies.queues import come_first, sift
 from policies.table import OrderedTable
 
 __all__ = ["LRU"]
@@ -70,6 +70,9 @@ class LRU(EvictionPolicy):
         for key in reversed(keys):
             if key in resident:
                 resident.move_to_end(key)
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        come_first(keys, self._keys)
 
     def clear(self) -> None:
         self._keys.clear()

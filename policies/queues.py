@@ -11,7 +11,7 @@ from typing import TypeVar
 from policies.base import HELD, LATER, Protected
 from policies.table import OrderedTable
 
-__all__ = ["BURST", "Later", "let_go", "put_back", "sift", "take"]
+__all__ = ["BURST", "Later", "come_first", "let_go", "put_back", "sift", "take"]
 
 _V = TypeVar("_V")
 
@@ -100,6 +100,15 @@ def let_go(
         for queue, held in places:
             if key in held:
                 queue[key] = held.pop(key)
+                break
+
+
+def come_first(keys: Iterable[bytes], *queues: OrderedTable[bytes, _V]) -> None:
+    """Make those of `keys` that are in one of the queues its coldest, the first of them first."""
+    for key in reversed([*keys]):
+        for queue in queues:
+            if key in queue:
+                queue.move_to_end(key, last=False)
                 break
 
 

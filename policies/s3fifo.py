@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import Later, let_go, put_back, take
+from policies.queues import Later, come_first, let_go, put_back, take
 from policies.table import OrderedTable
 
 __all__ = ["S3FIFO"]
@@ -119,6 +119,12 @@ class S3FIFO(EvictionPolicy):
 
     def release(self, keys: Iterable[bytes]) -> None:
         let_go(keys, ((self._small, self._small_held), (self._main, self._main_held)))
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        keys = [*keys]
+        for key in keys:
+            self._place(key)[key] = 0
+        come_first(keys, self._small, self._main)
 
     def clear(self) -> None:
         self._small_held.clear()

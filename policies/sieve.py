@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from policies.base import HELD, LATER, EvictionPolicy, Protected
-from policies.queues import let_go, put_back
+from policies.queues import come_first, let_go, put_back
 from policies.table import OrderedTable
 
 __all__ = ["SIEVE"]
@@ -84,6 +84,15 @@ class SIEVE(EvictionPolicy):
     def release(self, keys: Iterable[bytes]) -> None:
         let_go(keys, ((self._passed, self._held),))
         self._wrap()
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        # The hand comes to them next.
+        keys = [*keys]
+        for key in keys:
+            self._place(key)[key] = False
+            if key in self._passed:
+                self._ahead[key] = self._passed.pop(key)
+        come_first(keys, self._ahead)
 
     def clear(self) -> None:
         self._passed.clear()

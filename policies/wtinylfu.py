@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from policies.base import EvictionPolicy, Protected
-from policies.queues import Later, let_go, put_back, take
+from policies.queues import Later, come_first, let_go, put_back, take
 from policies.sketch import FrequencySketch
 from policies.table import OrderedTable
 
@@ -52,6 +52,8 @@ class WTinyLFU(EvictionPolicy):
         self._settled: _Queue = OrderedTable()
         # Those of the three that are held.
         self._held: tuple[_Queue, ...] = (OrderedTable(), OrderedTable(), OrderedTable())
+        # Those on probation that leave for whatever comes, however often they were seen.
+        self._cold: set[bytes] = set()
         # Most of what is counted in a sample is seen once: with fewer counters than 16 for
         # each place in the tier, strangers look like acquaintances.
         self._sketch = FrequencySketch(4 * capacity)
@@ -68,6 +70,7 @@ class WTinyLFU(EvictionPolicy):
 
     def touch(self, key: bytes) -> None:
         self._count(key)
+        self._cold.discard(key)
         if key in self._window:
             self._window.move_to_end(key)
         elif key in self._settled:
@@ -86,6 +89,7 @@ class WTinyLFU(EvictionPolicy):
                 self._probation[oldest] = None
 
     def remove(self, key: bytes) -> None:
+        self._cold.discard(key)
         for place in (self._window, self._probation, self._settled, *self._held):
             if key in place:
                 del place[key]
@@ -103,11 +107,12 @@ class WTinyLFU(EvictionPolicy):
             # Written for speed: stores ask for one after the other.
             newer, older = next(iter(window)), next(iter(probation))
             if not protected(newer) and not protected(older):
-                del window[newer]
-                if self._sketch.count(newer) <= self._sketch.count(older):
+                if not self._displaces(newer, older):
+                    del window[newer]
                     return [newer]
-                probation[newer] = None
+                probation[newer] = window.pop(newer)
                 del probation[older]
+                self._cold.discard(older)
                 return [older]
         in_use: tuple[list[_Entry], ...] = ([], [], [])
         taken: tuple[list[_Entry], ...] = ([], [], [])
@@ -131,7 +136,7 @@ class WTinyLFU(EvictionPolicy):
                     put_back(window, [candidate])
                 break
             if candidate is not None and victim is not None:
-                if self._sketch.count(candidate[0]) > self._sketch.count(victim[0]):
+                if self._displaces(candidate[0], victim[0]):
                     probation[candidate[0]] = None
                     candidate = None
                 else:
@@ -148,15 +153,27 @@ class WTinyLFU(EvictionPolicy):
             if not complete:
                 put_back(queue, those)
             queue.update(used)
+        if complete:
+            self._cold.difference_update(victims)
         return victims if complete else None
 
     def release(self, keys: Iterable[bytes]) -> None:
         queues = (self._window, self._probation, self._settled)
         let_go(keys, tuple(zip(queues, self._held, strict=True)))
 
+    def cool(self, keys: Iterable[bytes]) -> None:
+        keys = [*keys]
+        for queue in (self._window, self._settled):
+            for key in keys:
+                if key in queue:
+                    self._probation[key] = queue.pop(key)
+        come_first(keys, self._probation)
+        self._cold.update(key for key in keys if key in self._probation)
+
     def clear(self) -> None:
         for place in (self._window, self._probation, self._settled, *self._held):
             place.clear()
+        self._cold.clear()
         self._sketch.clear()
         self._counted = 0
 
@@ -170,6 +187,12 @@ class WTinyLFU(EvictionPolicy):
     def order(self) -> Iterable[bytes]:
         places = (self._probation, self._held[1], self._settled, self._held[2])
         return itertools.chain(*places, self._window, self._held[0])
+
+    def _displaces(self, candidate: bytes, victim: bytes) -> bool:
+        """Whether the coldest of the window stays rather than the coldest on probation."""
+        if victim in self._cold:
+            return True
+        return self._sketch.count(candidate) > self._sketch.count(victim)
 
     def _count(self, key: bytes) -> None:
         self._sketch.add(key)

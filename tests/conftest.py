@@ -13,17 +13,27 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
 
-ENGINES = [f"tests/vllm/test_{name}.py" for name in ("engine", "policies", "reset")]
-"""They compare with one engine that all of them use, so one worker runs them all."""
+ENGINES = [
+    f"tests/vllm/test_{name}.py"
+    for name in ("engine", "policies", "reset", "identity", "hints", "pause", "launcher")
+]
+"""They share launchers and compare with one engine, so one worker runs them all."""
 
 FIRST = [
     *ENGINES,
-    "tests/vllm/test_identity.py",
+    "tests/vllm/test_identity_matrix.py",
+    "tests/vllm/test_turmoil.py",
+    "tests/vllm/test_secondary.py",
+    "tests/vllm/test_observed.py",
+    "tests/core/test_simulation.py",
+    "tests/faults/test_io_errors.py",
+    "tests/faults/test_frozen.py",
     "tests/tiers/test_fuzz.py",
     "tests/examples/test_http_server.py",
     "tests/examples/test_paged_engine.py",
 ]
-"""What takes longest begins first, so that no worker is left alone with it at the end."""
+"""What takes longest begins first, so that no worker is left alone with it at the end. Of two
+workers the second has the other engines first: a third would need launchers of its own."""
 
 
 # What the tables of a chunk's life lack is an error here; in service it is counted.

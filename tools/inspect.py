@@ -41,9 +41,23 @@ def _print(namespace: NamespaceSurvey) -> None:
             f"in {format_size(size)}"
             + (f", of epoch {lane.epoch}" if lane.epoch not in (None, namespace.epoch) else "")
         )
+        _print_retained(lane)
         _print_segments(lane)
     for fault in namespace.faults:
         print(f"  WRONG {fault}")
+
+
+def _print_retained(lane: LaneSurvey) -> None:
+    told = lane.retained
+    if told is None:
+        return
+    if lane.retained_stale:
+        print(f"    retained: unknown; process {told.process} spoke last {_when(told.written_ms)}")
+        return
+    print(
+        f"    retained: {told.chunks} chunks on this tier, {told.host_chunks} in host memory, "
+        f"{told.keys} keys"
+    )
 
 
 def _print_segments(lane: LaneSurvey) -> None:

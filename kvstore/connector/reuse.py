@@ -126,6 +126,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: object = None) -> None:
         self.backing.on_schedule_end(context)
 
+    def on_step_reported(self) -> None:
+        self.backing.on_step_reported()
+
     def has_pending_work(self) -> bool:
         return self.backing.has_pending_work()
 

@@ -1,7 +1,7 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
 from kvstore.core.core import Core
-from kvstore.core.durations import BOUNDS, Durations
+from kvstore.core.durations import AGES, BOUNDS, Durations
 from kvstore.core.flow import Flow
 from kvstore.core.owned import OwnedTier
 from kvstore.core.pace import UNBOUNDED, Pace
@@ -11,6 +11,7 @@ from kvstore.core.stats import CoreStats, TierStats
 from kvstore.core.stores import StoreGrant
 
 __all__ = [
+    "AGES",
     "BOUNDS",
     "UNBOUNDED",
     "Core",

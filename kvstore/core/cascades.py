@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
 
 from kvstore.core.budget import Budget
 from kvstore.core.chunk import Chunk
 from kvstore.core.complaints import Complaints
+from kvstore.core.copied import take_in
 from kvstore.core.flow import Flow
 from kvstore.core.pool import HostPool
 from kvstore.core.tier import CopyTarget, TierView
@@ -174,23 +174,7 @@ class Cascades:
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:
         """A move of copies has ended; some of its chunks may have failed."""
-        # Tail first, as everything that reaches a policy.
-        keys, slots = move.keys[::-1], move.slots[::-1]
-        failed: list[tuple[bytes, int]] = []
-        if all(completion.ok):
-            target.copied(keys, slots)
-        else:
-            ok = completion.ok[::-1]
-            target.copied(list(compress(keys, ok)), list(compress(slots, ok)))
-            ends = zip(keys, slots, ok, strict=True)
-            failed = [(key, slot) for key, slot, whole in ends if not whole]
-            target.not_copied(failed, now)
-        self._pool.unpin(list(map(self._pool.chunks.__getitem__, keys)))
-        what = f"tier {target.name} cannot store now"
-        if failed and target.health.ailing:
-            self._complaints.failed(what, completion.error, now, len(failed))
+        give_up = take_in(target, move, completion, self._complaints, now)
+        self._pool.unpin(list(map(self._pool.chunks.__getitem__, move.keys[::-1])))
+        if give_up:
             self.drop(target)
-        elif failed:
-            self._complaints.failed(f"a device of {what}", completion.error, now, len(failed))
-        elif target.health.recovered(now):
-            self._complaints.went_well(what, f"tier {target.name} stores again", now)

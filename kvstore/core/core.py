@@ -37,6 +37,7 @@ from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.prefetches import Prefetches
 from kvstore.core.queue import WaitQueue
+from kvstore.core.recompute import Average
 from kvstore.core.removals import Removal, Removals
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.room import Room
@@ -74,6 +75,8 @@ class Core:
         events: whether `take_events` will be called.
         pace: how much one step does at most.
         pinned_share: how much of host memory, and of each tier, may be pinned.
+        recompute: seconds that the server takes to compute a chunk; None: as `computed` tells, 0:
+            nobody asks whether computing is sooner than reading.
         chunk_bytes: size of a chunk, for `stats`.
     """
 
@@ -90,6 +93,7 @@ class Core:
         events: bool = True,
         pace: Pace = DEFAULT_PACE,
         pinned_share: float = PINNED_SHARE,
+        recompute: float | None = None,
         chunk_bytes: int = 0,
     ) -> None:
         self.pool = pool
@@ -99,6 +103,8 @@ class Core:
         self._chunk_bytes = chunk_bytes
         self._log = Log()
         efforts = [tier.index.policy.effort for tier in self.tiers]
+        self._compute = Average()
+        self._compute_pace = recompute
         self.budget = Budget(pace, pool.policy.effort, efforts)
         self._requests = Requests()
         self.queue = WaitQueue(pool, deadline=deadline, max_wait=max_wait, lease=lease)
@@ -162,6 +168,7 @@ class Core:
         pool.history.want(events)
         for tier in self.tiers:
             tier.index.history.want(events)
+        self._ages = [pool.ages, *(tier.index.ages for tier in self.tiers)]
         pool.begin_step()
 
     def log_to(self, write: Callable[[str], None]) -> None:
@@ -175,10 +182,13 @@ class Core:
         elapsed, self._polled = now - self._polled, now
         self.now = now
         self.pool.begin_step()
+        for ages in self._ages:
+            ages.begin_step(now)
         self.budget.begin_step()
         if completions or self._ended:
             self.absorb(completions)
-        self.transfers.watch(now, elapsed, self.queue.deadline, self.queue.max_wait)
+        queue = self.queue
+        self.transfers.watch(now, elapsed, queue.deadline, queue.max_wait, self.compute_pace)
         self._lookups.begin_step(now)
         if self._ended:
             self.queue.all_moved(now)
@@ -430,6 +440,17 @@ class Core:
 
     # -- the rest ------------------------------------------------------------------------
 
+    @property
+    def compute_pace(self) -> float:
+        """Seconds that the server takes to compute a chunk; 0 where that is not known."""
+        pace = self._compute_pace
+        return self._compute.per_chunk if pace is None else pace
+
+    def computed(self, chunks: int, seconds: float) -> None:
+        """The server has computed so many chunks of KV in so many seconds: see `recompute`."""
+        if chunks > 0 and seconds > 0:
+            self._compute.add(chunks, seconds)
+
     def may_go_below(self, key: bytes) -> bool:
         """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
         chunk = self.pool.chunks.get(key)
@@ -464,14 +485,17 @@ class Core:
         self.prefetches.drop(keys)
         return self._removals.begin(keys)
 
-    def reset(self) -> None:
+    def reset(self, *, close_tiers: bool = False) -> None:
         """Forget everything, on every tier; on slower tiers durably, as soon as they can.
+
+        With `close_tiers` the slower tiers are left as they are, for the next process, and not
+        used any more: what this one computes from now on is not what they hold.
 
         Transfers between device and host memory may be under way: a new `era`
         begins, and their rows stay theirs until each is reported with the era in
         which it was prepared, or `transfers_ended` says that all have ended.
         """
-        late = list(self._device_transfers())
+        late = list(self.device_transfers())
         self.overtaken.add(late)
         self.era += 1
         for request in self._requests.values():
@@ -486,12 +510,19 @@ class Core:
         self.demotions.reset()
         self.prefetches.reset()
         self._removals.reset()
-        self.transfers.reset(row for _, row in late)
+        self.transfers.reset((row for _, row in late), close_tiers=close_tiers)
         self._victims.reset()
 
     def transfers_ended(self) -> None:
         """Every transfer that was prepared before the last reset has ended, reported or not."""
         self.overtaken.all_ended()
+
+    def device_transfers(self) -> Iterable[tuple[Transfer, int]]:
+        """Loads and stores that were prepared and are not complete, and their rows."""
+        for name, key, row in self._loads.under_way():
+            yield Transfer(self.era, name, key, stores=False), row
+        for name, key, row in self._stores.under_way():
+            yield Transfer(self.era, name, key, stores=True), row
 
     def take_events(self) -> list[Event]:
         """What appeared on or left a medium since the last call.
@@ -514,8 +545,8 @@ class Core:
             medium = self._medium(origin)
             loaded_from[medium] = loaded_from.get(medium, 0) + count
         size, tiers = self._chunk_bytes, [tier.stats() for tier in self.tiers]
-        for tier in tiers:
-            tier.size_bytes(size)
+        for view, tier in zip(self.tiers, tiers, strict=True):
+            tier.complete(loads.loaded_from[view.number], size)
         return CoreStats(
             rows=pool.rows,
             free_rows=pool.free,
@@ -527,6 +558,8 @@ class Core:
             chunks=len(pool.chunks),
             waiting=len(queue.waiting),
             misses=self._lookups.misses,
+            outpaced=self._lookups.outpaced,
+            compute_pace=self.compute_pace,
             deferrals=self._deferrals,
             timeouts=queue.timeouts,
             truncations=self.grants.truncations,
@@ -545,18 +578,14 @@ class Core:
             chunk_bytes=size,
             loaded_bytes=loads.loaded * size,
             stored_bytes=stores.stored * size,
+            used_bytes=len(pool.chunks) * size,
+            free_bytes=pool.free * size,
             waits=queue.waits.copy(),
+            ages=pool.ages.left.copy(),
             tiers=tiers,
         )
 
     # -- inside --------------------------------------------------------------------------
-
-    def _device_transfers(self) -> Iterable[tuple[Transfer, int]]:
-        """Loads and stores that were prepared and are not complete, and their rows."""
-        for name, key, row in self._loads.under_way():
-            yield Transfer(self.era, name, key, stores=False), row
-        for name, key, row in self._stores.under_way():
-            yield Transfer(self.era, name, key, stores=True), row
 
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool

@@ -2,6 +2,8 @@
 
 What a slower tier has leaves host memory at once; what none has is copied to the first tier
 before. Whoever uses a chunk meanwhile keeps it, and so does a pin.
+
+A milder word is that they leave first once others need the room, wherever they are.
 """
 
 from __future__ import annotations
@@ -70,6 +72,19 @@ class Demotions:
             if chunk.state == FILLING or chunk.unsaved or self._is_coming(chunk.key):
                 self._leaving[chunk.key] = chunk.order
         return len(self._leaving) - before
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        """The chunks of `keys`, in prefix order, leave before others when others need the room.
+
+        Those that are pinned, and those that the policy has set aside, stay as they are.
+        """
+        tail_first = [key for key in reversed([*keys]) if not self._pins.is_pinned(key)]
+        self._victims.let_loose()
+        chunks = map(self._pool.chunks.get, tail_first)
+        cold = [c.key for c in chunks if c is not None and c.state < LEAVING and not c.aside]
+        self._pool.policy.cool(cold)
+        for target in self._cascades.targets:
+            target.index.cool(tail_first)
 
     def used(self, keys: Collection[bytes]) -> None:
         """These are used: they stay."""

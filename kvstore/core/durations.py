@@ -5,13 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-__all__ = ["BOUNDS", "Durations"]
+__all__ = ["AGES", "BOUNDS", "Durations"]
 
 BOUNDS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
 )
 """Seconds up to which each bucket counts; one bucket more counts what is longer."""
+
+AGES = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
+    *(3600.0, 7200.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0),
+)
+"""The same for ages, up to a week."""
 
 
 @dataclass(slots=True)
@@ -21,11 +27,17 @@ class Durations:
     Attributes:
         seconds: all together.
         buckets: how many took longer than the bound before, and no longer than that of
-            the bucket: see `BOUNDS`.
+            the bucket.
+        bounds: see `BOUNDS`.
     """
 
     seconds: float = 0.0
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    buckets: list[int] = field(default_factory=list)
+    bounds: tuple[float, ...] = BOUNDS
+
+    def __post_init__(self) -> None:
+        if not self.buckets:
+            self.buckets = [0] * (len(self.bounds) + 1)
 
     @property
     def count(self) -> int:
@@ -52,7 +64,7 @@ class Durations:
         if not count:
             return 0.0
         seen = 0
-        for bound, number in zip((*BOUNDS, float("inf")), self.buckets, strict=True):
+        for bound, number in zip((*self.bounds, float("inf")), self.buckets, strict=True):
             seen += number
             if seen >= share * count and seen:
                 return bound
@@ -61,8 +73,8 @@ class Durations:
     def add(self, seconds: float) -> None:
         """One more took so long."""
         self.seconds += seconds
-        self.buckets[bisect_left(BOUNDS, seconds)] += 1
+        self.buckets[bisect_left(self.bounds, seconds)] += 1
 
     def copy(self) -> Durations:
         """As it is now."""
-        return Durations(self.seconds, self.buckets.copy())
+        return Durations(self.seconds, self.buckets.copy(), self.bounds)

@@ -141,7 +141,7 @@ class Grants:
         """Fetch for a request that nobody waits for, as far as rows allow without losing a copy."""
         if self._budget.granted <= 0:
             return []
-        grants = self._grant(request, now, shed_unsaved=False)
+        grants = self._grant(request, now, unasked=True)
         self._budget.grant(request.granted)
         return grants
 
@@ -167,10 +167,10 @@ class Grants:
         request.grant(len(request.keys), needs_rows=None, short_of_rows=request.short_of_rows)
         return True
 
-    def _grant(self, request: Request, now: float, *, shed_unsaved: bool = True) -> list[Grant]:
+    def _grant(self, request: Request, now: float, *, unasked: bool = False) -> list[Grant]:
         pool = self._pool
         end = min(len(request.keys), request.granted + self._budget.granted)
-        plan = self._plan(request, end)
+        plan = self._plan(request, end, unasked)
         keys, missing, reach = request.keys, plan.missing, plan.reach
         room = 0
         if missing:
@@ -179,7 +179,7 @@ class Grants:
             if spare > 0 and pool.free < len(missing):
                 # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
-            room = self._room.make(len(missing), now, shed_unsaved=shed_unsaved, incoming=incoming)
+            room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
         if room and request.id in self._unlinked:
             # Policies learn what follows what before they see it.
             self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
@@ -199,14 +199,18 @@ class Grants:
             request.grant(reach, needs_rows=needs_rows, short_of_rows=False)
         return grants
 
-    def _plan(self, request: Request, end: int) -> _Plan:
-        """What is to be fetched of its keys up to `end`. What is here is leased at once."""
+    def _plan(self, request: Request, end: int, unasked: bool) -> _Plan:
+        """What is to be fetched of its keys up to `end`. What is here is leased at once.
+
+        What nobody waits for comes from any tier that is alive.
+        """
         rows, leases, start = self._pool.rows, request.leases, request.granted
         chunks, obtainable = self._pool.chunks, self._pool.obtainable
         plan = _Plan(end)
         asked = request.keys[start:end]
         left: dict[int, int] = {}
-        first = self._tiers[0] if self._tiers and self._tiers[0].health.readable else None
+        worth = [t for t in self._tiers if (t.health.alive if unasked else t.health.readable)]
+        first = worth[0] if worth and worth[0].number == 0 else None
         if first is not None and not self._hidden:
             left = self._left()
             free, may_read = rows - len(leases), min(left[first.number], left[-1])
@@ -231,7 +235,7 @@ class Grants:
             if chunk is not None:
                 self._queue.lease_to(request, chunk)
                 continue
-            tier = first if first is not None and key in first.entries else self._holder(key)
+            tier = next((each for each in worth if key in each.entries), None)
             if tier is None and (missing or request.pending):
                 tier = self._overloaded_holder(key)
                 if tier is not None:
@@ -265,12 +269,6 @@ class Grants:
         left = {tier.number: max(0, most - len(tier.index.reading)) for tier in tiers}
         left[-1] = max(0, rows - share - sum(len(tier.index.reading) for tier in tiers))
         return left
-
-    def _holder(self, key: bytes) -> TierView | None:
-        for tier in self._tiers:
-            if key in tier.entries and tier.health.readable:
-                return tier
-        return None
 
     def _overloaded_holder(self, key: bytes) -> TierView | None:
         """A tier that has the chunk, and more to read than is worth beginning to wait for."""

@@ -7,8 +7,10 @@ the time. It only gives answers; its callers act on them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from kvstore.core.in_flight import InFlight
+from kvstore.core.recompute import Average, Recompute
 
 __all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health"]
 
@@ -26,11 +28,13 @@ class Health:
     """What is known of how one tier does.
 
     Attributes:
-        readable: whether a promotion from it is worth waiting for: it is neither of the next two.
+        alive: whether it is in use and answers in time: it is none of the next three.
+        readable: whether a promotion from it is worth waiting for: it is alive, and not outpaced.
+        closed: it is not used any more.
         stalled: nothing came back for longer than two deadlines: its chunks are misses.
         congested: what is asked of it already takes longer than anybody would wait.
         slow: it answers, but copies to it or its growth took seconds of late.
-        seconds_per_chunk: measured pace of promotions; 0 until the first has ended.
+        pace: how long promotions take. recompute: whether computing its chunks again is sooner.
         store_after: no copy to it is begun before this time; 0 when the last copy went well.
 
     Args:
@@ -42,25 +46,31 @@ class Health:
         self._name = name
         self._devices = devices
         self._faulty: dict[int, float] = {}
-        self.readable = True
-        self.stalled = self.congested = self.slow = False
-        self.seconds_per_chunk = 0.0
+        self.alive = self.readable = True
+        self.closed = self.stalled = self.congested = self.slow = False
+        self.recompute = Recompute()
+        self.pace = Average()
         self.store_after = 0.0
         self._heard = False
         # Seconds, as far as anybody watched, for which it has not answered.
         self._silent = 0.0
-        # Chunks promoted in this step, when the first of their moves was begun, and up to
-        # when the pace was measured.
+        # Chunks promoted in this step, when the first of their moves was begun and the last
+        # ended, and up to when the pace was measured.
         self._arrived = 0
-        self._arrived_since = 0.0
+        self._arrived_since = self._arrived_by = 0.0
         self._measured = 0.0
         self._slow_since = 0.0
         # Since when copies were held up neither by reads, which go first, nor by a slow caller.
         self._unhindered = 0.0
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether what is being read from it is not worth waiting for either."""
+        return self.stalled or self.recompute.hopeless
+
     def accepts(self, now: float) -> bool:
         """Whether it is worth copying anything to it."""
-        return not self.stalled and now >= self.store_after
+        return not (self.closed or self.stalled) and now >= self.store_after
 
     @property
     def cautious(self) -> bool:
@@ -77,6 +87,11 @@ class Health:
         """Whether every device failed to store a short while ago."""
         return len(self._faulty) == self._devices
 
+    def close(self) -> None:
+        """Nothing is read from it or written to it any more."""
+        self.closed = True
+        self._sum_up()
+
     def heard(self) -> None:
         """A move has ended; its completion may be taken in later."""
         self._heard = True
@@ -87,12 +102,15 @@ class Health:
         if not self.stalled:
             return None
         self.stalled = False
-        self.readable = not self.congested
+        self._sum_up()
         return f"tier {self._name} answers again"
 
-    def arrived(self, chunks: int, started: float) -> None:
-        """The promotion of so many chunks, begun at `started`, has ended."""
-        self._arrived_since = min(self._arrived_since, started) if self._arrived else started
+    def arrived(self, chunks: int, started: float, ended: float) -> None:
+        """The promotion of so many chunks went on from `started` to `ended`."""
+        if not self._arrived:
+            self._arrived_since, self._arrived_by = started, ended
+        self._arrived_since = min(self._arrived_since, started)
+        self._arrived_by = max(self._arrived_by, ended)
         self._arrived += chunks
 
     def stored(self, devices: Iterable[int]) -> None:
@@ -115,6 +133,17 @@ class Health:
         self.store_after = 0.0
         return True
 
+    def gauges(self) -> dict[str, Any]:
+        """What `TierStats` says of it."""
+        return {
+            "closed": self.closed,
+            "stalled": self.stalled,
+            "congested": self.congested,
+            "slow": self.slow,
+            "outpaced": self.recompute.outpaced,
+            "read_pace": self.pace.per_chunk,
+        }
+
     def watch(
         self,
         now: float,
@@ -124,7 +153,8 @@ class Health:
         in_flight: InFlight,
         reading: int,
         writing: bool,
-    ) -> list[str]:
+        compute: float,
+    ) -> tuple[list[str], bool]:
         """Bring everything up to date, once a step.
 
         When the step before lies further back than `deadline`, `elapsed` says
@@ -133,30 +163,31 @@ class Health:
         Args:
             in_flight: its moves. reading: chunks that are being read.
             writing: whether a copy to it or its growth is under way that no reset has overtaken.
+            compute: seconds that the server takes to compute a chunk; 0 where nobody knows.
 
         Returns:
-            Lines for the log.
+            Lines for the log, and whether those who wait for it shall wait no longer.
         """
+        messages: list[str] = []
         if reading or elapsed >= deadline:
             self._unhindered = now
         if not in_flight and self._calm:
             self._heard = False
-            return []
+            gives_up = self._compare(now, compute, reading, None, messages)
+            return messages, gives_up
         if self._faulty:
             self._faulty = {n: until for n, until in self._faulty.items() if until > now}
         if self._arrived:
             if elapsed < deadline:
-                pace = (now - max(self._arrived_since, self._measured)) / self._arrived
-                old = self.seconds_per_chunk
-                self.seconds_per_chunk = pace if not old else 0.8 * old + 0.2 * pace
+                self._measure()
             self._arrived = 0
-            self._measured = now
-        if self._heard or not in_flight.rows:
+            self._measured = max(self._measured, self._arrived_by)
+        heard = self._heard
+        if heard or not in_flight.rows:
             self._silent = 0.0
         else:
             self._silent += min(elapsed, deadline / 2)
         self._heard = False
-        messages: list[str] = []
         if self._silent >= 2 * deadline and not self.stalled:
             self.stalled = True
             messages.append(
@@ -167,9 +198,42 @@ class Health:
             self._watch_writing(
                 now, deadline, in_flight.writing_since if writing else None, messages
             )
-        self.congested = reading * self.seconds_per_chunk > max_wait
-        self.readable = not self.stalled and not self.congested
-        return messages
+        self.congested = reading * self.pace.per_chunk > max_wait
+        # What was heard of in this step tells by its pace, and may still have to be taken in.
+        since = in_flight.reading_since if reading and not heard else None
+        if since is not None:
+            since = max(since, self._measured)
+        gives_up = self._compare(now, compute, reading, since, messages)
+        return messages, gives_up
+
+    def _measure(self) -> None:
+        seconds = max(0.0, self._arrived_by - max(self._arrived_since, self._measured))
+        if self.recompute.outpaced:
+            # What made it slow may be over.
+            self.pace.replace(self._arrived, seconds)
+        else:
+            self.pace.add(self._arrived, seconds)
+
+    def _compare(
+        self, now: float, compute: float, reading: int, since: float | None, messages: list[str]
+    ) -> bool:
+        recompute, read = self.recompute, self.pace.per_chunk
+        before = recompute.outpaced
+        gives_up = recompute.watch(now, self.pace, compute, reading, since)
+        if recompute.outpaced and not before:
+            took = f"{read * 1e3:.1f} ms" if read > compute else "longer than that"
+            messages.append(
+                f"tier {self._name} is outpaced: the server computes a chunk in "
+                f"{compute * 1e3:.1f} ms, to read one takes {took}; its chunks are misses"
+            )
+        elif before and not recompute.outpaced:
+            messages.append(f"tier {self._name} is sooner than computing again")
+        self._sum_up()
+        return gives_up
+
+    def _sum_up(self) -> None:
+        self.alive = not (self.closed or self.stalled or self.congested)
+        self.readable = self.alive and not self.recompute.avoided
 
     @property
     def _calm(self) -> bool:

@@ -42,6 +42,14 @@ class InFlight:
         return started
 
     @property
+    def reading_since(self) -> float | None:
+        """When the first of those that fill host memory was handed out."""
+        for move, started in self._moves.values():
+            if move.op is Op.PROMOTE:
+                return started
+        return None
+
+    @property
     def writing_since(self) -> float | None:
         """When the first of those that copy to the tier, or make it grow, was handed out."""
         for move, started in self._moves.values():

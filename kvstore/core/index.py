@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
+from kvstore.core.ages import Ages
 from kvstore.core.chunk import TIER, Life
 from kvstore.core.history import History
 from policies.base import HELD, LATER, EvictionPolicy
@@ -26,8 +28,7 @@ search goes on with the next copies, which wait meanwhile."""
 class Index:
     """The chunks of one tier, by key, and the order in which they would leave.
 
-    An entry that is being read is not evicted, so its slot is not rewritten
-    under the reader. Nor is one that is pinned.
+    An entry that is being read or pinned is not evicted: its slot is not rewritten.
 
     Attributes:
         entries: the slot of each chunk that can be read.
@@ -35,7 +36,8 @@ class Index:
         reading: how many moves read each chunk, of those that are being read.
         pinned: those of `entries` that do not leave for others, first come first.
         most_pinned: how many these may be.
-        evicted: chunks that left for others. history: keys that appeared and left.
+        evicted: chunks that left for others. ages: theirs.
+        history: keys that came and left.
     """
 
     def __init__(self, entries: Iterable[tuple[bytes, int]], policy: EvictionPolicy) -> None:
@@ -54,6 +56,7 @@ class Index:
         # Those of `reading` and `pinned` that the policy has met, and waits to hear of again.
         self._aside: set[bytes] = set()
         self.history = History()
+        self.ages = Ages()
         self.life = Life(TIER)
         self.evicted = 0
 
@@ -73,10 +76,16 @@ class Index:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Tell the policy that `keys` (tail first) were used, where they are here."""
-        entries, touch = self.entries, self.policy.touch
-        for key in keys:
-            if key in entries:
-                touch(key)
+        here = [*filter(self.entries.__contains__, keys)]
+        self.ages.use(here)
+        touch = self.policy.touch
+        for key in here:
+            touch(key)
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        """Tell the policy that nobody will use `keys` (tail first) soon, where they are here."""
+        entries, aside = self.entries, self._aside
+        self.policy.cool([key for key in keys if key in entries and key not in aside])
 
     # -- writing ---------------------------------------------------------------------
 
@@ -101,6 +110,7 @@ class Index:
         for key in keys:
             insert(key)
         self.history.came(keys)
+        self.ages.come(keys)
         if self._wanted:
             # Head first: they came tail first.
             self._pin_wanted(reversed(keys))
@@ -205,6 +215,7 @@ class Index:
             self._aside.discard(key)
         self.read_well(keys)
         self.history.left(keys)
+        self.ages.forget(keys)
         return slots
 
     def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
@@ -231,6 +242,7 @@ class Index:
             return []
         self.read_well(victims)
         self.history.left(victims)
+        self.ages.leave(victims)
         self.evicted += len(victims)
         pop = self.entries.pop
         return [pop(key) for key in victims]
@@ -240,9 +252,10 @@ class Index:
         self.history.left(self.entries)
         self.entries.clear()
         self.policy.clear()
-        for each in (self._unread, self.reading, self._aside, self.writing, self.pinned):
+        places = (self._unread, self.reading, self._aside, self.writing, self.pinned, self._wanted)
+        for each in places:
             each.clear()
-        self._wanted.clear()
+        self.ages.reset()
 
     # -- what others do with it ----------------------------------------------------------
 
@@ -261,6 +274,12 @@ class Index:
         for key in keys:
             if self.entries.pop(key, None) is not None:
                 self.history.left((key,))
+
+    def counts(self) -> dict[str, Any]:
+        """Its part of `TierStats`."""
+        lengths = {name: len(getattr(self, name)) for name in ("reading", "writing", "pinned")}
+        told = {"evicted": self.evicted, "ages": self.ages.left.copy()}
+        return {"chunks": len(self.entries), **told, **lengths}
 
     # -- inside --------------------------------------------------------------------------
 

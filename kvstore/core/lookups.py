@@ -27,7 +27,8 @@ class Lookups:
     A server asks without a time: the time of the step counts.
 
     Attributes:
-        misses: keys that answered "miss".
+        misses: keys that answered "miss". outpaced: those of them that a tier has, but which are
+            sooner computed again than read.
 
     Args:
         budget: how many keys a step looks up before further requests have to ask again.
@@ -55,10 +56,11 @@ class Lookups:
         self._positions = positions
         self._counts = bool(chains.filters)
         self._budget = budget
-        self.misses = 0
+        self.misses = self.outpaced = 0
         self._now = 0.0
-        # Tiers whose chunks were worth waiting for when the step began.
-        self._readable = list(tiers)
+        # What those tiers hold whose chunks were worth waiting for when the step began.
+        self._readable = [tier.entries for tier in tiers]
+        self._outpaced: list[TierView] = []
         # Requests that were looked up in this step, and those that shall ask again in the next.
         self._asked: list[Request] = []
         self._unseen: set[str] = set()
@@ -83,7 +85,8 @@ class Lookups:
     def begin_step(self, now: float) -> None:
         """What was a hit in the step before may leave; requests that were not seen may ask."""
         self._now = now
-        self._readable = [tier for tier in self._tiers if tier.health.readable]
+        self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
+        self._outpaced = [tier for tier in self._tiers if tier.health.recompute.avoided]
         self.pause()
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
@@ -212,13 +215,15 @@ class Lookups:
         if state is _WAITING and (request.since is not None or chunk is not None):
             return None
         if chunk is None:
-            for tier in self._readable:
-                if key in tier.entries:
+            for entries in self._readable:
+                if key in entries:
                     break
             else:
+                if self._outpaced:
+                    self.outpaced += any(key in tier.entries for tier in self._outpaced)
                 return self._miss(key, request)
-        elif chunk.origin >= 0 and self._tiers[chunk.origin].health.stalled:
-            # On its way from a tier that does not answer.
+        elif chunk.origin >= 0 and self._tiers[chunk.origin].health.hopeless:
+            # On its way from a tier that does not answer, or not in time.
             return self._miss(key, request)
         if state is RequestState.ANSWERED and (
             key in request.tried or self._queue.overdue(request, self._now)
@@ -226,9 +231,10 @@ class Lookups:
             return self._miss(key, request)
         if state is _WAITING:
             return None
-        request.keys.append(key)
-        request.defer(True)
+        if not request.deferring:
+            request.defer(True)
         self._deferred = True
+        request.keys.append(key)
         return None
 
     def _miss(self, key: bytes, request: Request) -> bool:

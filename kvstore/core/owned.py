@@ -1,4 +1,8 @@
-"""A tier whose slots are this process's to give."""
+"""A tier whose slots are this process's to give.
+
+This module is long because here all parts of such a tier meet; what each of them knows, it
+knows alone.
+"""
 
 from __future__ import annotations
 
@@ -179,6 +183,7 @@ class OwnedTier:
         if not perhaps_whole or not self.index.unread(key):
             self.forget((key,))
         self.count("failed_reads")
+        self.count("corrupt", not perhaps_whole)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The entries are gone, their slots are free."""
@@ -235,7 +240,7 @@ class OwnedTier:
         if self.compactor.idle:
             return None
         idle = not (self.in_flight or self._queue or self.slots.growing)
-        healthy = self.health.readable and now >= self.health.store_after
+        healthy = self.health.alive and now >= self.health.store_after
         return self.compactor.due(now, idle and healthy)
 
     @property
@@ -256,14 +261,16 @@ class OwnedTier:
 
     # -- moves and health ----------------------------------------------------------------
 
-    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns lines for the log."""
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
+    ) -> tuple[list[str], bool]:
+        """Notice how it does, once a step: see `Health.watch`."""
         index, slots = self.index, self.slots
         if slots.growing:
             slots.watch_growth(now, deadline, max_wait)
         writing = slots.growing or bool(index.writing)
-        reading = len(index.reading)
-        return self.health.watch(now, elapsed, deadline, max_wait, self.in_flight, reading, writing)
+        moves, reading = self.in_flight, len(index.reading)
+        return self.health.watch(now, elapsed, deadline, max_wait, moves, reading, writing, compute)
 
     def reset(self) -> None:
         """Forget everything. No slot is given until that is durable."""
@@ -271,6 +278,13 @@ class OwnedTier:
         self.slots.reset()
         self._queue.clear()
         self.compactor.reset()
+
+    def close(self) -> None:
+        """Forget everything and use the tier no more; what it holds stays for the next process."""
+        self.index.reset()
+        self._queue.clear()
+        self.compactor.reset()
+        self.health.close()
 
     def count(self, what: str, number: int = 1) -> None:
         """Add to one of its counters in `TierStats`."""
@@ -281,19 +295,15 @@ class OwnedTier:
         return TierStats(
             self.name,
             self.medium,
-            chunks=len(self.entries),
             free=self.slots.free,
+            room=self.slots.room,
             segments=self.slots.segments,
             max_segments=self.slots.max_segments,
             queued=len(self._queue),
-            pinned=len(self.index.pinned),
-            evicted=self.index.evicted,
             relocated=self.compactor.relocated,
             removed_segments=self.compactor.removed_segments,
-            stalled=self.health.stalled,
-            congested=self.health.congested,
-            slow=self.health.slow,
             reads=self.in_flight.reads.copy(),
             writes=self.in_flight.writes.copy(),
-            **self._counts,
+            **self.index.counts(),
+            **self.health.gauges() | self._counts,
         )

@@ -59,7 +59,7 @@ class PeerTier:
 
     def learn(self, changes: Changes) -> None:
         """Take in what the owners have done."""
-        if not self.clearing:
+        if not (self.clearing or self.health.closed):
             self.index.disappear(changes.gone)
             self.index.appear(changes.appeared)
 
@@ -103,16 +103,25 @@ class PeerTier:
         """It is never compacted."""
         raise AssertionError(f"tier {self.name} is not this process's to compact")
 
-    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns lines for the log."""
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
+    ) -> tuple[list[str], bool]:
+        """Notice how it does, once a step: see `Health.watch`."""
         reading = len(self.index.reading)
-        return self.health.watch(now, elapsed, deadline, max_wait, self.in_flight, reading, False)
+        return self.health.watch(
+            now, elapsed, deadline, max_wait, self.in_flight, reading, False, compute
+        )
 
     def reset(self) -> None:
         """Forget everything, and believe nothing until the tier is cleared."""
         self.index.reset()
         self.clearing = True
         self._retry_after = 0.0
+
+    def close(self) -> None:
+        """Forget everything and read nothing from it any more."""
+        self.index.reset()
+        self.health.close()
 
     def count(self, what: str, number: int = 1) -> None:
         """Add to one of its counters in `TierStats`."""
@@ -123,13 +132,11 @@ class PeerTier:
         return TierStats(
             self.name,
             self.medium,
-            chunks=len(self.entries),
-            stalled=self.health.stalled,
-            congested=self.health.congested,
-            slow=self.health.slow,
+            owned=False,
             reads=self.in_flight.reads.copy(),
             writes=self.in_flight.writes.copy(),
-            **self._counts,
+            **self.index.counts(),
+            **self.health.gauges() | self._counts,
         )
 
 

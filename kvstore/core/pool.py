@@ -7,8 +7,9 @@ stay right only where all those changes stand side by side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from kvstore.core.ages import Ages
 from kvstore.core.chunk import (
     FILLING,
     HOST,
@@ -50,6 +51,7 @@ class HostPool:
         evicted: chunks that left for others.
         shed: those of them that had not reached a tier that was to keep them.
         changes: counts every change that could make a chunk evictable.
+        ages: of chunks that left for others.
 
     Args:
         admission: decides which chunks of stores may enter; all, without one.
@@ -83,6 +85,7 @@ class HostPool:
         self._uncopied: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
         self.history = History()
+        self.ages = Ages()
 
     @property
     def free(self) -> int:
@@ -141,6 +144,7 @@ class HostPool:
         self.life.begin(chunks, keys, origin, first, stored_by)
         self.chunks.update(zip(reversed(keys), reversed(chunks), strict=True))
         self.busy += count
+        self.ages.come(keys)
         return chunks
 
     def fill(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -168,6 +172,7 @@ class HostPool:
             return
         del self.chunks[chunk.key]
         self.policy.remove(chunk.key)
+        self.ages.forget((chunk.key,))
         chunk.end()
         self.busy -= 1
         self.changes += 1
@@ -194,6 +199,7 @@ class HostPool:
             chunk.end()
         self.chunks.clear()
         self.policy.clear()
+        self.ages.reset()
         self._uncopied.clear()
         self._copied.clear()
         self._released.clear()
@@ -273,9 +279,10 @@ class HostPool:
 
     # -- coming back and leaving -------------------------------------------------------------
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Collection[bytes]) -> None:
         """Tell the policy that resident `keys` (tail first) were used."""
         touch = self.policy.touch
+        self.ages.use(keys)
         for chunk in filter(None, map(self.chunks.get, keys)):
             if chunk.state >= LEAVING:
                 self.stay(chunk)
@@ -324,6 +331,7 @@ class HostPool:
         self.evicted += len(gone)
         self.left += keys
         self.history.left(keys)
+        self.ages.leave(keys)
 
     def take_away(self, chunk: Chunk) -> None:
         """The chunk, which nobody reads or copies, is gone, and for no other's sake."""
@@ -338,6 +346,7 @@ class HostPool:
         self.marked -= not unsaved and chunk.step == self.step
         del self.chunks[chunk.key]
         self.history.left((chunk.key,))
+        self.ages.forget((chunk.key,))
         chunk.end()
         self.changes += 1
         self._free.append(chunk.row)

@@ -74,14 +74,14 @@ class Prefetches:
             How many are on their way now, or will be: at most half of host memory holds.
         """
         most = max(1, self._pool.rows // MOST_SHARE)
-        readable = [tier for tier in self._tiers if tier.health.readable]
+        alive = [tier for tier in self._tiers if tier.health.alive]
         coming = 0
         for key in keys:
             chunk = self._pool.chunks.get(key)
             if chunk is not None:
                 coming += chunk.state < READY
                 continue
-            if not any(key in tier.entries for tier in readable):
+            if not any(key in tier.entries for tier in alive):
                 if prefix:
                     break
                 continue

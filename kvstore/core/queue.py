@@ -113,6 +113,16 @@ class WaitQueue:
         """Whether a request that was answered may not be deferred once more."""
         return request.since is not None and now - request.since >= self.deadline
 
+    def give_up(self, tier: int, now: float) -> None:
+        """Answer those who wait for chunks that this tier is reading."""
+        chunks = self._pool.chunks
+        for request in list(self.waiting.values()):
+            if request.pending and any(
+                chunks[key].origin == tier and chunks[key].state == FILLING
+                for key in request.leases
+            ):
+                self.answer(request, now)
+
     def expire(self, now: float) -> list[Request]:
         """Answer those whose deadline has passed; end the leases nobody asks for.
 

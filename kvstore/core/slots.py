@@ -93,6 +93,12 @@ class Slots:
         return self.cannot_grow or self.segments >= self.max_segments
 
     @property
+    def room(self) -> int:
+        """Chunks that still fit before others have to leave."""
+        unmade = 0 if self.at_its_end else self.max_segments - self.segments
+        return self.free + unmade * self.segment_slots
+
+    @property
     def _headroom(self) -> int:
         return max(self.segment_slots // 2, 1) * len(self._stripes)
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvstore.core.durations import Durations
+from kvstore.core.durations import AGES, Durations
 
 __all__ = ["CoreStats", "TierStats"]
+
+
+def _now(value: float = 0) -> Any:
+    """A field that says how things are now. All the others are totals, which never become less."""
+    return field(default=value, metadata={"now": True})
+
+
+def _ages() -> Durations:
+    return Durations(bounds=AGES)
 
 
 @dataclass(slots=True)
@@ -14,8 +24,10 @@ class TierStats:
     """Totals since start, except where "now" is said.
 
     Attributes:
-        name, medium: the tier.
-        chunks: entries now. free: ready slots that hold nothing, now.
+        name, medium: the tier. owned: whether its slots are this process's to give; of others'
+            tiers what only their owners know is 0.
+        chunks: entries now. free: ready slots that hold nothing, now. room: chunks that still
+            fit before others have to leave, now.
         segments, max_segments: now.
         promoted: chunks read into host memory. failed_reads: chunks that could
             not be read or whose digest did not match.
@@ -23,46 +35,69 @@ class TierStats:
         refused: chunks not copied because the tier could not take copies then.
         declined: chunks not copied because its admission filter did not want them.
         evicted: entries that made room for others.
-        queued: host chunks waiting for their copy, now.
+        ages: how long these had not been used, of a sample: see `Ages`.
+        queued: host chunks waiting for their copy, now. writing: chunks that are being copied
+            to it, reading: chunks that are being read from it, now.
         pinned: entries that do not leave for others, now.
         relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
-        stalled, congested, slow: see `Health`, now.
+        closed, stalled, congested, slow, outpaced: see `Health`, now.
+        read_pace: seconds in which a chunk is read, of late; 0 where nothing was.
         errors: moves that reported an error.
         read_bytes, written_bytes: those of `promoted` and `written`.
+        used_bytes, free_bytes: those of `chunks` and `room`.
         reads, writes: how long moves took that read or wrote chunks, failed ones included, from
             when they were handed out to when their ends were heard of.
     """
 
     name: str
     medium: str
-    chunks: int = 0
-    free: int = 0
-    segments: int = 0
-    max_segments: int = 0
+    owned: bool = _now(True)
+    chunks: int = _now()
+    free: int = _now()
+    room: int = _now()
+    segments: int = _now()
+    max_segments: int = _now()
+    loaded: int = 0
     promoted: int = 0
     failed_reads: int = 0
+    corrupt: int = 0
     written: int = 0
     failed_writes: int = 0
     refused: int = 0
     declined: int = 0
     evicted: int = 0
-    queued: int = 0
-    pinned: int = 0
+    queued: int = _now()
+    reading: int = _now()
+    writing: int = _now()
+    pinned: int = _now()
     relocated: int = 0
     removed_segments: int = 0
-    stalled: bool = False
-    congested: bool = False
-    slow: bool = False
+    closed: bool = _now(False)
+    stalled: bool = _now(False)
+    congested: bool = _now(False)
+    slow: bool = _now(False)
+    outpaced: bool = _now(False)
+    read_pace: float = _now(0.0)
     errors: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    used_bytes: int = _now()
+    free_bytes: int = _now()
     reads: Durations = field(default_factory=Durations)
     writes: Durations = field(default_factory=Durations)
+    ages: Durations = field(default_factory=_ages)
 
-    def size_bytes(self, chunk_bytes: int) -> None:
-        """Tell bytes too, of chunks of this size."""
+    def complete(self, loaded: int, chunk_bytes: int) -> None:
+        """Tell what the tier itself does not know.
+
+        Args:
+            loaded: chunks that came from it. chunk_bytes: their size.
+        """
+        self.loaded = loaded
         self.read_bytes = self.promoted * chunk_bytes
         self.written_bytes = self.written * chunk_bytes
+        self.used_bytes = self.chunks * chunk_bytes
+        self.free_bytes = self.room * chunk_bytes
 
 
 @dataclass(slots=True)
@@ -74,9 +109,12 @@ class CoreStats:
             read, or pinned; pinned_rows are those that `pin` holds.
         pins: keys that are pinned now. prefetched: chunks whose fetch `prefetch` has begun.
         demoted: chunks that have left host memory because somebody said so.
-        chunk_bytes: size of a chunk, where it is known.
+        chunk_bytes: size of a chunk, where it is known. used_bytes, free_bytes: those of
+            `chunks` and `free_rows`.
         waiting: requests that are deferred now. waits: how long others have waited for answers.
-        misses: keys that answered "miss".
+        misses: keys that answered "miss". outpaced: those that a tier has, but which are
+            sooner computed again than read.
+        compute_pace: seconds in which the server computes a chunk, of late; 0 where nobody knows.
         deferrals: waits begun.
         timeouts: waits ended by their deadline.
         truncations: waits ended with a shorter prefix because the rest cannot fit.
@@ -86,7 +124,8 @@ class CoreStats:
         stores_deferred: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.
         declined: chunks of stores that the admission filter or the policy did not want.
-        evicted: chunks that left host memory for others, those shed included.
+        evicted: chunks that left host memory for others, those shed included. ages: how long
+            they had not been used, of a sample: see `Ages`.
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
         illegal: transitions of chunks that were asked for and may not be: mistakes of the core.
@@ -97,16 +136,18 @@ class CoreStats:
             count them. watched_rows: rows that are pinned for that reason now.
     """
 
-    rows: int = 0
-    free_rows: int = 0
-    busy_rows: int = 0
-    pinned_rows: int = 0
-    pins: int = 0
+    rows: int = _now()
+    free_rows: int = _now()
+    busy_rows: int = _now()
+    pinned_rows: int = _now()
+    pins: int = _now()
     prefetched: int = 0
     demoted: int = 0
-    chunks: int = 0
-    waiting: int = 0
+    chunks: int = _now()
+    waiting: int = _now()
     misses: int = 0
+    outpaced: int = 0
+    compute_pace: float = _now(0.0)
     deferrals: int = 0
     timeouts: int = 0
     truncations: int = 0
@@ -126,9 +167,12 @@ class CoreStats:
     hints_ignored: int = 0
     hints_refused: int = 0
     outlived: int = 0
-    watched_rows: int = 0
-    chunk_bytes: int = 0
+    watched_rows: int = _now()
+    chunk_bytes: int = _now()
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    used_bytes: int = _now()
+    free_bytes: int = _now()
     waits: Durations = field(default_factory=Durations)
+    ages: Durations = field(default_factory=_ages)
     tiers: list[TierStats] = field(default_factory=list)

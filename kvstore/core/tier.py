@@ -105,14 +105,19 @@ class TierView(Protocol):
     def forget(self, keys: Sequence[bytes]) -> None:
         """These chunks, which it holds, are gone."""
 
-    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> list[str]:
-        """Notice how it does, once a step; returns lines for the log."""
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
+    ) -> tuple[list[str], bool]:
+        """Notice how it does, once a step: see `Health.watch`."""
 
     def learn(self, changes: Changes) -> None:
         """Take in what others have done to it."""
 
     def reset(self) -> None:
         """Forget everything."""
+
+    def close(self) -> None:
+        """Forget everything and use the tier no more; what it holds stays as it is."""
 
     def count(self, what: str, number: int = 1) -> None:
         """Add to one of its counters in `TierStats`."""

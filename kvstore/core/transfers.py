@@ -64,12 +64,17 @@ class Transfers:
         asked: Sequence[TierView] = self._clearing_targets() or self._tiers
         return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
 
-    def watch(self, now: float, elapsed: float, deadline: float, max_wait: float) -> None:
-        """Notice how each tier does, once a step."""
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
+    ) -> None:
+        """Notice how each tier does, once a step; the server computes a chunk in `compute`."""
         for tier, target in self._with_targets:
             stalled = tier.health.stalled
-            for message in tier.watch(now, elapsed, deadline, max_wait):
+            messages, gives_up = tier.watch(now, elapsed, deadline, max_wait, compute)
+            for message in messages:
                 self._log(message)
+            if gives_up and tier.index.reading:
+                self._queue.give_up(tier.number, now)
             if target is None or not target.queued:
                 continue
             if target.full_for_now or (tier.health.stalled and not stalled):
@@ -159,7 +164,8 @@ class Transfers:
         elif move.op is Op.ERASE:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:
-            self._promoted(tier, move, completion, started, now)
+            self._promoted(tier, move, completion, now)
+            tier.health.arrived(len(move.keys), started, completion.ended_by(now))
         elif move.op is Op.CASCADE:
             if tier.target is not None:
                 self.cascades.ended(tier.target, move, completion, now)
@@ -167,9 +173,7 @@ class Transfers:
             tier.clear_ended(completion.segments, completion.error, now)
         return True
 
-    def _promoted(
-        self, tier: TierView, move: Move, completion: Completion, started: float, now: float
-    ) -> None:
+    def _promoted(self, tier: TierView, move: Move, completion: Completion, now: float) -> None:
         pool, queue = self._pool, self._queue
         tier.index.end_reads(move.keys)
         chunks = [pool.chunks[key] for key in move.keys]
@@ -190,13 +194,13 @@ class Transfers:
                     tier.not_promoted(key, perhaps_whole=place in unread)
         self._pins.arrived(move.keys)
         queue.passed(newest)
-        tier.health.arrived(len(move.keys), started)
 
-    def reset(self, rows_in_transfer: Iterable[int] = ()) -> None:
+    def reset(self, rows_in_transfer: Iterable[int] = (), *, close_tiers: bool = False) -> None:
         """Every tier forgets everything; what is under way counts for its rows only.
 
         Args:
             rows_in_transfer: rows that the device may still write or read.
+            close_tiers: see `Core.reset`.
         """
         # Rows of moves that an earlier reset orphaned are held already.
         moving = (
@@ -205,4 +209,7 @@ class Transfers:
         self._pool.reset(itertools.chain(moving, rows_in_transfer))
         self.orphans = set(self.moves)
         for tier in self._tiers:
-            tier.reset()
+            if close_tiers:
+                tier.close()
+            else:
+                tier.reset()

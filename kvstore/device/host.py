@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.device.layout import BlockPlaces, Layout, Places, RowPlaces
+from kvstore.device.layout import BlockPlaces, Layout, Part, Places, RowPlaces
 from kvstore.device.pages import Pages
 from kvstore.errors import ConfigError
 
 __all__ = ["HostCopies"]
+
+RUN_BYTES = 8192
+"""A call for each run of neighbours pays where runs have so many bytes, on average."""
+
+Which = slice | int | npt.NDArray[np.int64]
+
+Run = tuple[Which, tuple[Which, Which]]
+"""Blocks, and their places: rows, and blocks within them."""
 
 
 class HostCopies:
@@ -83,13 +92,47 @@ class HostCopies:
     def _copy(self, blocks: BlockPlaces, rows: RowPlaces, *, store: bool) -> int:
         moved = 0
         for part in self._layout.parts(blocks, rows):
+            runs = _runs(part, self._layout.blocks_per_chunk)
+            gathered: list[Run] = [(part.blocks, (part.rows, part.within))]
             for device, host in self._groups[part.group]:
-                if store:
-                    host[part.rows, part.within] = device[part.blocks]
-                else:
-                    device[part.blocks] = host[part.rows, part.within]
+                _check("block", part.blocks, len(device))
+                _check("row", part.rows, len(host))
+                # Many small pages here and there: to gather them costs less than as many calls.
+                few = len(runs) <= len(part.blocks) * device.itemsize // RUN_BYTES
+                for its, place in runs if few else gathered:
+                    if store:
+                        host[place] = device[its]
+                    else:
+                        device[its] = host[place]
                 moved += device.itemsize * len(part.blocks)
         return moved
+
+
+def _runs(part: Part, blocks_per_chunk: int) -> list[Run]:
+    """Neighbouring blocks that lie side by side in a row, or in neighbouring rows of one block."""
+    blocks, rows, within = part.blocks, part.rows, part.within
+    if not len(blocks):
+        return []
+    if blocks_per_chunk == 1:
+        ends = (np.diff(blocks) != 1) | (np.diff(rows) != 1)
+    else:
+        ends = (np.diff(blocks) != 1) | (np.diff(rows) != 0) | (np.diff(within) != 1)
+    bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(blocks)]
+    runs: list[Run] = []
+    for begin, end in itertools.pairwise(bounds):
+        block, row, first = int(blocks[begin]), int(rows[begin]), int(within[begin])
+        count = end - begin
+        its = slice(block, block + count)
+        if blocks_per_chunk == 1:
+            runs.append((its, (slice(row, row + count), 0)))
+        else:
+            runs.append((its, (row, slice(first, first + count))))
+    return runs
+
+
+def _check(what: str, numbers: npt.NDArray[np.int64], count: int) -> None:
+    if len(numbers) and numbers.max() >= count:
+        raise IndexError(f"{what} {numbers.max()}: there are {count}")
 
 
 def _as_pages(

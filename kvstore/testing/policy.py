@@ -338,6 +338,52 @@ class PolicyContract(ABC):
         policy.settle(keys, [])
         assert self.residents(policy, keys) == set(keys[:4])
 
+    def test_what_is_cooled_is_resident_and_leaves_before_what_was_used_as_often(self) -> None:
+        """Whatever the order of arrival, tail first; a policy may also take no such advice."""
+        keys = keys_of(24)
+        cold = [keys[20], keys[7], keys[11]]
+        policy = self.holding(keys)
+        if type(policy).cool is EvictionPolicy.cool:
+            pytest.skip("this policy takes no such advice")
+        policy.cool(iter(cold))
+        assert self.residents(policy, keys) == set(keys)
+        left: list[bytes] = []
+        for number in range(len(cold)):
+            left += policy.evict(1, _nobody, keys_of(1, 100 + number)) or []
+            policy.insert(keys_of(1, 100 + number)[0])
+        assert left == cold
+
+    def test_what_is_used_after_it_was_cooled_is_like_any_other(self) -> None:
+        keys = keys_of(12)
+        used = keys[:2]
+        for cold in ([], used):
+            policy = self.holding(keys)
+            policy.cool(cold)
+            for key in used * 2:
+                policy.touch(key)
+            left = policy.evict(4, _nobody)
+            assert left is not None
+            if not cold and {*used} & {*left}:
+                pytest.skip("this policy counts no uses")
+            assert not {*used} & {*left}
+
+    def test_held_keys_may_be_cooled_and_still_leave_when_they_are_released(self) -> None:
+        keys = keys_of(10)
+        policy = self.holding_back(keys)
+        held = set(keys[:4])
+
+        def protected(key: bytes) -> int:
+            return HELD if key in held else False
+
+        assert policy.evict(7, protected) is None
+        policy.cool(keys[2:6])
+        assert self.residents(policy, keys) == set(keys)
+        assert set(policy.evict(6, protected) or ()) == set(keys[4:])
+        held.clear()
+        policy.release(keys[:4])
+        policy.cool(keys[:4])
+        assert set(policy.evict(4, protected) or ()) == set(keys[:4])
+
     def test_wrong_advice_breaks_nothing(self) -> None:
         keys = keys_of(8)
         policy = self.holding(keys)
@@ -450,6 +496,7 @@ class PolicyContract(ABC):
                     policy.link(advice, rng.choice([None, *known]))
                 else:
                     policy.settle(advice)
+                policy.cool(rng.sample(there, rng.randrange(len(there) + 1)))
             elif roll < 0.98:
                 safe = {key for key in there if rng.random() < rng.choice((0.1, 0.9))}
                 count = rng.randrange(capacity + 2)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
+from kvstore.vllm.version import position_of
 from policies import create_policy
 
 __all__ = ["KVStoreCachePolicy"]
@@ -89,10 +90,11 @@ class KVStoreCachePolicy(CachePolicy):
         self._let_in()
         for keys in key_groups:
             self._policy.link(keys)
-            for key in reversed(keys):
-                if key in reused_keys and key in self._chunks:
-                    self._policy.touch(key)
-            self._policy.settle(keys)
+        ordered = _in_prompt_order(key_groups, req_context)
+        for key in reversed(ordered):
+            if key in reused_keys and key in self._chunks:
+                self._policy.touch(key)
+        self._policy.settle(ordered, [keys[-1] for keys in key_groups if keys])
 
     def evict(
         self, n: int, protected: set[OffloadKey]
@@ -120,3 +122,23 @@ class KVStoreCachePolicy(CachePolicy):
         for key in reversed(self._entering):
             self._policy.insert(key)
         self._entering.clear()
+
+
+def _in_prompt_order(
+    key_groups: Sequence[Sequence[OffloadKey]], req_context: ReqContext
+) -> list[OffloadKey]:
+    """The keys of all groups, head first: a prompt is of use as far as every group has it.
+
+    Group by group where vLLM does not tell where a key ends.
+    """
+    keys = [key for group in key_groups for key in group]
+    position = position_of(req_context)
+    if position is not None and len(key_groups) > 1:
+        # Within a group the order is given. A key without a place follows the one before it.
+        places: dict[OffloadKey, int] = {}
+        for group in key_groups:
+            last = 0
+            for key in group:
+                last = places[key] = max(last, position(key) or 0)
+        keys.sort(key=places.__getitem__)
+    return keys

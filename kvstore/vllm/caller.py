@@ -3,8 +3,9 @@
 vLLM builds a spec from an `OffloadingConfig`, which names the model and says little else, and
 opens a request with a `ReqContext`, which says nothing of its adapter. Its connector has both at
 hand, in the frames that call: `vllm_config` where the manager is built, `request` where a request
-begins. Nothing else is looked at. What is found is used only if it belongs to the call: it must
-have the very same table of options, or the request's id.
+begins. What is found is used only if it belongs to the call: it must have the very same table of
+options, or the request's id. The engine whose scheduler builds the manager has an executor, and
+the engine that pauses forgets caches in a function of its own. Nothing else is looked at.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["request_of", "vllm_config_of"]
+__all__ = ["executor_of", "request_of", "resets_for_pause", "vllm_config_of"]
 
 MAX_FRAMES = 16
+
+ENGINE, PAUSING = "vllm.v1.engine.core", "_reset_caches"
 
 
 def vllm_config_of(extra_config: Mapping[str, Any]) -> Any | None:
@@ -42,6 +45,27 @@ def request_of(req_id: str) -> Any | None:
         if getattr(found, "request_id", None) == req_id and hasattr(found, "lora_request"):
             return found
     return None
+
+
+def executor_of() -> Any | None:
+    """The executor of the engine whose scheduler is being built, or None."""
+    for found in _callers_local("self"):
+        executor = getattr(found, "model_executor", None)
+        if callable(getattr(executor, "collective_rpc", None)):
+            return executor
+    return None
+
+
+def resets_for_pause() -> bool:
+    """Whether an engine forgets its caches because it pauses, to sleep or to take new weights."""
+    frame = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame.f_code.co_name == PAUSING and frame.f_globals.get("__name__") == ENGINE:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 def _callers_local(name: str, frames: int = MAX_FRAMES) -> list[Any]:

@@ -26,15 +26,18 @@ from kvstore.vllm.fingerprint import UnreadableError, fingerprint
 from kvstore.vllm.settings import (
     ATTENTION_IGNORED,
     CACHE_IGNORED,
-    DRAFT_COUNTS,
+    DRAFT_IGNORED,
     ENVIRONMENT_COUNTS,
     HF_IGNORED,
-    LORA_COUNTS,
+    KERNEL_IGNORED,
+    LOAD_IGNORED,
+    LORA_IGNORED,
     MODEL_IGNORED,
     MULTIMODAL_IGNORED,
-    PARALLEL_COUNTS,
+    PARALLEL_IGNORED,
     PLAIN_MODELS,
     PLAIN_ROPE,
+    SECTIONS_IGNORED,
     WITHOUT_DRAFT,
 )
 
@@ -54,25 +57,20 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
             stand for them.
 
     Raises:
-        ConfigError: if the weights cannot be read, or a setting cannot be told.
+        ConfigError: if the weights cannot be read, a setting cannot be told, or block hashes do
+            not know what images hold.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
+    _refuse_numbered_inputs(vllm_config)
     facts: dict[str, Any] = {"vllm": _release(), **_device()}
     _add(facts, "model", model, MODEL_IGNORED)
     _add_configuration(facts, "config", model)
     if _length_matters(model):
         facts["model.max_model_len"] = model.max_model_len
-    _add(facts, "cache", vllm_config.cache_config, CACHE_IGNORED)
-    _add(facts, "attention", vllm_config.attention_config, ATTENTION_IGNORED)
     _add(facts, "multimodal", getattr(model, "multimodal_config", None), MULTIMODAL_IGNORED)
-    for name in ("mamba", "diffusion"):
-        _add(facts, name, getattr(vllm_config, f"{name}_config", None), ())
-    for name in PARALLEL_COUNTS:
-        facts[f"parallel.{name}"] = getattr(vllm_config.parallel_config, name, None)
-    for name in ENVIRONMENT_COUNTS:
+    _add_sections(facts, vllm_config)
+    for name in sorted(ENVIRONMENT_COUNTS):
         facts[f"environment.{name}"] = os.environ.get(name)
-    additional = getattr(vllm_config, "additional_config", None)
-    facts["additional"] = _plain(additional, "additional_config") if additional else None
     facts["weights"] = _weights(model, load, fingerprint_weights)
     _add_draft(facts, vllm_config, fingerprint_weights)
     return {key: _short(value) for key, value in facts.items() if value not in (None, {}, [], "")}
@@ -80,8 +78,46 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
 
 def adapter_settings(lora_config: Any) -> str:
     """What beside its files decides the KV of a request with an adapter."""
-    told = {name: _plain(getattr(lora_config, name, None), name) for name in LORA_COUNTS}
+    told: dict[str, Any] = {}
+    _add(told, "lora", lora_config, LORA_IGNORED)
     return json.dumps(told, sort_keys=True)
+
+
+def _refuse_numbered_inputs(vllm_config: Any) -> None:
+    """Without both of its caches vLLM knows an image by a number, which the next process reuses."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is None or vllm_config.cache_config.enable_prefix_caching:
+        return
+    if multimodal.mm_processor_cache_gb == 0:
+        raise ConfigError(
+            "mm_processor_cache_gb = 0 and enable_prefix_caching = false: vLLM's block hashes do "
+            "not know what an image holds, and a tier would take it for another process's. Set "
+            "either, or leave out the tiers"
+        )
+
+
+SECTIONS: Mapping[str, Collection[str]] = {
+    "cache_config": CACHE_IGNORED,
+    "attention_config": ATTENTION_IGNORED,
+    "parallel_config": PARALLEL_IGNORED,
+    "kernel_config": KERNEL_IGNORED,
+    "load_config": LOAD_IGNORED,
+}
+"""Of `VllmConfig`, and what does not count in each."""
+
+ADDED_APART = ("model_config", "speculative_config")
+
+
+def _add_sections(facts: dict[str, Any], vllm_config: Any) -> None:
+    """All sections but those known not to matter, also those that nobody has heard of."""
+    for each in dataclasses.fields(vllm_config):
+        if each.name in SECTIONS_IGNORED or each.name in ADDED_APART or each.name[0] == "_":
+            continue
+        section, value = each.name.removesuffix("_config"), getattr(vllm_config, each.name, None)
+        if dataclasses.is_dataclass(value):
+            _add(facts, section, value, SECTIONS.get(each.name, ()))
+        else:
+            facts[section] = _plain(value, each.name)
 
 
 def _add(facts: dict[str, Any], section: str, config: Any, ignored: Collection[str]) -> None:
@@ -127,8 +163,7 @@ def _add_draft(facts: dict[str, Any], vllm_config: Any, read_weights: bool) -> N
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or speculative.method in WITHOUT_DRAFT:
         return
-    for name in DRAFT_COUNTS:
-        facts[f"draft.{name}"] = _plain(getattr(speculative, name, None), f"draft.{name}")
+    _add(facts, "draft", speculative, DRAFT_IGNORED)
     facts["draft.model"] = str(draft.model)
     _add_configuration(facts, "draft.config", draft)
     target = vllm_config.model_config

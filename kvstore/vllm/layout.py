@@ -2,6 +2,12 @@
 
 row:   | rank 0 | rank 1 | ... | padding to a page |
 rank:  | tensor 0: blocks_per_chunk pages | tensor 1 | ... |
+
+With `canonical_layout` there are no ranks in a row, and its bytes do not tell how many there were:
+
+row:   | tensor 0: blocks_per_chunk canonical pages | tensor 1 | ... | padding to a page |
+
+A canonical page is what a block would have in one worker alone; each rank has its heads in it.
 """
 
 from __future__ import annotations
@@ -10,8 +16,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.version import CANONICAL_FORMAT, group_number
 
 __all__ = ["Layout"]
+
+NOT_CERTIFIED = (
+    "canonical_layout = true: vLLM does not certify that the KV cache of this model has the same "
+    "bytes whatever the parallel shape (%s). It does for attention and MLA layers whose KV heads "
+    "are spread evenly over tensor parallel workers, without pipeline or context parallelism and "
+    "without scales for each token and head. Leave out canonical_layout"
+)
 
 
 class Layout:
@@ -19,46 +33,96 @@ class Layout:
 
     Attributes:
         chunk_bytes: bytes of a chunk, all ranks together.
-        rank_bytes: bytes that one rank has in a chunk.
-        copies: ranks side by side in a row; 1 when all hold the same bytes.
+        rank_bytes: bytes of a chunk among which one rank has its own.
+        copies: ranks that have bytes of their own; 1 when all hold the same bytes.
+        canonical: bytes and identity are the same for every tensor parallel size.
         identity: what must be equal for chunks to be exchanged.
     """
 
-    def __init__(self, config: Any) -> None:
-        if getattr(config, "canonical_layout", False):
-            raise ConfigError("canonical_layout = true: kvstore keeps each rank's own layout")
+    def __init__(self, config: Any, kv_heads: int | None = None) -> None:
+        """
+        Args:
+            config: vLLM's `OffloadingConfig`.
+            kv_heads: of the whole model, where they are known. Of more ranks than heads some
+                hold the same bytes.
+
+        Raises:
+            ConfigError: if chunks cannot be laid out as the configuration demands.
+        """
         parallel, cache = config.parallel, config.cache
         per_block = int(config.worker_kv_bytes_per_block)
         if per_block <= 0:
             raise ConfigError("this model has no KV cache that could be offloaded")
+        self.canonical = _canonical(config)
         replicated = bool(getattr(config, "replicated_layout", False))
         self.replicated = replicated
         self.copies = 1 if replicated else int(parallel.world_size)
-        self.rank_bytes = per_block * int(cache.blocks_per_chunk)
-        self.chunk_bytes = self.rank_bytes * self.copies
+        if self.canonical and kv_heads:
+            self.copies = min(self.copies, kv_heads)
+        blocks = int(cache.blocks_per_chunk)
+        self.chunk_bytes = per_block * blocks * self.copies
+        self.rank_bytes = self.chunk_bytes if self.canonical else per_block * blocks
         self.identity: Mapping[str, Any] = {
             "engine": "vllm",
             "model": str(config.model.name),
             "dtype": str(config.model.dtype),
             "tokens_per_hash": int(cache.tokens_per_hash),
-            "blocks_per_chunk": int(cache.blocks_per_chunk),
-            "rank_bytes_per_block": per_block,
-            "replicated": replicated,
+            "blocks_per_chunk": blocks,
+            **(
+                _of_any_shape(per_block * self.copies)
+                if self.canonical
+                else _of_this_shape(per_block, replicated, parallel)
+            ),
             "kv_cache_layout": getattr(config, "kv_cache_layout", None),
-            "parallel": {
-                name: int(getattr(parallel, name))
-                for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-            },
             "groups": [
                 {
-                    "group": int(group.group_id),
+                    "group": group_number(group, place),
                     "tokens_per_block": int(group.tokens_per_block),
                     "layers": list(group.layer_names),
                 }
-                for group in config.groups
+                for place, group in enumerate(config.groups)
             ],
         }
 
     def rank_offset(self, rank: int) -> int:
-        """Where a rank's bytes begin in a row."""
-        return 0 if self.replicated else rank * self.rank_bytes
+        """Where the bytes among which a rank has its own begin in a row."""
+        return 0 if self.replicated or self.canonical else rank * self.rank_bytes
+
+
+def _canonical(config: Any) -> bool:
+    """Whether the canonical layout is asked for.
+
+    Raises:
+        ConfigError: if it is, and vLLM does not give it.
+    """
+    asked = getattr(config, "extra_config", {}).get("canonical_layout", False)
+    if not isinstance(asked, bool):
+        raise ConfigError(f"canonical_layout = {asked!r}: must be true or false")
+    if not asked:
+        return False
+    if CANONICAL_FORMAT is None or not getattr(config, "canonical_layout", False):
+        raise ConfigError("canonical_layout = true: this vLLM has no canonical layout")
+    parallel = config.parallel
+    shape = {
+        name: int(getattr(parallel, name))
+        for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    }
+    told = ", ".join(f"{name} = {size}" for name, size in shape.items())
+    if not parallel.is_parallelism_agnostic or shape["world_size"] != shape["tp_size"]:
+        raise ConfigError(NOT_CERTIFIED % told)
+    return True
+
+
+def _of_any_shape(bytes_per_block: int) -> dict[str, Any]:
+    return {"canonical": CANONICAL_FORMAT, "bytes_per_block": bytes_per_block}
+
+
+def _of_this_shape(rank_bytes_per_block: int, replicated: bool, parallel: Any) -> dict[str, Any]:
+    return {
+        "rank_bytes_per_block": rank_bytes_per_block,
+        "replicated": replicated,
+        "parallel": {
+            name: int(getattr(parallel, name))
+            for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        },
+    }

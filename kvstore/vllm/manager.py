@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -23,25 +23,37 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    TierFilter,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
-from kvstore.vllm.metrics import Reporter
+from kvstore.vllm.caller import executor_of, resets_for_pause
+from kvstore.vllm.facts import facts_of
 from kvstore.vllm.region import manager_region, release_region
+from kvstore.vllm.reporter import Reporter
+from kvstore.vllm.scans import Scans
+from kvstore.vllm.version import (
+    HAS_TIER_FILTERS,
+    OFFERS_AFTER_END,
+    PENDING_IS_HOST,
+    TELLS_OF_FLUSHES,
+    hints_of,
+    mediums,
+    position_of,
+)
+from kvstore.vllm.weights import LiveWeights
 
 if TYPE_CHECKING:
     from kvstore.vllm.spec import KVStoreOffloadingSpec
 
 __all__ = ["KVStoreOffloadingManager"]
 
-TELLS_OF_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
-"""vLLM 0.33 says when the workers have ended what was under way at a reset."""
+logger = logging.getLogger("kvstore")
 
-ANY_TIER = TierFilter.ALL
+MEDIUM = mediums()
+ANY_TIER = base.TierFilter.ALL if HAS_TIER_FILTERS else None
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 
@@ -54,11 +66,17 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def __init__(self, spec: KVStoreOffloadingSpec) -> None:
         super().__init__()
-        if not hasattr(self, "lock"):
-            # vLLM 0.33 takes it around calls from other threads.
-            self.lock = threading.RLock()
+        self._spec = spec
         engine = spec.config.engine_id
         self._single_group = len(spec.config.groups) == 1
+        self._uncounted: frozenset[bytes] = frozenset()
+        """Groups whose chunks are pending in vLLM's sense only if they have a row."""
+        if PENDING_IS_HOST:
+            self._uncounted = frozenset(
+                int(group.group_id).to_bytes(4, "big")
+                for group in spec.config.groups
+                if group.sliding_window_size_in_chunks is None
+            )
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
         # rest as if it were whole.
         self._offered_again = self._single_group or spec.blocks_per_chunk == 1
@@ -80,13 +98,24 @@ class KVStoreOffloadingManager(OffloadingManager):
         )
         self._stepper = self._manager.stepper
         self._core = self._stepper.core
-        self._lookup = self._core.lookup
+        self._lookup, self._is_waiting = self._core.lookup, self._core.is_waiting
+        self._missed = self._manager.computing.missed
         self._reporter = Reporter()
-        self._retried: set[str] = set()
+        self._scans = Scans()
+        self._requests: set[str] = set()
+        """Requests that go on."""
+        self._overtaken: set[str] = set()
+        """Those of them that went on at a reset."""
+        self._finished: list[ReqContext] = []
+        """Requests that have ended, and may still offer chunks in this step."""
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
         """Steps that the workers have reported."""
+        executor = executor_of()
+        self._weights = None if executor is None else LiveWeights(executor)
+        self._paused = False
+        """The engine has paused; whether its weights are the same was not looked at since."""
         self._flushed_by: int | None = None
         """The step before which the workers end what was under way at a reset."""
 
@@ -94,24 +123,25 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._stepper.begun:
-            self._manager.begin_step()
+            self._begin_step()
         request = req_context.req_id
-        if req_context.load_tier_filter is not ANY_TIER and not self._allowed(key, req_context):
+        if (
+            HAS_TIER_FILTERS
+            and req_context.load_tier_filter is not ANY_TIER
+            and not self._allowed(key, req_context)
+        ):
             return MISS
         answer = self._lookup(key, request)
         if answer:
             return HIT
         if answer is not None:
+            self._missed(request, key)
             return MISS
-        if not self._core.is_waiting(request):
-            return PENDING
-        if not self._single_group:
-            return RETRY
-        # One RETRY defers the request; the MISS after it ends the scan of its keys.
-        if request in self._retried:
-            return MISS
-        self._retried.add(request)
-        return RETRY
+        if not self._is_waiting(request):
+            # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
+            uncounted = self._uncounted and key[-4:] in self._uncounted
+            return RETRY if uncounted and key not in self._core.pool.chunks else PENDING
+        return self._scans.answer(key, request, position_of(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -135,6 +165,10 @@ class KVStoreOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        if self._paused:
+            self._resume()
+        if req_context.req_id in self._overtaken:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
             return None if self._offered_again else PrepareStoreOutput([], CPULoadStoreSpec([]), [])
@@ -153,8 +187,9 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        params, envelope = req_context.kv_transfer_params, req_context.kv_hints
+        params, envelope = req_context.kv_transfer_params, hints_of(req_context)
         name = req_context.req_id
+        self._requests.add(name)
         self._manager.on_new_request(Request(name, _place_in(req_context), params, envelope))
         if self._manager.hinted.wants_all(name):
             # Hints speak of the whole prompt, also of what the device has itself.
@@ -162,11 +197,15 @@ class KVStoreOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._manager.on_request_finished(req_context)
+        if OFFERS_AFTER_END:
+            self._finished.append(req_context)
+        else:
+            self._end_request(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._sent += 1
-        self._retried.clear()
+        self._end_finished()
+        self._scans.end_step()
         self._manager.on_schedule_end()
 
     def has_pending_work(self) -> bool:
@@ -176,7 +215,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return [
             OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
-                medium=Medium.CPU if event.medium == "host" else Medium.STORAGE,
+                medium=MEDIUM.CPU if event.medium == "host" else MEDIUM.STORAGE,
                 removed=event.removed,
             )
             for event in self._manager.take_events()
@@ -185,8 +224,20 @@ class KVStoreOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         # vLLM reports no transfer that is under way now, but the workers are told to
         # end them all before they begin the next step. Until then rows stay theirs.
-        self._manager.reset()
         self._flushed_by = self._sent + 1
+        self._end_finished()
+        # vLLM offers all chunks of these once more, from the blocks that it remembers. One that a
+        # sliding window has left holds another request's tokens by now, and KV that was computed
+        # before the weights changed is not theirs.
+        self._overtaken |= self._requests
+        if self._overtaken:
+            logger.info("a reset: %d requests go on and store no more", len(self._overtaken))
+        if self._weights is not None and self._weights.known and resets_for_pause():
+            self._manager.abandon_transfers()
+            self._paused = True
+            return
+        self._paused = False
+        self._manager.reset()
 
     def on_reset_flushed(self) -> None:
         self._flushed_by = None
@@ -195,16 +246,14 @@ class KVStoreOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         # vLLM asks once for each step, in order, after the workers have reported it.
         self._reported = min(self._reported + 1, self._sent)
+        self._manager.on_step_reported()
         awaited = None if TELLS_OF_FLUSHES else self._flushed_by
         if awaited is not None and self._reported >= awaited:
             self.on_reset_flushed()
-        stats = self._manager.stats()
-        report = OffloadingConnectorStats()
-        for name, increment in self._reporter.counters(stats).items():
-            report.increase_counter(name, increment)
-        for name, value in self._reporter.gauges(stats).items():
-            report.set_gauge(name, value)
-        return report
+        return self._reporter.report(self._manager.stats())
+
+    def config_info(self) -> Sequence[Mapping[str, str | int]]:
+        return [facts_of(self._spec)]
 
     def shutdown(self) -> None:
         """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
@@ -212,14 +261,45 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _end_finished(self) -> None:
+        finished, self._finished = self._finished, []
+        for context in finished:
+            self._end_request(context)
+
+    def _end_request(self, context: ReqContext) -> None:
+        self._requests.discard(context.req_id)
+        self._overtaken.discard(context.req_id)
+        self._manager.on_request_finished(context)
+
+    def _begin_step(self) -> None:
+        if self._paused:
+            self._resume()
+        self._manager.begin_step()
+
+    def _resume(self) -> None:
+        """The engine goes on: what is kept is right if it computes with the weights of before."""
+        self._paused = False
+        assert self._weights is not None
+        if self._weights.changed():
+            self._manager.reset(close_tiers=True)
+            if self._core.tiers:
+                logger.warning(
+                    "the weights have changed while the engine paused: slower tiers keep what "
+                    "they have for the next start, and are not used until then"
+                )
+        else:
+            logger.info("the weights are those from before the pause: all that is kept is used")
+
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
-        medium = Medium.CPU if key in self._core.pool.chunks else Medium.STORAGE
+        medium = MEDIUM.CPU if key in self._core.pool.chunks else MEDIUM.STORAGE
         return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
 
 
-def _place_in(context: ReqContext) -> Callable[[bytes], int]:
-    """Says where in a request's prompt a key ends, in tokens."""
-    position = context.get_offload_key_position
+def _place_in(context: ReqContext) -> Callable[[bytes], int] | None:
+    """Says where in a request's prompt a key ends, in tokens; None if vLLM does not tell."""
+    position = position_of(context)
+    if position is None:
+        return None
 
     def place(key: bytes) -> int:
         return position(key) or 0

@@ -1,122 +1,307 @@
-"""What kvstore reports through vLLM's statistics and Prometheus."""
+"""What kvstore reports through vLLM's statistics and Prometheus: every metric, with its meaning.
+
+vLLM labels each metric with the engine; those of slower tiers have a label for the tier, too.
+"""
 
 from __future__ import annotations
 
-from kvstore.core import CoreStats, TierStats
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
-__all__ = ["COUNTERS", "GAUGES", "Reporter"]
+from kvstore.core import AGES, BOUNDS, CoreStats, TierStats
 
-_PREFIX = "vllm:kvstore_"
+__all__ = ["METRICS", "PREFIX", "TIER_LABEL", "Metric"]
 
-COUNTERS: dict[str, str] = {
-    "loaded_host_chunks": "Chunks loaded to the device that were in host memory.",
-    "loaded_disk_chunks": "Chunks loaded to the device that came from disk.",
-    "stored_chunks": "Chunks taken from the device into host memory.",
-    "missed_keys": "Looked-up keys that were nowhere.",
-    "deferrals": "Lookups that had to wait for a slower tier.",
-    "timeouts": "Waits that were ended by their deadline.",
-    "truncations": "Waits that ended with a shorter prefix for want of room.",
-    "refused_chunks": "Chunks that found no room in host memory.",
-    "declined_chunks": "Chunks that admission filter or policy did not let into host memory.",
-    "stores_deferred": "Stores that were deferred to a later step.",
-    "shed_chunks": "Chunks evicted from host memory before their copy to disk.",
-    "prefetched_chunks": "Chunks whose fetch to host memory was begun because of a hint.",
-    "demoted_chunks": "Chunks that have left host memory because of a hint.",
-    "hints": "Hints that requests came with.",
-    "hints_ignored": "Hints that were malformed or not known.",
-    "hints_refused_chunks": "Chunks that were to be retained or fetched, beyond what may be.",
-    "disk_read_chunks": "Chunks read from disk and verified.",
-    "disk_failed_reads": "Chunks on disk that could not be read or did not match their digest.",
-    "disk_written_chunks": "Chunks written to disk.",
-    "disk_failed_writes": "Chunks that could not be written to disk.",
-    "disk_refused_chunks": "Chunks not copied because the disk could not take copies then.",
-    "disk_declined_chunks": "Chunks that the disk's admission filter did not let in.",
-    "disk_evicted_chunks": "Chunks evicted from disk.",
-    "disk_relocated_chunks": "Chunks that compaction copied to another place on disk.",
-    "disk_segments_removed": "Segment files that compaction emptied and removed.",
-}
+PREFIX = "vllm:kvstore_"
 
-GAUGES: dict[str, str] = {
-    "host_usage": "Fraction of the rows of host memory that hold a chunk.",
-    "host_busy": "Fraction of the rows of host memory that are being written, read or leased.",
-    "host_pinned": "Fraction of the rows of host memory that are retained.",
-    "waiting_requests": "Requests that wait for a slower tier now.",
-    "disk_chunks": "Chunks on disk now.",
-    "disk_pinned_chunks": "Chunks on disk that are retained now.",
-    "disk_stalled": "1 while the disk does not answer.",
-    "disk_slow": "1 while copies to the disk, or making room there, take seconds.",
-}
+TIER_LABEL = "tier"
+"""Names a slower tier: `disk`, `disk-2` for the second disk of `tiers`. `disk:others` are the lanes
+of other processes on the paths of `disk`."""
 
 
-class Reporter:
-    """Turns totals of the core into the increments that vLLM expects."""
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
 
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
+    Attributes:
+        name: without `PREFIX`, and without what Prometheus adds to it (`_total`, `_bucket`, ...).
+        of: what it is of: the core as a whole, a slower tier, or one whose slots are this
+            engine's to give.
+        take: its value. text: what Prometheus says of it.
+        bounds: of a histogram's buckets.
+    """
 
-    def counters(self, stats: CoreStats) -> dict[str, int]:
-        """What was counted since the last call, by full metric name; zeros are left out."""
-        disk = [tier for tier in stats.tiers if tier.medium == "disk"]
-        sources = stats.loaded_from
-        totals = {
-            "loaded_host_chunks": sources.get("host", 0),
-            "loaded_disk_chunks": sources.get("disk", 0),
-            "stored_chunks": stats.stored,
-            "missed_keys": stats.misses,
-            "deferrals": stats.deferrals,
-            "timeouts": stats.timeouts,
-            "truncations": stats.truncations,
-            "refused_chunks": stats.chunks_refused,
-            "declined_chunks": stats.declined,
-            "stores_deferred": stats.stores_deferred,
-            "shed_chunks": stats.shed,
-            "prefetched_chunks": stats.prefetched,
-            "demoted_chunks": stats.demoted,
-            "hints": stats.hints,
-            "hints_ignored": stats.hints_ignored,
-            "hints_refused_chunks": stats.hints_refused,
-            "disk_read_chunks": _sum(disk, "promoted"),
-            "disk_failed_reads": _sum(disk, "failed_reads"),
-            "disk_written_chunks": _sum(disk, "written"),
-            "disk_failed_writes": _sum(disk, "failed_writes"),
-            "disk_refused_chunks": _sum(disk, "refused"),
-            "disk_declined_chunks": _sum(disk, "declined"),
-            "disk_evicted_chunks": _sum(disk, "evicted"),
-            "disk_relocated_chunks": _sum(disk, "relocated"),
-            "disk_segments_removed": _sum(disk, "removed_segments"),
-        }
-        increments = {
-            _PREFIX + name: total - self._last.get(name, 0)
-            for name, total in totals.items()
-            if total != self._last.get(name, 0)
-        }
-        self._last = totals
-        return increments
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    of: Literal["core", "tier", "owned tier"]
+    take: Callable[[Any], Any]
+    text: str
+    bounds: tuple[float, ...] = ()
 
-    @staticmethod
-    def gauges(stats: CoreStats) -> dict[str, float]:
-        """The state now, by full metric name."""
-        disk = [tier for tier in stats.tiers if tier.medium == "disk"]
-        values = {
-            "host_usage": stats.chunks / stats.rows,
-            "host_busy": stats.busy_rows / stats.rows,
-            "host_pinned": stats.pinned_rows / stats.rows,
-            "waiting_requests": stats.waiting,
-            "disk_chunks": _sum(disk, "chunks"),
-            "disk_pinned_chunks": _sum(disk, "pinned"),
-            "disk_stalled": float(any(tier.stalled for tier in disk)),
-            "disk_slow": float(any(tier.slow for tier in disk)),
-        }
-        return {_PREFIX + name: value for name, value in values.items()}
+    @property
+    def full_name(self) -> str:
+        """As vLLM names it."""
+        return PREFIX + self.name
 
-    @staticmethod
-    def documentation() -> tuple[dict[str, str], dict[str, str]]:
-        """Counters and gauges by full metric name, with their documentation."""
-        return (
-            {_PREFIX + name: text for name, text in COUNTERS.items()},
-            {_PREFIX + name: text for name, text in GAUGES.items()},
-        )
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels beside those of vLLM."""
+        return () if self.of == "core" else (TIER_LABEL,)
 
 
-def _sum(tiers: list[TierStats], name: str) -> int:
-    return sum(int(getattr(tier, name)) for tier in tiers)
+def _core(name: str, take: Callable[[CoreStats], int], text: str) -> Metric:
+    return Metric(name, "counter", "core", take, text)
+
+
+def _tier(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
+    return Metric(name, "counter", "tier", take, text)
+
+
+def _owned(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
+    return Metric(name, "counter", "owned tier", take, text)
+
+
+def _core_now(name: str, take: Callable[[CoreStats], float], text: str) -> Metric:
+    return Metric(name, "gauge", "core", take, text)
+
+
+def _tier_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
+    return Metric(name, "gauge", "tier", take, text)
+
+
+def _owned_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
+    return Metric(name, "gauge", "owned tier", take, text)
+
+
+METRICS: tuple[Metric, ...] = (
+    # -- is it hitting, and from where? --------------------------------------------------
+    _core(
+        "loaded_host_chunks",
+        lambda s: s.loaded_from.get("host", 0),
+        "Chunks loaded to the device that were in host memory.",
+    ),
+    _tier(
+        "loaded_disk_chunks",
+        lambda t: t.loaded,
+        "Chunks loaded to the device that had come from this tier for the same request.",
+    ),
+    _core("missed_keys", lambda s: s.misses, "Looked-up keys that were nowhere."),
+    _core(
+        "outpaced_keys",
+        lambda s: s.outpaced,
+        "Those of them that a tier has, but which are sooner computed than read.",
+    ),
+    _core("stored_chunks", lambda s: s.stored, "Chunks taken from the device into host memory."),
+    # -- what does waiting cost? -----------------------------------------------------------
+    _core("deferrals", lambda s: s.deferrals, "Requests that had to wait for a slower tier."),
+    Metric(
+        "wait_seconds",
+        "histogram",
+        "core",
+        lambda s: s.waits,
+        "How long requests that had to wait for a slower tier have waited for their answer.",
+        BOUNDS,
+    ),
+    _core("timeouts", lambda s: s.timeouts, "Waits that were ended by their deadline."),
+    _core(
+        "truncations",
+        lambda s: s.truncations,
+        "Waits that ended with a shorter prefix for want of room.",
+    ),
+    _core(
+        "lapses",
+        lambda s: s.lapses,
+        "Requests for which chunks were fetched, and that did not come for them in time.",
+    ),
+    _core_now("waiting_requests", lambda s: s.waiting, "Requests that wait for a slower tier now."),
+    # -- is there room? ----------------------------------------------------------------------
+    _core_now(
+        "host_usage",
+        lambda s: s.chunks / s.rows,
+        "Fraction of the rows of host memory that hold a chunk.",
+    ),
+    _core_now(
+        "host_busy",
+        lambda s: s.busy_rows / s.rows,
+        "Fraction of the rows of host memory that are being written, read or leased.",
+    ),
+    _core_now(
+        "host_pinned",
+        lambda s: s.pinned_rows / s.rows,
+        "Fraction of the rows of host memory that are retained.",
+    ),
+    _core_now("host_used_bytes", lambda s: s.used_bytes, "Bytes of the chunks in host memory."),
+    _core_now(
+        "host_free_bytes",
+        lambda s: s.free_bytes,
+        "Bytes of host memory that hold nothing; a cache that is full has next to none.",
+    ),
+    _tier_now("disk_chunks", lambda t: t.chunks, "Chunks on the tier now."),
+    _owned_now("disk_used_bytes", lambda t: t.used_bytes, "Bytes of the chunks on the tier."),
+    _owned_now(
+        "disk_free_bytes",
+        lambda t: t.free_bytes,
+        "Bytes of chunks that still fit before others have to leave.",
+    ),
+    _owned_now(
+        "disk_pinned_chunks", lambda t: t.pinned, "Chunks on the tier that are retained now."
+    ),
+    _core("host_evicted_chunks", lambda s: s.evicted, "Chunks that left host memory for others."),
+    _owned("disk_evicted_chunks", lambda t: t.evicted, "Chunks that left the tier for others."),
+    Metric(
+        "host_eviction_age_seconds",
+        "histogram",
+        "core",
+        lambda s: s.ages,
+        "How long chunks that left host memory for others had not been used, of a sample.",
+        AGES,
+    ),
+    Metric(
+        "disk_eviction_age_seconds",
+        "histogram",
+        "owned tier",
+        lambda t: t.ages,
+        "How long chunks that left the tier for others had not been used, of a sample.",
+        AGES,
+    ),
+    # -- what is not stored, or lost? --------------------------------------------------------
+    _core(
+        "stores_deferred", lambda s: s.stores_deferred, "Stores that were put off to a later step."
+    ),
+    _core(
+        "refused_chunks", lambda s: s.chunks_refused, "Chunks that found no room in host memory."
+    ),
+    _core(
+        "declined_chunks",
+        lambda s: s.declined,
+        "Chunks that admission filter or policy did not let into host memory.",
+    ),
+    _core(
+        "shed_chunks",
+        lambda s: s.shed,
+        "Chunks evicted from host memory before their copy to a slower tier.",
+    ),
+    _owned(
+        "disk_refused_chunks",
+        lambda t: t.refused,
+        "Chunks not copied because the tier could not take copies then.",
+    ),
+    _owned(
+        "disk_declined_chunks",
+        lambda t: t.declined,
+        "Chunks that the tier's admission filter did not let in.",
+    ),
+    # -- is the disk well? -------------------------------------------------------------------
+    _tier("disk_read_chunks", lambda t: t.promoted, "Chunks read from the tier and verified."),
+    _tier("disk_read_bytes", lambda t: t.read_bytes, "Bytes of those."),
+    Metric(
+        "disk_read_seconds",
+        "histogram",
+        "tier",
+        lambda t: t.reads,
+        "How long reads took, of any number of chunks, time in the queue included.",
+        BOUNDS,
+    ),
+    _owned("disk_written_chunks", lambda t: t.written, "Chunks written to the tier."),
+    _owned("disk_written_bytes", lambda t: t.written_bytes, "Bytes of those."),
+    Metric(
+        "disk_write_seconds",
+        "histogram",
+        "owned tier",
+        lambda t: t.writes,
+        "How long copies took, of any number of chunks, time in the queue included.",
+        BOUNDS,
+    ),
+    _owned(
+        "disk_failed_reads",
+        lambda t: t.failed_reads,
+        "Chunks that could not be read or did not match their digest.",
+    ),
+    _owned(
+        "disk_corrupt_chunks",
+        lambda t: t.corrupt,
+        "Those of the failed reads whose bytes were not those of the chunk.",
+    ),
+    _owned("disk_failed_writes", lambda t: t.failed_writes, "Chunks that could not be written."),
+    _tier("disk_errors", lambda t: t.errors, "Moves that reported an error."),
+    _tier_now(
+        "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from the tier now."
+    ),
+    _owned_now(
+        "disk_writing_chunks", lambda t: t.writing, "Chunks that are being copied to the tier now."
+    ),
+    _owned_now(
+        "disk_queued_chunks", lambda t: t.queued, "Chunks that wait for their copy to the tier now."
+    ),
+    _tier_now("disk_stalled", lambda t: int(t.stalled), "1 while the tier does not answer."),
+    _tier_now(
+        "disk_congested",
+        lambda t: int(t.congested),
+        "1 while more is asked of the tier than it can give before requests stop waiting.",
+    ),
+    _tier_now(
+        "disk_outpaced",
+        lambda t: int(t.outpaced),
+        "1 while the server computes a chunk sooner than the tier reads one.",
+    ),
+    _tier_now(
+        "disk_closed",
+        lambda t: int(t.closed),
+        "1 once the tier is not used any more: the weights have changed.",
+    ),
+    _tier_now(
+        "disk_seconds_per_chunk",
+        lambda t: t.read_pace,
+        "Seconds in which the tier reads a chunk, of late; 0 where nothing was read.",
+    ),
+    _core_now(
+        "compute_seconds_per_chunk",
+        lambda s: s.compute_pace,
+        "Seconds in which the server computes a chunk, of late; 0 where nobody knows.",
+    ),
+    _tier_now(
+        "disk_slow",
+        lambda t: int(t.slow),
+        "1 while copies to the tier, or making room there, take seconds.",
+    ),
+    _owned(
+        "disk_relocated_chunks",
+        lambda t: t.relocated,
+        "Chunks that compaction copied to another place.",
+    ),
+    _owned(
+        "disk_segments_removed",
+        lambda t: t.removed_segments,
+        "Segment files that compaction emptied and removed.",
+    ),
+    # -- hints, and what should not be --------------------------------------------------------
+    _core("hints", lambda s: s.hints, "Hints that requests came with."),
+    _core("hints_ignored", lambda s: s.hints_ignored, "Hints that were malformed or not known."),
+    _core(
+        "hints_refused_chunks",
+        lambda s: s.hints_refused,
+        "Chunks that were to be retained or fetched, beyond what may be.",
+    ),
+    _core(
+        "prefetched_chunks",
+        lambda s: s.prefetched,
+        "Chunks whose fetch to host memory was begun because of a hint.",
+    ),
+    _core(
+        "demoted_chunks",
+        lambda s: s.demoted,
+        "Chunks that have left host memory because of a hint.",
+    ),
+    _core(
+        "events_lost",
+        lambda s: s.events_lost,
+        "Changes that were not told as KV events because nobody took them.",
+    ),
+    _core(
+        "internal_errors",
+        lambda s: s.illegal,
+        "Mistakes of kvstore itself, which did no harm: please report them.",
+    ),
+)
+"""Everything that is reported, in the order in which operators ask."""

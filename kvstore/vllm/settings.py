@@ -1,7 +1,9 @@
 """Which settings of vLLM decide KV bytes, and which are known not to.
 
-In most sections every setting counts except those named here, so a setting that nobody has
-thought of costs hits, but never yields wrong bytes. Reviewed against vLLM 0.32 and 0.33.
+In every section each setting counts except those named here, and so does a section that is not
+named, so a setting that nobody has thought of costs hits, but never yields wrong bytes. Variables
+of the environment are the exception: of these, the ones that are named count. Reviewed against
+vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -70,36 +72,91 @@ MULTIMODAL_IGNORED = _names(
 )
 """Of `MultiModalConfig`: limits, caches and transport; block hashes know the inputs."""
 
-PARALLEL_COUNTS = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
-"""Of `ParallelConfig`, beside the shape that the layout tells."""
-
-ENVIRONMENT_COUNTS = (
-    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MLA_DISABLE",
-    "VLLM_PP_LAYER_PARTITION",
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
-    "VLLM_ROCM_USE_AITER",
-    "VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION",
-    "VLLM_SSM_CONV_STATE_LAYOUT",
+PARALLEL_IGNORED = _names(
+    """
+    pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size
+    decode_context_parallel_size world_size rank data_parallel_size data_parallel_size_local
+    data_parallel_rank data_parallel_rank_local data_parallel_index data_parallel_master_ip
+    data_parallel_rpc_port dp_sync_interval data_parallel_master_port data_parallel_backend
+    data_parallel_external_lb data_parallel_hybrid_lb is_moe_model enable_hc_sp
+    enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb
+    eplb_config expert_placement_strategy all2all_backend max_parallel_loading_workers
+    disable_custom_all_reduce enable_shm_tensor_arena enable_elastic_ep elastic_ep_max_dp_size
+    enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+    disable_nccl_for_dp_synchronization ray_workers_use_nsight ray_runtime_env placement_group
+    distributed_executor_backend worker_cls worker_extension_cls master_addr master_port node_rank
+    nnodes numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
+    distributed_timeout_seconds cpu_distributed_timeout_seconds dcp_comm_backend dcp_q_replicate
+    enable_fault_tolerance fault_tolerance_config
+    """
 )
-"""Variables that change the KV or its order in a page, where they are set."""
+"""Of `ParallelConfig`: addresses, ranks, how parts are exchanged and where experts are computed;
+the layout tells the shape that parts the KV."""
 
-DRAFT_COUNTS = (
-    "method",
-    "revision",
-    "code_revision",
-    "quantization",
-    "kv_cache_dtype",
-    "attention_backend",
-    "num_speculative_tokens",
-    "draft_tensor_parallel_size",
-    "use_heterogeneous_vocab",
+KERNEL_IGNORED = _names(
+    """
+    ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
+    enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend monokernel
+    """
 )
-"""Of `SpeculativeConfig`, where a draft model has layers of its own in the cache."""
+"""Of `KernelConfig`; the choice of a backend may decide whether activations are quantised."""
+
+LOAD_IGNORED = _names(
+    """
+    load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads
+    safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location
+    """
+)
+"""Of `LoadConfig`: how files are read; the format decides which files are the weights."""
+
+SECTIONS_IGNORED = _names(
+    """
+    scheduler_config device_config offload_config aux_output_config engram_config
+    watermark_config structured_outputs_config observability_config logging_config quant_config
+    compilation_config profiler_config kv_transfer_config kv_events_config ec_transfer_config
+    ec_manager_config reasoning_config instance_id optimization_level performance_mode
+    weight_transfer_config shutdown_timeout watchdog_config lora_config
+    """
+)
+"""Of `VllmConfig`: order and time, where tables and weights are kept, what becomes of tokens, how a
+graph is compiled, and what follows from settings that count (`quant_config`) or counts for
+adapters alone (`lora_config`)."""
+
+ENVIRONMENT_COUNTS = _names(
+    """
+    VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE VLLM_B12X_MOE_FP4_FORCE_A16
+    VLLM_CPU_INT4_W4A8 VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_DISABLED_KERNELS
+    VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_FLOAT32_MATMUL_PRECISION
+    VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_USE_F16_ACCUM
+    VLLM_MARLIN_INPUT_DTYPE VLLM_MLA_DISABLE VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+    VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_PLUGINS
+    VLLM_PP_LAYER_PARTITION VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_ROCM_MUSE_MOE_ONLINE_QUANT
+    VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16
+    VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_ROCM_USE_AITER
+    VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_FP8BMM
+    VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MOE_SITUV2
+    VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_DEEP_GEMM_E8M0
+    VLLM_XPU_INC_WNA16_BACKEND
+    """
+)
+"""Variables that change the KV or its order in a page, where they are set: those that quantise,
+round or replace what is computed, choose a page's layout, part layers among ranks, or load code."""
+
+DRAFT_IGNORED = _names(
+    """
+    enforce_eager model tensor_parallel_size max_model_len disable_padded_drafter_batch
+    disable_eagle_block_drop use_local_argmax_reduction prompt_lookup_max prompt_lookup_min
+    target_model_config target_parallel_config num_speculative_tokens_per_batch_size
+    draft_model_config draft_parallel_config suffix_decoding_max_tree_depth
+    suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
+    suffix_decoding_min_token_prob draft_load_config rejection_sample_method
+    synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification
+    draft_sample_method dspark_draft_topk disable_lookahead_block_hashes fly_entropy_threshold
+    fly_entropy_top_k fly_window_size xpress_topc draft_lm_head_quantization
+    """
+)
+"""Of `SpeculativeConfig`, where a draft model has layers of its own in the cache: how guesses are
+sampled and judged; the model has a place of its own."""
 
 WITHOUT_DRAFT = _names("ngram ngram_gpu suffix")
 """Methods whose draft model is none, or the target under another name."""
@@ -113,11 +170,10 @@ PLAIN_MODELS = _names(
 )
 """Models and kinds of RoPE whose KV does not depend on the longest request that is allowed."""
 
-LORA_COUNTS = (
-    "lora_dtype",
-    "target_modules",
-    "enable_tower_connector_lora",
-    "enable_mixed_moe_lora_format",
-    "enable_moe_shared_loras",
+LORA_IGNORED = _names(
+    """
+    max_lora_rank max_loras fully_sharded_loras max_cpu_loras default_mm_loras
+    specialize_active_lora max_lora_cls_labels
+    """
 )
-"""Of `LoRAConfig`: what changes the KV of a request with an adapter."""
+"""Of `LoRAConfig`: sizes, and which adapter a request has; block hashes know that."""

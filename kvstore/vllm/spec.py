@@ -8,8 +8,6 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -20,10 +18,15 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config
 from kvstore.errors import ConfigError
+from kvstore.vllm.facts import LABELS
 from kvstore.vllm.layout import Layout
-from kvstore.vllm.metrics import Reporter
+from kvstore.vllm.log import join_server_log
+from kvstore.vllm.metrics import METRICS
+from kvstore.vllm.naming import Naming
+from kvstore.vllm.reporter import definitions
+from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
 
-__all__ = ["KVStoreOffloadingSpec"]
+__all__ = ["KVStoreOffloadingSpec", "check_continues"]
 
 logger = logging.getLogger("kvstore")
 
@@ -40,19 +43,15 @@ CONNECTOR_KEYS = frozenset(
 )
 """Keys of ``kv_connector_extra_config`` that vLLM's connector reads itself."""
 
+BUDGET_KEY = "sync_load_budget_bytes"
+"""The same, where vLLM can wait for a load within a step."""
+
 ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 """Keys that vLLM knows better."""
 
-IDENTITY_KEYS = ("automatic_identity", "fingerprint_weights")
-"""Keys that only a server has: see `kvstore.vllm.identity`."""
-
-UNSEEN = (
-    "this vLLM does not let kvstore see its configuration, so nobody can tell whose chunks may "
-    "be used"
-)
-BY_HAND = (
-    "Set automatic_identity = false and name in identity what engines must have in common, such "
-    'as {"model": "m", "weights": "v1"}'
+HASHES_CHANGE = (
+    "kvstore: this vLLM begins its block hashes (%s) with another number in each process, so "
+    "nothing is found after a restart: set PYTHONHASHSEED"
 )
 
 
@@ -63,27 +62,23 @@ class KVStoreOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        counters, gauges = Reporter.documentation()
-        definitions: dict[str, OffloadingMetricMetadata] = {}
-        for name, text in counters.items():
-            definitions[name] = OffloadingCounterMetadata(documentation=text)
-        for name, text in gauges.items():
-            definitions[name] = OffloadingGaugeMetadata(documentation=text)
-        return definitions
+        return definitions(METRICS)
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Read by vLLM from 0.33 on, as is `config_info` of the manager."""
+        return LABELS
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        _join_server_log()
+        join_server_log()
         values = dict(config.extra_config)
         for key in ENGINE_KEYS & values.keys():
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
-        switches = [values.pop(key, True) for key in IDENTITY_KEYS]
-        for key, value in zip(IDENTITY_KEYS, switches, strict=True):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{key} = {value!r}: must be true or false")
-        self._automatic, self._fingerprint = switches
+        _check_budget(values.pop(BUDGET_KEY, None))
+        self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=CONNECTOR_KEYS)
-        self.layout = Layout(config)
+        self.layout = Layout(config, _kv_heads(config))
         self.identity: Mapping[str, Any] = self.layout.identity
         # Read by vLLM's connector: with equal bytes on all ranks only one writes.
         self.replicated_layout = self.layout.replicated
@@ -103,16 +98,22 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         from kvstore.vllm.siblings import siblings
 
         vllm_config = vllm_config_of(self.config.extra_config)
+        check_continues(vllm_config)
         self.identity = {
             **self.layout.identity,
             **self._engine_identity(vllm_config),
             **self.store_config.identity,
         }
+        cache = getattr(vllm_config, "cache_config", None)
+        if self.store_config.tiers and cache is not None:
+            algorithm = str(cache.prefix_caching_hash_algo)
+            if not hashes_last(algorithm):
+                logger.warning(HASHES_CHANGE, algorithm)
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
         for line in siblings(self.identity, paths):
             logger.info("kvstore: not used: %s", line)
         lora_config = getattr(vllm_config, "lora_config", None)
-        if lora_config is None or not self._fingerprint:
+        if lora_config is None or not self._naming.fingerprint:
             return KVStoreOffloadingManager(self)
         from kvstore.vllm.identity import adapter_settings
         from kvstore.vllm.lora import LoRAOffloadingManager
@@ -120,24 +121,10 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         return LoRAOffloadingManager(self, adapter_settings(lora_config))
 
     def _engine_identity(self, vllm_config: Any) -> dict[str, Any]:
-        from kvstore.vllm.identity import engine_identity
-
-        if not self._automatic:
-            if self.store_config.tiers and not self.store_config.identity:
-                raise ConfigError(
-                    "automatic_identity = false: name in identity what engines must have in "
-                    'common to share chunks, such as {"model": "m", "weights": "v1"}'
-                )
-            return {}
         if not self.store_config.tiers:
             # Nothing outlives the process.
             return {}
-        if vllm_config is not None:
-            try:
-                return engine_identity(vllm_config, fingerprint_weights=self._fingerprint)
-            except (AttributeError, TypeError) as error:
-                raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
-        raise ConfigError(f"{UNSEEN}. {BY_HAND}")
+        return self._naming.engine_identity(vllm_config, self.store_config.identity)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
@@ -147,11 +134,41 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _join_server_log() -> None:
-    """Let kvstore's log lines appear in the server's log."""
-    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
+def _kv_heads(config: OffloadingConfig) -> int | None:
+    """Of the whole model, where the canonical layout is asked for; None where nobody tells."""
+    from kvstore.vllm.caller import vllm_config_of
+
+    if not config.extra_config.get("canonical_layout", False):
+        return None
+    vllm_config = vllm_config_of(config.extra_config)
+    return None if vllm_config is None else vllm_config.model_config.get_total_num_kv_heads()
+
+
+def check_continues(vllm_config: Any) -> None:
+    """Make sure that this vLLM can compute the rest of a prompt whose beginning is loaded.
+
+    Its reference MLA on the CPU (without AMX) attends to nothing before the tokens that a step
+    computes: vLLM turns chunked prefill and its own prefix cache off for it, but no connector.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    model = getattr(vllm_config, "model_config", None)
+    if model is None or not model.use_mla:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise ConfigError(
+            "vLLM's MLA on this CPU computes a prompt from its first token only: what is loaded "
+            "would be ignored, and tokens would be wrong"
+        )
+
+
+def _check_budget(value: Any) -> None:
+    if value is None:
+        return
+    if not LOADS_WITHIN_STEPS:
+        raise ConfigError(f"{BUDGET_KEY} = {value!r}: it needs vLLM 0.33")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{BUDGET_KEY} = {value!r}: must be a whole number of bytes")

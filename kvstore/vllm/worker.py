@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
+from kvstore.vllm.canonical import Piece, has_writer, pieces, row_pages
 from kvstore.vllm.region import release_region, worker_region
 from tiers.pinned import PinnedRegion
 
@@ -43,8 +44,7 @@ def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> 
     device = kv_caches.tensors[0].tensor.device.type
     if device not in ("cpu", "cuda", "xpu"):
         raise ConfigError(f"kvstore runs on cpu, cuda and xpu devices, not on {device!r}")
-    pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
-    needed = sum(pages) * spec.blocks_per_chunk
+    needed = sum(row_pages(kv_caches, spec.layout.canonical)) * spec.blocks_per_chunk
     if needed > spec.layout.rank_bytes:
         raise ConfigError(
             f"the KV cache has {needed} bytes in a chunk where vLLM announced "
@@ -90,17 +90,12 @@ class HostCopyWorker(OffloadingWorker):
         self._engine_id = spec.config.engine_id
         self._region: PinnedRegion | None = region
         self._done: list[TransferResult] = []
-        pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
-        first = spec.layout.rank_offset(spec.config.parallel.rank)
-        widths = [page * spec.blocks_per_chunk for page in pages]
-        begins = list(itertools.accumulate(widths, initial=first))
-        groups, places = [], []
-        for refs in kv_caches.group_data_refs:
-            groups.append([_pages(kv_caches.tensors[ref.tensor_idx], ref) for ref in refs])
-            places.append([(begins[ref.tensor_idx], pages[ref.tensor_idx]) for ref in refs])
-        self._copies: HostCopies | None = HostCopies(
-            groups, region.array, spec.blocks_per_chunk, places
-        )
+        canonical, tables = spec.layout.canonical, _Tables(spec, kv_caches)
+        refs = [ref for refs in kv_caches.group_data_refs for ref in refs]
+        self._loads: HostCopies | None = tables.copies(region, lambda _: True)
+        self._stores: HostCopies | None = self._loads
+        if not all(has_writer(ref, canonical) for ref in refs):
+            self._stores = tables.copies(region, lambda ref: has_writer(ref, canonical))
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, *_: Any, **__: Any
@@ -122,13 +117,13 @@ class HostCopyWorker(OffloadingWorker):
     def shutdown(self) -> None:
         region, self._region = self._region, None
         if region is not None:
-            self._copies = None
+            self._stores = self._loads = None
             release_region(self._engine_id, region)
 
     def _copy(
         self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool
     ) -> bool:
-        started, copies = time.perf_counter(), self._copies
+        started, copies = time.perf_counter(), self._stores if store else self._loads
         assert copies is not None, "the worker was shut down"
         moved = copies.store(device, host) if store else copies.load(host, device)
         seconds = time.perf_counter() - started
@@ -151,7 +146,8 @@ class DeviceCopyWorker(OffloadingWorker):
         self._region: PinnedRegion | None = region
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         first = spec.layout.rank_offset(spec.config.parallel.rank)
-        host = row_views(region, first, pages, spec.blocks_per_chunk)
+        rows = row_pages(kv_caches, spec.layout.canonical)
+        host = row_views(region, first, rows, spec.blocks_per_chunk)
         device = [
             tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes)
             for tensor in kv_caches.tensors
@@ -161,10 +157,14 @@ class DeviceCopyWorker(OffloadingWorker):
             "cpu_tensors": host,
             "blocks_per_chunk": spec.blocks_per_chunk,
             "layer_refs_per_group": kv_caches.group_data_refs,
+            "canonical_layout": spec.layout.canonical,
             # It means that kernels may read the rows, and they do so in words.
-            "host_memory_is_pinned": region.register_with_cuda() and _in_words(pages, device, host),
+            "host_memory_is_pinned": region.register_with_cuda()
+            and _in_words([*pages, *_cuts(kv_caches, spec.layout.canonical)], device, host),
         }
         known = inspect.signature(SingleDirectionOffloadingHandler).parameters
+        if spec.layout.canonical and "canonical_layout" not in known:
+            raise ConfigError("canonical_layout = true: this vLLM has no copies for it")
         options = {name: value for name, value in options.items() if name in known}
         self._stores = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=True)
         self._loads = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=False)
@@ -229,6 +229,17 @@ def _in_words(
     return False
 
 
+def _cuts(kv_caches: CanonicalKVCaches, canonical: bool) -> list[int]:
+    """Where pages are cut, and into how many bytes."""
+    return [
+        number
+        for refs in kv_caches.group_data_refs
+        for ref in refs
+        for piece in (pieces(ref, canonical) if canonical else ())
+        for number in (piece.local, piece.canonical, piece.size)
+    ]
+
+
 def _ended(handler: Any) -> bool:
     """Wait for what a handler has under way and let it go; False if it could not."""
     try:
@@ -239,9 +250,39 @@ def _ended(handler: Any) -> bool:
     return True
 
 
-def _pages(cache: Any, ref: Any) -> Pages:
-    """What a layer has of the blocks of one tensor, which lie one after the other."""
-    tensor, step = cache.tensor, int(cache.page_size_bytes)
-    item = tensor.element_size()
-    count = tensor.numel() * item // step
-    return Pages(tensor, count, tensor.storage_offset() * item, step, int(ref.page_size_bytes))
+class _Tables:
+    """The tables of pages of a worker in host memory, and where they lie in a row."""
+
+    def __init__(self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
+        self._canonical, self._per_chunk = spec.layout.canonical, spec.blocks_per_chunk
+        self._caches = kv_caches
+        self._steps = row_pages(kv_caches, self._canonical)
+        widths = [step * self._per_chunk for step in self._steps]
+        first = spec.layout.rank_offset(spec.config.parallel.rank)
+        self._begins = list(itertools.accumulate(widths, initial=first))
+
+    def copies(self, region: PinnedRegion, wanted: Callable[[Any], bool]) -> HostCopies:
+        """Copies of those layers that are wanted."""
+        groups: list[list[Pages]] = []
+        places: list[list[tuple[int, int]]] = []
+        for refs in self._caches.group_data_refs:
+            its = [
+                (ref, piece)
+                for ref in refs
+                if wanted(ref)
+                for piece in pieces(ref, self._canonical)
+            ]
+            groups.append([self._pages(ref, piece) for ref, piece in its])
+            places.append([self._place(ref, piece) for ref, piece in its])
+        return HostCopies(groups, region.array, self._per_chunk, places)
+
+    def _pages(self, ref: Any, piece: Piece) -> Pages:
+        """What a layer has of the blocks of one tensor, which lie one after the other."""
+        cache = self._caches.tensors[ref.tensor_idx]
+        tensor, step = cache.tensor, int(cache.page_size_bytes)
+        item = tensor.element_size()
+        count = tensor.numel() * item // step
+        return Pages(tensor, count, tensor.storage_offset() * item + piece.local, step, piece.size)
+
+    def _place(self, ref: Any, piece: Piece) -> tuple[int, int]:
+        return self._begins[ref.tensor_idx] + piece.canonical, self._steps[ref.tensor_idx]

@@ -60,7 +60,8 @@ class Led(Server):
         together: the scheduler is told at once what several workers have ended.
         jobs: those under way, and whose they are.
         loading: request -> what is being loaded into its blocks.
-        offered: what each request has offered to the manager, or loaded, since the last reset.
+        offered: what each request has offered to the manager, or loaded, since it was looked up
+            last, or since a later reset.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -138,6 +139,8 @@ class Led(Server):
     def ask(self, request: Request, computed: int) -> tuple[int | None, bool]:
         before = self._case(request, computed)
         found, between = super().ask(request, computed)
+        if found is not None:
+            self.offered[request].clear()
         if request in self.jobs.values():
             assert found is None, "its own transfers go on"
         elif request.skip_reading_prefix_cache or request in self._cannot_load:
@@ -253,9 +256,8 @@ class Led(Server):
         """What became whole in this step, and is in its blocks, was offered.
 
         Not where blocks are shared: one that was given to another counts as left by the window.
-        And not after a preemption: what a window had left before is not offered once more.
         """
-        if self.setup.prompt_only or self.setup.prefix_cache or work.request.preempted:
+        if self.setup.prompt_only or self.setup.prefix_cache:
             return
         offered = self.offered[work.request]
         for group, (size, window) in enumerate(self.setup.groups):

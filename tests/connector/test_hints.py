@@ -61,6 +61,13 @@ def test_what_is_retained_in_host_memory_stays_there(manager: KVStoreManager) ->
     assert host_of(manager, A) == 0
 
 
+def test_what_is_released_leaves_before_what_was_used_longer_ago(manager: KVStoreManager) -> None:
+    store(manager, B[:4], request("before"))
+    store(manager, A, request("over", release=True))
+    store(manager, keys_of("other", 3), request("after"))
+    assert (host_of(manager, A), host_of(manager, B)) == (1, 4)
+
+
 def test_what_is_retained_below_leaves_host_memory_and_not_the_disk(
     manager: KVStoreManager,
 ) -> None:

@@ -259,6 +259,22 @@ def test_stores_of_a_preempted_request_end_before_the_step() -> None:
     assert server.find(request) == 8
 
 
+def test_a_preempted_request_offers_all_of_it_once_more() -> None:
+    server = Server(open_scheduler(rows=2))
+    request, other = Request("a", PROMPT[:8]), Request("b", PROMPT[8:16])
+    server.find(request)
+    server.end(server.step({request: 8}, new={request: [[1, 2]]}).store_jobs)
+    server.step(preempted=[request])
+    # Meanwhile another one has taken its room, and has left.
+    server.find(other)
+    server.end(server.step({other: 8}, new={other: [[1, 2]]}).store_jobs)
+    server.step(finished=[other])
+    request.num_computed_tokens = 0
+    assert server.find(request) == 0
+    (job,) = server.step({request: 8}, new={request: [[3, 4]]}).store_jobs.values()
+    assert blocks_of(job) == ([[3, 4]], [0])
+
+
 def test_a_chunk_that_a_window_has_left_is_not_stored_once_its_blocks_are_others() -> None:
     server = Server(open_scheduler(4, rows=1))
     other, request = Request("a", PROMPT[:4]), Request("r", PROMPT[4:])

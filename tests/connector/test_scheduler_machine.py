@@ -271,7 +271,7 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
 
 
 SchedulerAgainstReference.TestCase.settings = settings(
-    max_examples=int(PROGRAMS or 200),
+    max_examples=int(PROGRAMS or 120),
     stateful_step_count=40,
     deadline=None,
     derandomize=PROGRAMS is None,

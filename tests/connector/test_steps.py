@@ -196,3 +196,66 @@ def test_a_manager_that_ended_stays_ended(tmp_path: Path) -> None:
     manager.shutdown()
     again = open_manager(tmp_path)
     again.shutdown()
+
+
+def test_transfers_that_are_abandoned_keep_their_rows_until_all_have_ended_and_the_rest_stays(
+    tmp_path: Path,
+) -> None:
+    manager = open_manager(tmp_path, rows=16, steady=True, late_completions=False)
+    who = ReqContext("r")
+    manager.on_new_request(who)
+    kept, loading, storing = keys_from(0, 4), keys_from(100, 4), keys_from(200, 8)
+    store(manager, kept, who)
+    store(manager, loading, who)
+    while manager.has_pending_work():
+        manager.on_schedule_end()
+    assert manager.lookup_prefix(loading, who) == 4
+    manager.prepare_load(loading, who)
+    assert manager.prepare_store(storing, who) is not None
+    manager.on_schedule_end()
+    manager.on_request_finished(who)
+    manager.abandon_transfers()
+
+    late = ReqContext("late")
+    manager.on_new_request(late)
+    out = manager.prepare_store(keys_from(300, 12), late)
+    taken = [] if out is None else out.keys_to_store
+    assert len(taken) <= 4, "rows that the device may still use were given away"
+    manager.complete_store(taken, late, success=False)
+    manager.on_schedule_end()
+    manager.transfers_ended()
+    assert manager.stats().busy_rows == 0
+    assert manager.lookup_prefix(loading, late) == 4
+    manager.on_schedule_end()
+    assert manager.lookup_prefix(storing, late) == 0, "nobody knows what was written there"
+    manager.shutdown()
+
+
+def test_tiers_that_are_closed_are_not_used_and_keep_what_they_have_for_the_next_process(
+    tmp_path: Path,
+) -> None:
+    manager = open_manager(tmp_path, rows=64)
+    who = ReqContext("r")
+    manager.on_new_request(who)
+    before, after = keys_from(0, 8), keys_from(100, 8)
+    store(manager, before, who)
+    manager.on_schedule_end()
+    on_disk(manager, 8)
+    manager.reset(close_tiers=True)
+    assert manager.lookup_prefix(before, who) == 0
+    store(manager, after, who)
+    manager.on_schedule_end()
+    assert manager.lookup_prefix(after, who) == 8
+    manager.on_request_finished(who)
+    manager.on_schedule_end()
+    assert not manager.has_pending_work()
+    assert manager.stats().tiers[0].closed
+    manager.shutdown()
+    again = open_manager(tmp_path, rows=64)
+    assert again.stats().tiers[0].chunks == 8
+    again.on_new_request(who)
+    while (found := again.lookup_prefix(before, who)) is None:
+        again.on_schedule_end()
+    assert found == 8
+    assert again.lookup_prefix(after, ReqContext("other")) == 0
+    again.shutdown()

@@ -1158,6 +1158,8 @@ def rare_act(world: World, rng: random.Random) -> None:
         world.core.complete_store([b"stray"], "nobody")
     elif not tiers:
         return
+    elif roll < 0.43:
+        world.core.computed(rng.choice((10, 10_000)), rng.choice((1.0, 1000.0, 1e6)))
     elif roll < 0.55:
         tier = rng.choice([tier for tier in tiers if tier != world.followed] or [0])
         world.rot(tier, rng.randrange(len(world.slots[tier])))

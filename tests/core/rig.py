@@ -119,8 +119,9 @@ class Rig:
         failed: Collection[bytes] = (),
         segments: Collection[int] | None = None,
         unread: Collection[bytes] = (),
+        ended: float | None = None,
     ) -> None:
-        """The engine ends `move`; the core hears of it at the next step.
+        """The engine ends `move`, at `ended`; the core hears of it at the next step.
 
         Of those that `failed`, nothing is known of the bytes of `unread`.
         """
@@ -136,7 +137,7 @@ class Rig:
             made = [] if tier.target is None else list(range(tier.slots.segments))
         error = "injected" if failed or (segments is not None and not made) else None
         places = [move.keys.index(key) for key in unread]
-        self.ended.append(Completion(move.id, ok, made, error, unread=places))
+        self.ended.append(Completion(move.id, ok, made, error, unread=places, ended=ended))
 
     def settle(self, seconds: float = 0.0) -> None:
         """Steps in which the engine ends everything, until nothing moves."""

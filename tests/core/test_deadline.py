@@ -284,9 +284,9 @@ def test_a_wait_longer_than_the_longest_is_refused_at_once() -> None:
     move = rig.promotion
     rig.end(move)
     rig.step()
-    pace = rig.core.tiers[0].health.seconds_per_chunk
+    pace = rig.core.tiers[0].health.pace.per_chunk
     assert 0.08 < pace < 0.1, "ten chunks took 0.9 s"
-    rig.core.tiers[0].health.seconds_per_chunk = 5.0
+    rig.core.tiers[0].health.pace.replace(1, 5.0)
     assert rig.ask(prompts["r1"], "r1") is None
     rig.step()
     rig.step()
@@ -306,7 +306,7 @@ def test_the_pace_is_that_of_all_chunks_that_came_in_one_step() -> None:
     for move in list(rig.moves):
         rig.end(move)
     rig.step()
-    assert abs(rig.core.tiers[0].health.seconds_per_chunk - 0.1) < 0.02
+    assert abs(rig.core.tiers[0].health.pace.per_chunk - 0.1) < 0.02
 
 
 def test_the_pace_is_not_measured_across_a_sleep_of_the_caller() -> None:
@@ -316,7 +316,7 @@ def test_the_pace_is_not_measured_across_a_sleep_of_the_caller() -> None:
     rig.step()
     rig.end(rig.promotion)
     rig.step(300.0)
-    assert rig.core.tiers[0].health.seconds_per_chunk < 1.0
+    assert rig.core.tiers[0].health.pace.per_chunk < 1.0
 
 
 def test_the_pace_follows_what_the_tier_does_now() -> None:
@@ -328,7 +328,7 @@ def test_the_pace_follows_what_the_tier_does_now() -> None:
         rig.end(rig.promotion)
         rig.step()
         rig.wait(2.0, each=0.5)
-    assert abs(rig.core.tiers[0].health.seconds_per_chunk - 0.1) < 0.02
+    assert abs(rig.core.tiers[0].health.pace.per_chunk - 0.1) < 0.02
 
 
 def test_each_tier_has_its_own_pace() -> None:
@@ -342,6 +342,6 @@ def test_each_tier_has_its_own_pace() -> None:
     rig.wait(0.7)
     rig.end(slow)
     rig.step()
-    paces = [tier.health.seconds_per_chunk for tier in rig.core.tiers]
+    paces = [tier.health.pace.per_chunk for tier in rig.core.tiers]
     assert 0.04 < paces[0] < 0.11
     assert 0.35 < paces[1] < 0.46

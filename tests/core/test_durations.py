@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvstore.core import BOUNDS, Durations
+from kvstore.core import AGES, BOUNDS, Durations
 from tests.core.rig import Rig, chain
 
 A = chain("a", 4)
@@ -21,6 +21,17 @@ def test_a_duration_counts_in_the_first_bucket_that_holds_it() -> None:
     assert durations.buckets[BOUNDS.index(0.5)] == 1
     assert durations.buckets[-2:] == [1, 1]
     assert durations.mean == pytest.approx(durations.seconds / 6)
+
+
+def test_ages_count_in_buckets_of_their_own() -> None:
+    ages = Durations(bounds=AGES)
+    for seconds in (0.5, 3600.0, 1e9):
+        ages.add(seconds)
+    copy = ages.copy()
+    ages.add(1.0)
+    assert (copy.count, copy.bounds) == (3, AGES)
+    assert copy.buckets[AGES.index(3600.0)] == copy.buckets[-1] == 1
+    assert copy.quantile(0.5) == 3600.0
 
 
 def test_a_quantile_is_the_bound_that_so_many_kept() -> None:

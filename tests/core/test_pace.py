@@ -292,7 +292,7 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
     keys = chain("a", 10)
     rig = Rig(rows=16, on=[keys], pace=FEW, max_wait=10.0)
     # Four on their way are more than is worth beginning to wait for.
-    rig.core.tiers[0].health.seconds_per_chunk = 3.0
+    rig.core.tiers[0].health.pace.replace(1, 3.0)
     assert rig.ask(keys) is None
     rig.step()
     assert rig.core.tiers[0].health.congested
@@ -304,7 +304,7 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
 def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() -> None:
     first, second = chain("a", 4), chain("b", 4)
     rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, max_wait=10.0)
-    rig.core.tiers[0].health.seconds_per_chunk = 3.0
+    rig.core.tiers[0].health.pace.replace(1, 3.0)
     assert rig.ask(first, "a") is None
     assert rig.ask(second, "b") is None
     rig.step()

@@ -267,3 +267,46 @@ def test_a_pin_that_does_not_yield_stands() -> None:
     assert pins.begin(C[:2], math.inf) == 2
     assert pins.begin(C[4:], rig.now + 1.0, yields=True) == 2
     assert [pins.is_pinned(key) for key in C[:6]] == [True, True, False, False, True, True]
+
+
+def test_what_is_released_as_cold_leaves_before_what_was_used_longer_ago() -> None:
+    rig = alone(rows=12)
+    rig.put(B)
+    rig.put(A)
+    rig.core.pins.begin(A, math.inf)
+    fill(rig, "x", 4)
+    rig.core.pins.end(A)
+    rig.core.demotions.cool(A)
+    fill(rig, "y", 3)
+    assert (host_of(rig, A), host_of(rig, B)) == (1, 4)
+    assert rig.in_host(A[0]), "it leaves tail first"
+
+
+def test_what_is_cold_is_like_any_other_once_it_was_used() -> None:
+    rig = alone(rows=12)
+    rig.put(B)
+    rig.put(A)
+    rig.core.demotions.cool(A)
+    assert rig.load(A)
+    fill(rig, "x", 8)
+    assert (host_of(rig, A), host_of(rig, B)) == (4, 0)
+
+
+def test_what_is_still_pinned_is_not_cold() -> None:
+    rig = alone(rows=12)
+    rig.put(A)
+    rig.core.pins.begin(A, rig.now + 5.0)
+    rig.put(B)
+    rig.core.demotions.cool(A)
+    fill(rig, "x", 8)
+    assert host_of(rig, A) == 4
+
+
+def test_what_is_cold_leaves_a_tier_first_too() -> None:
+    rig = Rig(rows=8, segment_slots=8)
+    for keys in (B, A):
+        rig.put(keys)
+        rig.settle()
+    rig.core.demotions.cool(A)
+    fill(rig, "x", 4)
+    assert [key in rig.core.tiers[0].entries for key in (*A, *B)] == [False] * 4 + [True] * 4

@@ -331,3 +331,30 @@ def test_a_row_that_is_held_costs_a_store_its_tail_and_no_chunk_in_the_middle(po
         rig.step()
         rig.step()
     assert rig.ask(keys) == 3
+
+
+def test_tiers_that_are_closed_take_part_in_nothing_whatever_was_under_way() -> None:
+    held, new = chain("held", 6), chain("new", 4)
+    rig = Rig(rows=16, on=[held], segment_slots=8, max_segments=4)
+    grant = rig.core.prepare_store(new, "s")
+    assert grant is not None
+    rig.core.complete_store(grant.keys, "s")
+    assert rig.core.lookup_prefix(held, "r") is None
+    rig.step()
+    assert {move.op for move in rig.moves} >= {Op.PROMOTE, Op.CASCADE}
+    rig.core.reset(close_tiers=True)
+    assert rig.core.unsaved == 0
+    rig.settle()
+    assert not rig.core.in_flight
+    assert rig.stats.free_rows == 16
+    assert rig.core.lookup_prefix(held, "again") == 0
+    assert not rig.core.clearing
+    grant = rig.core.prepare_store(chain("later", 4), "t")
+    assert grant is not None
+    rig.core.complete_store(grant.keys, "t")
+    assert rig.core.prefetches.begin(held) == 0
+    rig.settle()
+    rig.wait(10.0)
+    assert not rig.moves
+    assert rig.stats.tiers[0].closed
+    assert rig.core.lookup_prefix(chain("later", 4), "u") == 4

@@ -210,7 +210,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Grants, "_truncate", hasty)
     patch.setattr(Grants, "_grant", stingy)
-    patch.setattr(Grants, "_holder", lambda self, key: None)
 
 
 @breaks("a failed block fails alone, and fails")
@@ -282,17 +281,17 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a row that a late device copy may touch is given to nobody")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Core, "_device_transfers", lambda self: [])
+    patch.setattr(Core, "device_transfers", lambda self: [])
 
 
 @breaks("a row that a late load reads is given to nobody")
 def _(patch: pytest.MonkeyPatch) -> None:
-    transfers = Core._device_transfers
+    transfers = Core.device_transfers
 
     def stores(self: Core) -> Any:
         return [(t, row) for t, row in transfers(self) if self.pool.chunks[t[2]].state < READY]
 
-    patch.setattr(Core, "_device_transfers", stores)
+    patch.setattr(Core, "device_transfers", stores)
 
 
 @breaks("ends of transfers are told apart by their era")

@@ -165,6 +165,10 @@ class StoreAgainstSets(RuleBasedStateMachine):
             self.note_stored(client.stored)
         self.world.leave(client)
 
+    @rule(chunks=st.sampled_from((10, 10_000)), seconds=st.sampled_from((1.0, 1e3, 1e6)))
+    def server_tells_how_long_computing_takes(self, chunks: int, seconds: float) -> None:
+        self.world.core.computed(chunks, seconds)
+
     @rule()
     def engine_works(self) -> None:
         """Whatever is under way ends well."""

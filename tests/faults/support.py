@@ -64,6 +64,7 @@ def config_of(path: Path, **changes: Any) -> dict[str, Any]:
         "max_wait_s": CEILING,
         "shutdown_timeout_s": DRAIN,
         "keep_events": True,
+        "recompute_s": 0,
     }
     for key, value in changes.items():
         (whole if key in whole else tier)[key] = value

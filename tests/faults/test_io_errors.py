@@ -217,7 +217,7 @@ async def test_a_segment_that_cannot_be_made_leaves_nothing_behind_and_is_tried_
         await asyncio.sleep(0.35)
         for start in range(100, 100 + 3 * SLOTS, SLOTS):
             await caller.save(range(start, start + SLOTS))
-        assert caller.disk.segments > 1
+        await until(lambda: caller.disk.segments > 1)
 
 
 # -- slow and hanging ----------------------------------------------------------------------
@@ -238,6 +238,29 @@ async def test_a_disk_that_takes_seconds_makes_misses_at_the_deadline_and_hits_l
             assert caller.stats.timeouts == 1
             await until(lambda: caller.asked().promoted)
             assert await caller.get([0]) == 1, "what came late is kept"
+
+
+async def test_a_disk_that_reads_slower_than_the_server_computes_is_not_waited_for(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    pace = 0.02
+    async with calling(faulty.path, seen_at=faulty.behind, recompute_s=pace) as caller:
+        assert await caller.save(ALL) == set(ALL)
+        caller.forget_host()
+        faulty.obey({"op": "read", **BLOCKS, "delay": 0.8 * DEADLINE})
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        assert await caller.get([0, 1]) == 0
+        assert clock() - begun < 0.5 * DEADLINE, "computing would have taken 0.04 s"
+        assert caller.stats.timeouts == 0
+        begun = clock()
+        assert await caller.get([2, 3]) == 0
+        assert clock() - begun < pace
+        assert caller.stats.outpaced == 1
+        assert caller.disk.outpaced
+        assert warned(caplog.records, "is outpaced")
+        await until(lambda: caller.asked().promoted)
+        assert await caller.get([0, 1]) == 2, "what came late is kept"
 
 
 async def test_slow_writes_hold_nobody_up_and_are_complete_in_the_end(faulty: FaultyDisk) -> None:

@@ -139,3 +139,14 @@ async def test_statistics_tell_bytes_and_times(open_store: Open) -> None:
         assert (stats.loaded_bytes, stats.tiers[0].read_bytes) == (4 * CHUNK, 4 * CHUNK)
         assert stats.waits.count == 1
         assert 0 < stats.waits.quantile(0.5) <= 5.0
+
+
+async def test_what_is_unpinned_as_cold_leaves_first(open_store: Open) -> None:
+    async with open_store(rows=16, deadline_s=60.0, eviction_policy="lru") as store:
+        await store.put(B, payloads(B))
+        await store.put(A, payloads(A))
+        assert store.pin(A, math.inf) == 4
+        assert store.unpin(A, cold=True) == 4
+        await store.put(C, payloads(C))
+        assert store.contains_prefix(A) == 0
+        assert await contents(store, B) == payloads(B)

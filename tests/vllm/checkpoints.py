@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CONFIG = {
     "hidden_size": 128,
@@ -16,6 +16,26 @@ CONFIG = {
     "num_key_value_heads": 2,
 }
 """What differs from the Llama of `examples/rounds.py`."""
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "all": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""The `quantization_config` of what `save_int8` writes."""
 
 HIDDEN, INNER, VOCABULARY, KV = 128, 256, 32000, 64
 
@@ -43,6 +63,20 @@ def save_llama(folder: Path, seed: int) -> None:
         tensors[f"{name}.mlp.down_proj.weight"] = weight(HIDDEN, INNER)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(folder / "model.safetensors"))
+
+
+def save_int8(model: Path, folder: Path) -> None:
+    """The weights of `model` in 8 bits, one scale for each row."""
+    tensors = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if "_proj" not in name:
+            tensors[name] = weight
+            continue
+        scale = weight.float().abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight.float() / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
 
 
 def save_adapter(folder: Path, seed: int) -> None:

@@ -1,11 +1,16 @@
-"""Real vLLM engines for the tests, each in a process of its own."""
+"""Real vLLM engines for the tests, each in a process of its own.
+
+Most are forked from a launcher, which has imported vLLM: what an engine would import takes twice
+as long as its start. There are two launchers for each worker of pytest. Their hash seeds
+differ, so what an engine of the one has stored is found by an engine of the other only if nothing
+depends on the order of sets.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,18 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.launcher import Child, Launcher
+
 ROUNDS = Path(__file__).resolve().parents[2] / "examples" / "rounds.py"
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Scheduler and worker in the process that asks: an engine that starts faster."""
 
+FORKED = {"KVSTORE_FORKED": "1"}
+"""The processes that an engine starts import nothing; the ones of `vllm serve` are not forked."""
+
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for others sleep: another engine may need the cores."""
 
 
+BEGUN_WITH = dict(os.environ)
+"""What vLLM sets while it is configured in this process is nothing to an engine in another."""
+
+ENGINE_SECONDS = 600.0
+"""Some take half a minute where the cores are free, and ten times that where others want them."""
+
 PATIENT_SECONDS = 30.0
-"""A disk that is busy with others' writes may not answer for seconds: a miss would be right, but
-tests are of hits."""
+"""A disk that is busy with others' writes may not answer for seconds, or take longer than
+computing: a miss would be right, but tests are of hits."""
 
 
 @dataclass
@@ -51,18 +67,19 @@ class Run:
 
 
 class SharedMemory:
-    """Watches the shared memory of kvstore that processes with a mark in their environment hold.
+    """Watches the shared memory of kvstore that the processes of a session hold.
 
     Attributes:
-        mark: what to add to the environment of the processes.
+        session: the session, once it has begun.
         seen: (seconds, bytes of all regions together, regions), at each change.
+        holders: the most processes that held a region at once.
     """
 
     def __init__(self) -> None:
-        self.mark = {"KVSTORE_TEST_MARK": secrets.token_hex(8)}
+        self.session: int | None = None
         self.seen: list[tuple[float, int, int]] = []
+        self.holders = 0
         self._others = set(os.listdir("/proc"))
-        self._marked: set[int] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
@@ -88,22 +105,21 @@ class SharedMemory:
         started = time.monotonic()
         while not self._done.wait(0.002):
             held: dict[int, int] = {}
+            holders = 0
             for name in set(os.listdir("/proc")) - self._others:
-                if name.isdigit() and self._is_marked(int(name)):
-                    held.update(self._of(int(name)))
+                if name.isdigit() and self._is_ours(int(name)):
+                    found = self._of(int(name))
+                    held.update(found)
+                    holders += bool(found)
+            self.holders = max(self.holders, holders)
             now = (sum(held.values()), len(held))
             if not self.seen or self.seen[-1][1:] != now:
                 self.seen.append((time.monotonic() - started, *now))
 
-    def _is_marked(self, pid: int) -> bool:
-        if pid not in self._marked:
-            with contextlib.suppress(OSError):
-                if (
-                    self.mark["KVSTORE_TEST_MARK"].encode()
-                    in Path(f"/proc/{pid}/environ").read_bytes()
-                ):
-                    self._marked.add(pid)
-        return pid in self._marked
+    def _is_ours(self, pid: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            return os.getsid(pid) == self.session
+        return False
 
     def _of(self, pid: int) -> dict[int, int]:
         held = {}
@@ -117,10 +133,76 @@ class SharedMemory:
         return held
 
 
+_launchers: dict[int, Launcher] = {}
+
+
+def run_script(
+    script: Path,
+    arguments: list[str],
+    folder: Path,
+    log: Path,
+    environment: dict[str, str],
+    *,
+    launcher: int | None = 0,
+    memory: SharedMemory | None = None,
+    timeout: float,
+) -> int:
+    """The exit status of a Python script that ran in a process and a session of its own.
+
+    Args:
+        folder: where it runs.
+        log: what it wrote.
+        environment: what its environment has besides this process's.
+        launcher: which one forks it; with None it gets an interpreter of its own.
+        memory: what watches its session.
+        timeout: seconds. TimeoutExpired when it takes longer; it is killed.
+    """
+    ours = {**BEGUN_WITH, **SHARED_CORES}
+    process: subprocess.Popen[bytes] | Child
+    if launcher is None:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**ours, **environment},
+                cwd=folder,
+                start_new_session=True,
+            )
+    else:
+        if launcher not in _launchers:
+            _launchers[launcher] = Launcher(ours)
+        forker, whole = _launchers[launcher], {**ours, **environment}
+        assert forker.fits(whole), "it is read at the start of an interpreter: let it have its own"
+        try:
+            process = forker.run([str(script), *arguments], folder, whole, log)
+        except BaseException:
+            # Whoever comes next would take its answer for his own.
+            _launchers.pop(launcher).end()
+            raise
+    if memory is not None:
+        memory.session = process.pid
+    try:
+        return process.wait(timeout)
+    finally:
+        # The script's own processes outlive one that is killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def run_engine(
-    folder: Path, scenario: dict[str, Any], environment: dict[str, str] | None = None
+    folder: Path,
+    scenario: dict[str, Any],
+    environment: dict[str, str] | None = None,
+    *,
+    launcher: int | None = 0,
+    memory: SharedMemory | None = None,
 ) -> Run:
-    """Start an engine in a process of its own, run the scenario, fail loudly if it fails."""
+    """Start an engine in a process of its own, run the scenario, fail loudly if it fails.
+
+    `launcher` and `memory`: see `run_script`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("scenario-*.json")))
     request = folder / f"scenario-{number}.json"
@@ -129,24 +211,18 @@ def run_engine(
     # A relative path: the model has the same name wherever the test runs.
     told = {"model_dir": "tiny-model", **scenario}
     if told.get("kvstore") is not None:
-        told["kvstore"] = {"deadline_s": PATIENT_SECONDS, **told["kvstore"]}
+        told["kvstore"] = {"deadline_s": PATIENT_SECONDS, "recompute_s": 0, **told["kvstore"]}
     request.write_text(json.dumps(told))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(ROUNDS), str(request), str(answer)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **SHARED_CORES, **(environment or {})},
-            cwd=folder,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(240)
-        finally:
-            # The engine's own processes outlive one that is killed.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    status = run_script(
+        ROUNDS,
+        [str(request), str(answer)],
+        folder,
+        log,
+        environment or {},
+        launcher=launcher,
+        memory=memory,
+        timeout=ENGINE_SECONDS,
+    )
     text = log.read_text()
     assert status == 0, "\n".join(text.splitlines()[-60:])
     report = json.loads(answer.read_text())

@@ -29,6 +29,7 @@ from tests.vllm.pretend import Marks, Transfer, WrongBytesError, copies_of
 from tests.vllm.scripted import Contents
 from tests.vllm.wanted import (
     AFTER_RESET,
+    AGAIN,
     FORGOTTEN,
     LEFT,
     PREEMPTED,
@@ -133,6 +134,8 @@ class Mirror(OffloadingConnector):
         self.step = 0
         self._given_out: set[int] = set()
         self._dropped_by_reset: set[str] = set()
+        self._passed: dict[str, list[int]] = {}
+        """For each request the chunks of its groups that vLLM will not offer again."""
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -178,6 +181,10 @@ class Mirror(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         status = dict(self.scheduler._req_status)
+        self._passed = {
+            name: [state.next_stored_chunk_idx for state in known.group_states]
+            for name, known in status.items()
+        }
         their = super().build_connector_meta(scheduler_output)
         assert isinstance(their, OffloadingConnectorMetadata)
         our = self.ours.build_connector_meta(scheduler_output)
@@ -326,13 +333,24 @@ class Mirror(OffloadingConnector):
         """Stores differ: some wanted difference must be the reason, for each key."""
         skipped: set[bytes] = set()
         """Keys that only vLLM stores, for one request."""
+        again: set[bytes] = set()
+        """Keys that only ours stores, for a request that has started over."""
         for pair, their, our in differ:
-            skipped |= self._explain(pair, their, our, tables)
+            again |= {
+                key
+                for key in set(our[0] if our else ()) - set(their[0] if their else ())
+                if self.wanted.is_again(pair.request, key, self._passed[pair.request])
+            }
+        for pair, their, our in differ:
+            skipped |= self._explain(pair, their, our, tables, again)
         for pair, their, our in differ:
             extra = set(our[0] if our else ()) - set(their[0] if their else ())
+            self.happened[AGAIN] += len(extra & again)
             if pair.request in self._dropped_by_reset:
                 self.happened[FORGOTTEN] += 1
-            elif not all(key in skipped or self.wanted.is_sparse(key) for key in extra):
+            elif not all(
+                key in skipped or key in again or self.wanted.is_sparse(key) for key in extra
+            ):
                 # What is skipped another request may have offered to vLLM before.
                 raise self._different(pair.request, their, our, tables)
             self.happened[SPARSE] += sum(map(self.wanted.is_sparse, extra))
@@ -356,13 +374,14 @@ class Mirror(OffloadingConnector):
         )
 
     def _explain(
-        self, pair: Pair, their: Raw | None, our: Raw | None, tables: Tables
+        self, pair: Pair, their: Raw | None, our: Raw | None, tables: Tables, again: set[bytes]
     ) -> set[bytes]:
         """What only vLLM stores for a request, with good reason."""
         request, wanted = pair.request, self.wanted
         t, o = set(their[0] if their else ()), set(our[0] if our else ())
         for key in t - o:
-            reason = wanted.reason(request, key, tables.get(request))
+            # In ours another request has just offered it again, and stores it.
+            reason = AGAIN if key in again else wanted.reason(request, key, tables.get(request))
             if reason is None:
                 raise self._different(request, their, our, tables)
             self.happened[reason] += 1

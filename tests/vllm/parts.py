@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 _engines = itertools.count()
 
 
-def make_spec(
-    extra_config: dict[str, Any], block_bytes: int, *, blocks_per_chunk: int = 1, groups: int = 1
+def _of(kind: Any, **values: Any) -> Any:
+    """One of vLLM's classes, with those of the values that this release knows."""
+    known = {each.name for each in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+def offloading_config(
+    extra_config: dict[str, Any],
+    block_bytes: int,
+    engine_id: str,
+    *,
+    blocks_per_chunk: int = 1,
+    groups: int = 1,
+    windows: tuple[int | None, ...] = (),
+    workers: int = 1,
+    rank: int = 0,
+    replicated: bool = False,
 ) -> Any:
-    """`KVStoreOffloadingSpec` for a model with blocks of `block_bytes` and one worker."""
+    """What vLLM hands over for a model with blocks of `block_bytes` in each worker."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,
@@ -20,36 +36,52 @@ def make_spec(
         OffloadingParallelConfig,
     )
 
+    canonical = bool(extra_config.get("canonical_layout", False))
+    return _of(
+        OffloadingConfig,
+        groups=tuple(
+            _of(
+                OffloadingGroupConfig,
+                tokens_per_block=16,
+                layer_names=(f"layer-{group}",),
+                group_id=group,
+                sliding_window_size_in_chunks=windows[group] if windows else None,
+            )
+            for group in range(groups)
+        ),
+        worker_kv_bytes_per_block=block_bytes,
+        enable_kv_cache_events=True,
+        extra_config=extra_config,
+        engine_id=engine_id,
+        model=OffloadingModelConfig(name="org/model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
+        parallel=_of(
+            OffloadingParallelConfig,
+            rank=rank,
+            world_size=workers,
+            tp_size=workers,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=canonical,
+        ),
+        replicated_layout=replicated,
+        canonical_layout=canonical,
+    )
+
+
+def make_spec(extra_config: dict[str, Any], block_bytes: int, **shape: Any) -> Any:
+    """`KVStoreOffloadingSpec` for a model with blocks of `block_bytes` in each worker.
+
+    Args:
+        shape: as of `offloading_config`.
+    """
     from kvstore.vllm import KVStoreOffloadingSpec
 
     # There is no engine that could tell.
     extra_config = {"automatic_identity": False, "identity": {"model": "test"}, **extra_config}
-    parallel = OffloadingParallelConfig(
-        rank=0,
-        world_size=1,
-        tp_size=1,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=False,
-    )
-    return KVStoreOffloadingSpec(
-        OffloadingConfig(
-            groups=tuple(
-                OffloadingGroupConfig(
-                    tokens_per_block=16, layer_names=(f"layer-{group}",), group_id=group
-                )
-                for group in range(groups)
-            ),
-            worker_kv_bytes_per_block=block_bytes,
-            enable_kv_cache_events=True,
-            extra_config=extra_config,
-            engine_id=f"test-{next(_engines)}",
-            model=OffloadingModelConfig(name="org/model", dtype="bfloat16"),
-            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
-            parallel=parallel,
-        )
-    )
+    name = f"test-{next(_engines)}"
+    return KVStoreOffloadingSpec(offloading_config(extra_config, block_bytes, name, **shape))

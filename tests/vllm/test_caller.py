@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config.lora import LoRAConfig
+
 from kvstore.errors import ConfigError
 from kvstore.vllm.caller import request_of, vllm_config_of
 from tests.vllm.parts import make_spec
@@ -234,7 +236,7 @@ def adapter(folder: Path, content: bytes) -> Path:
 @contextmanager
 def server(cache: Path) -> Iterator[Server]:
     spec = make_spec(extra(cache), BLOCK)
-    with manager(spec, engine_of(spec, lora_config=SimpleNamespace())) as found:
+    with manager(spec, engine_of(spec, lora_config=LoRAConfig())) as found:
         yield Server(found)
 
 
@@ -322,8 +324,8 @@ def test_a_fingerprint_that_does_not_come_costs_the_deadline_and_no_more(
     from concurrent.futures import Future
 
     with server(tmp_path / "cache") as serving:
-        serving.manager._adapters._take = lambda path, known: Future()
-        serving.manager._adapters._patience = 0.05
+        serving.manager._adapters._adapters._take = lambda path, known: Future()
+        serving.manager._adapters._adapters._patience = 0.05
         context = serving.arrive(tmp_path)
         assert serving.manager.prepare_store(KEYS, context) is None
         assert serving.lookup(KEYS, context) == MISSES

@@ -17,6 +17,7 @@ CHUNKS = LENGTH // 32
 ROWS = 4 * CHUNKS
 """Host memory has room for four prompts."""
 KEPT, OTHERS, MORE = [[1, LENGTH]], [[n, LENGTH] for n in range(10, 16)], [[20, LENGTH]]
+SENT = [[30, LENGTH]]
 
 
 def serve(folder: Path, rounds: list[dict[str, Any]], *, disk: bool = False) -> Run:
@@ -44,6 +45,10 @@ def hinted(name: str, prompts: Any, **hints: Any) -> dict[str, Any]:
 
 def plain(name: str, prompts: Any, **more: Any) -> dict[str, Any]:
     return {"name": name, "prompts": prompts, **more}
+
+
+def enveloped(name: str, prompts: Any, *actions: list[Any]) -> dict[str, Any]:
+    return {"name": name, "prompts": prompts, "kv_hints": list(actions)}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,17 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
             hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=1.0)
             | {"pause": 4.0},
             plain("back", KEPT),
+            enveloped(
+                "by envelope",
+                SENT,
+                ["retain", "1.0", {"ttl_s": 600.0, "host": True}],
+                ["levitate", "1.0", {}],
+                ["release", "2.0", {}],
+            ),
+            plain("others again", OTHERS),
+            plain("by envelope again", SENT),
+            enveloped("released by envelope", SENT, ["release", "1.0", {}]),
+            plain("after", MORE),
         ],
         disk=True,
     )
@@ -114,6 +130,23 @@ def test_hints_are_counted_and_what_nobody_knows_is_ignored(host: Run) -> None:
     assert (metrics["hints"], metrics["hints_ignored"]) == (3, 1)
     assert host.rounds["others"].metrics["host_pinned"] == pytest.approx(CHUNKS / ROWS)
     assert metrics["host_pinned"] == 0
+
+
+def test_envelopes_reach_the_engine_from_whoever_calls_it(disk: Run) -> None:
+    """Through vLLM's own protocol, from one process to another."""
+    before, told = disk.rounds["back"].metrics, disk.rounds["others again"].metrics
+    assert (before["hints"], before["hints_ignored"]) == (3, 0)
+    assert (told["hints"], told["hints_ignored"]) == (4, 2)
+    assert told["host_pinned"] == pytest.approx(CHUNKS / ROWS)
+    assert told["disk_pinned_chunks"] == 2 * CHUNKS
+    assert disk.rounds["by envelope"].cached == [0]
+    again = disk.rounds["by envelope again"]
+    assert again.cached == [LENGTH]
+    assert again.tokens == disk.rounds["by envelope"].tokens
+    assert again.metrics["deferrals"] == told["deferrals"], "it had to wait for the disk"
+    after = disk.rounds["after"].metrics
+    assert (after["hints"], after["host_pinned"]) == (5, 0)
+    assert after["disk_pinned_chunks"] == CHUNKS
 
 
 def test_envelopes_of_vllm_are_read() -> None:

@@ -50,6 +50,7 @@ class Place:
         weights: str = "first",
         adapter: str = "first",
         offload: bool = True,
+        launcher: int = 0,
         **engine: Any,
     ) -> Run:
         self.use(weights, adapter)
@@ -77,6 +78,7 @@ class Place:
                 "rounds": rounds,
             },
             ONE_PROCESS,
+            launcher=launcher,
         )
 
 
@@ -103,7 +105,7 @@ def truth(place: Place) -> Run:
 @pytest.fixture(scope="module")
 def stored(place: Place) -> Run:
     """The first engine over the path: it stores all that later ones may and may not take."""
-    return place.run([plain(), adapted()])
+    return place.run([plain(), adapted()], launcher=1)
 
 
 def told(run: Run) -> list[str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.vllm.conftest import SHORT
-from tests.vllm.engines import Run
+from tests.vllm.engines import ENGINE_SECONDS, Run, run_script
 
 RESETS = Path(__file__).resolve().parents[2] / "benchmarks" / "reset_engine.py"
 TOKENS = 6
@@ -28,16 +26,19 @@ def test_resets_amid_stores_and_loads_never_give_a_wrong_token(
     right = [(seed, each[:TOKENS]) for (seed, _), each in zip(SHORT, tokens, strict=True)]
     told = tmp_path / "right.json"
     told.write_text(json.dumps(right))
-    done = subprocess.run(
-        [sys.executable, str(RESETS), "--resets", "5", "--seed", "3", "--right", str(told)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    log = tmp_path / "log.txt"
+    status = run_script(
+        RESETS,
+        ["--resets", "5", "--seed", "3", "--right", str(told)],
+        tmp_path,
+        log,
+        {},
+        timeout=ENGINE_SECONDS,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    found = FIGURES.search(done.stdout)
-    assert found is not None, done.stdout
+    text = log.read_text()
+    assert status == 0, text[-4000:]
+    found = FIGURES.search(text)
+    assert found is not None, text
     amid, completions, sources = found.groups()
     assert int(amid) > 0
     assert int(completions) > 20

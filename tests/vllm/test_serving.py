@@ -141,6 +141,17 @@ def test_ratios_are_to_the_servers_of_the_same_rounds_and_wrong_answers_are_coun
     json.dumps(listed)
 
 
+def test_of_each_server_the_faster_half_of_its_rounds_counts() -> None:
+    none, ours = Figures(), Figures()
+    for slow, slower in ((1, 3), (9, 1), (2, 2)):
+        right = answered(4, first_token=slow, seconds=slow)
+        none.add(right, right)
+        ours.add(answered(4, first_token=slower, seconds=slower), right)
+    found = ours.measures()
+    assert (found["ttft_mean_s"], found["ttft_p95_s"], found["total_s"]) == (1.5, 2, 1.5)
+    assert none.measures() == found
+
+
 def test_settings_fit_the_model_and_those_with_the_same_host_memory_are_neighbours() -> None:
     for settings in (quick(), sweep()):
         hosts = [setting.host for setting in settings]

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from kvstore.errors import ConfigError
 from kvstore.vllm import identity as module
 from kvstore.vllm.identity import adapter_settings, engine_identity
+from kvstore.vllm.version import VERSION
 from tests.vllm.checkpoints import CONFIG, save_llama
 
 LLAMA = {
@@ -152,9 +153,12 @@ def test_variables_that_change_kv_part_engines(
     model: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    found = engine_identity(engine(model))
-    assert differs(base, found) == {"environment.VLLM_PP_LAYER_PARTITION"}
+    names = ("VLLM_PP_LAYER_PARTITION", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION")
+    assert differs(base, engine_identity(engine(model))) == {
+        f"environment.{name}" for name in names
+    }
 
 
 def test_the_attention_backend_parts_engines(model: Path, base: dict[str, Any]) -> None:
@@ -193,34 +197,169 @@ def test_the_longest_request_counts_where_kv_may_depend_on_it(
     assert differs(identity(512), identity(1024)) == expected
 
 
-def test_every_setting_is_told_or_known_not_to_matter() -> None:
-    """A name that vLLM does not have any more is a slip, or a reason to look again."""
-    from vllm.config import AttentionConfig, CacheConfig, ModelConfig
+NEWER = {
+    "simple_cpu_offload_num_blocks",
+    "trtllm_ragged_backend",
+    "indexer_tp_shard_min_rows",
+    "monokernel",
+    "watchdog_config",
+    "disable_lookahead_block_hashes",
+    "draft_lm_head_quantization",
+    "fly_entropy_threshold",
+    "fly_entropy_top_k",
+    "fly_window_size",
+    "xpress_topc",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+}
+"""Settings of 0.33 that 0.32 does not have."""
+
+INITIAL = {"mm_processor_device", "model_arch_config"}
+"""Fields that are set only when a configuration is made."""
+
+
+def sections() -> dict[str, tuple[type, frozenset[str]]]:
+    """By its name in the identity, each class of settings and what is ignored of it."""
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        KernelConfig,
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.config.lora import LoRAConfig
     from vllm.config.multimodal import MultiModalConfig
 
     from kvstore.vllm import settings
 
-    newer = {"simple_cpu_offload_num_blocks", "trtllm_ragged_backend", "indexer_tp_shard_min_rows"}
-    initial = {"mm_processor_device", "model_arch_config"}
-    for config, ignored in (
-        (ModelConfig, settings.MODEL_IGNORED),
-        (CacheConfig, settings.CACHE_IGNORED),
-        (AttentionConfig, settings.ATTENTION_IGNORED),
-        (MultiModalConfig, settings.MULTIMODAL_IGNORED),
-    ):
+    return {
+        "model": (ModelConfig, settings.MODEL_IGNORED),
+        "cache": (CacheConfig, settings.CACHE_IGNORED),
+        "attention": (AttentionConfig, settings.ATTENTION_IGNORED),
+        "multimodal": (MultiModalConfig, settings.MULTIMODAL_IGNORED),
+        "parallel": (ParallelConfig, settings.PARALLEL_IGNORED),
+        "kernel": (KernelConfig, settings.KERNEL_IGNORED),
+        "load": (LoadConfig, settings.LOAD_IGNORED),
+        "draft": (SpeculativeConfig, settings.DRAFT_IGNORED),
+        "lora": (LoRAConfig, settings.LORA_IGNORED),
+        "": (VllmConfig, settings.SECTIONS_IGNORED),
+    }
+
+
+def test_what_is_ignored_exists() -> None:
+    """A name that vLLM does not have any more is a slip, or a reason to look again."""
+    if VERSION != (0, 32):
+        pytest.skip("the names are of 0.32, and of what is newer")
+    import vllm.envs
+
+    from kvstore.vllm import settings
+
+    for config, ignored in sections().values():
         known = {field.name for field in dataclasses.fields(config)}
-        assert ignored - known - newer - initial == set()
+        assert ignored - known - NEWER - INITIAL == set(), config
+    assert settings.ENVIRONMENT_COUNTS - vllm.envs.environment_variables.keys() - NEWER == set()
+
+
+COUNTED = {
+    "cache": "block_size sliding_window kv_cache_dtype_skip_layers mamba_page_size_padded "
+    "skip_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype "
+    "mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "
+    "use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay",
+    "model": "runner convert dtype is_submodel_config word_embeddings_untied_by_checkpoint "
+    "revision code_revision quantization quantization_config disable_sliding_window "
+    "model_class_overrides model_impl",
+    "attention": "backend minimax_m3_msa_decode_backend backend_per_kind indexer_kv_dtype "
+    "indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa",
+    "parallel": "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size",
+    "kernel": "moe_backend linear_backend linear_backend_per_quant",
+    "load": "model_loader_extra_config ignore_patterns",
+}
+"""Of 0.32, all that counts and is there in an engine on the CPU with a plain model."""
+
+
+@pytest.mark.parametrize("section", COUNTED)
+def test_each_setting_is_either_ignored_or_parts_engines(
+    model: Path, base: dict[str, Any], section: str
+) -> None:
+    """Every field of vLLM's own classes, one after the other; none is left out."""
+    if VERSION != (0, 32):
+        pytest.skip("these are the fields of 0.32; others count, as the next test shows")
+    config, ignored = sections()[section]
+    parting = [
+        each.name
+        for each in dataclasses.fields(config)
+        if each.name not in ignored and not each.name.startswith("_")
+    ]
+    assert set(parting) == set(COUNTED[section].split())
+    for name in parting:
+
+        def set_it(changed: Any, name: str = name) -> None:
+            object.__setattr__(getattr(changed, f"{section}_config"), name, "another")
+
+        assert differs(base, change(model, set_it)) == {f"{section}.{name}"}, name
+
+
+def test_settings_and_sections_that_nobody_has_heard_of_part_engines(
+    model: Path, base: dict[str, Any]
+) -> None:
+    """As another version of vLLM may have: real configurations with one field more."""
+
+    def extended(config: Any) -> Any:
+        kind = dataclasses.make_dataclass("Extended", [("new", int, 7)], bases=(type(config),))
+        made = object.__new__(kind)
+        made.__dict__.update(config.__dict__, new=7)
+        return made
+
+    @dataclasses.dataclass
+    class New:
+        deep: int = 1
+
+    for section in COUNTED:
+
+        def set_it(changed: Any, section: str = section) -> None:
+            name = f"{section}_config"
+            object.__setattr__(changed, name, extended(getattr(changed, name)))
+
+        assert differs(base, change(model, set_it)) == {f"{section}.new"}
+    whole = extended(engine(model))
+    assert differs(base, engine_identity(whole)) == {"new"}
+    whole.new = New()
+    assert differs(base, engine_identity(whole)) == {"new.deep"}
+
+
+@pytest.mark.parametrize(
+    ("processor_cache", "prefix_caching", "refused"),
+    [(0, False, True), (4, False, False), (0, True, False)],
+)
+def test_an_engine_that_numbers_its_images_is_refused(
+    model: Path, processor_cache: float, prefix_caching: bool, refused: bool
+) -> None:
+    """The first image of one process would be taken for the first of the next."""
+    from vllm.config.multimodal import MultiModalConfig
+
+    def set_it(config: Any) -> None:
+        multimodal = MultiModalConfig(mm_processor_cache_gb=processor_cache)
+        config.model_config.multimodal_config = multimodal
+        config.cache_config.enable_prefix_caching = prefix_caching
+
+    if refused:
+        with pytest.raises(ConfigError, match=r"mm_processor_cache_gb.*enable_prefix_caching"):
+            change(model, set_it)
+    else:
+        assert change(model, set_it)
 
 
 def draft(config: Any, model: Path, **more: Any) -> None:
-    class Speculative:
-        method = "eagle"
-        num_speculative_tokens = 2
-        draft_model_config = engine(model).model_config
+    from vllm.config import SpeculativeConfig
 
-    speculative = Speculative()
-    for name, value in more.items():
-        setattr(speculative, name, value)
+    speculative = object.__new__(SpeculativeConfig)
+    told = {each.name: None for each in dataclasses.fields(SpeculativeConfig)}
+    mine = {"method": "eagle", "num_speculative_tokens": 2}
+    speculative.__dict__.update(told | mine, draft_model_config=engine(model).model_config)
+    speculative.__dict__.update(more)
     object.__setattr__(config, "speculative_config", speculative)
 
 

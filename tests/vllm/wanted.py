@@ -15,6 +15,11 @@
   if another group has cut it down last. Ours finds nothing then.
 * `SPARSE`: vLLM stores only those chunks of a window that it deems worth it, if it is told so or
   if groups have chunks of several sizes. Ours stores all of them.
+* `AGAIN`: of a request that starts over, having been preempted, ours offers all chunks once more:
+  some may have been refused or evicted.
+
+vLLM 0.33 does as ours in two of them, `AGAIN` and `GAP`. Of `LOST` it has left one case: it stores
+a chunk whose window lacks one token, which a request misses that ends with the chunk.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from kvstore.vllm.version import VERSION
+
 AFTER_RESET = "after a reset"
 ABORTED = "last token of an aborted request"
 LOST = "lost window chunk"
@@ -35,6 +42,10 @@ LEFT = "left by the window before a reset"
 PREEMPTED = "finished after it was preempted"
 SMALL = "less than a chunk of some group"
 SPARSE = "window chunk that vLLM skips"
+AGAIN = "offered again after a preemption"
+
+MENDED = {LOST, GAP, AGAIN} if VERSION >= (0, 33) else set[str]()
+"""Differences that this vLLM does not have, or hardly ever."""
 
 Raw = tuple[list[bytes], list[int], list[int], list[int]]
 """A transfer: keys, blocks, group sizes, block indices."""
@@ -117,12 +128,21 @@ class Wanted:
         if 0 in blocks:
             kept = blocks[::-1].index(0) * self.block_sizes[group]
             if kept < (min(window, size) if self._one_size else size):
-                return LEFT if request in self.had else LOST
+                if request in self.had:
+                    return LEFT
+                return LOST if LOST not in MENDED or kept >= window - 1 else None
             if any(table[group][: chunk * self._factor]):
-                return GAP
+                return GAP if GAP not in MENDED else None
         if self.is_sparse(key):
             return SPARSE
         return None
+
+    def is_again(self, request: str, key: bytes, passed: list[int]) -> bool:
+        """Whether a request that has started over offers a chunk that vLLM has `passed` before."""
+        if AGAIN in MENDED or not self.requests[request].num_preemptions:
+            return False
+        group, chunk = self.place(request, key)
+        return chunk < passed[group]
 
     def is_sparse(self, key: bytes) -> bool:
         """Whether vLLM may have reasons of its own not to store a chunk, or not at once."""

@@ -212,6 +212,13 @@ class OffloadingManager(ABC):
     def on_schedule_end(self, context: object = None) -> None:  # noqa: B027
         """A step of the scheduler ends. What some servers tell of it is not needed."""
 
+    def on_step_reported(self) -> None:  # noqa: B027
+        """The workers have computed the first of the steps that ended and were not reported yet.
+
+        A server that says so for every step, in order, lets a manager know how long computing
+        takes: what takes longer to fetch is a miss.
+        """
+
     def has_pending_work(self) -> bool:
         """Whether the server shall go on taking steps although it has no request."""
         return False

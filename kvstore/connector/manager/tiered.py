@@ -18,10 +18,12 @@ from kvstore.connector.manager.base import (
     asking,
     by_lists,
 )
+from kvstore.connector.manager.computing import Computing
 from kvstore.connector.manager.hinted import HintedRequests
 from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
+from kvstore.core.overtaken import Transfer
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.prompts import Prompt, Prompts
 from kvstore.stepper import Stepper
@@ -51,12 +53,14 @@ STEP_SECONDS = 0.25
     "on_new_request",
     "on_request_finished",
     "on_schedule_end",
+    "on_step_reported",
     "take_events",
     "begin_step",
     "stats",
     "reset",
     "shutdown",
     "transfers_ended",
+    "abandon_transfers",
 )
 class KVStoreManager(OffloadingManager):
     """Answers from memory what host memory and slower tiers have; no call waits for I/O.
@@ -69,6 +73,7 @@ class KVStoreManager(OffloadingManager):
         description: host memory and tiers in a few words.
         stepper: who drives the core.
         hinted: requests that came with hints.
+        computing: how fast the server computes.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class KVStoreManager(OffloadingManager):
         self._core.log_to(logger.warning)
         self.description = assembly.description
         self.hinted = HintedRequests(self._core)
+        self.computing = Computing(self._core.computed)
         self._prompts = Prompts(self._core, checked.lease_s)
         self.stepper.on_begin = self._expire
         self._asked: dict[str, bytes] = {}
@@ -135,6 +141,7 @@ class KVStoreManager(OffloadingManager):
         self._loading = UnderWay()
         """Loads without a request."""
         self._storing = UnderWay()
+        self._abandoned: list[Transfer] = []
         self._store_refused = False
         """Since the last step: somebody waits for room, although nobody is deferred."""
         self._closed = False
@@ -155,7 +162,9 @@ class KVStoreManager(OffloadingManager):
             request = asking(req_context).req_id
             self._begin_for(request, keys)
             found = self._core.lookup(keys, request)
-            if found and not self.stepper.ends_told:
+            if found is False:
+                self.computing.missed(request, keys)
+            elif found and not self.stepper.ends_told:
                 self._found.add(request)
             return found
         if req_context is not None:
@@ -169,6 +178,8 @@ class KVStoreManager(OffloadingManager):
         request = req_context.req_id
         self._begin_for(request, keys[0])
         found = self._core.lookup_prefix(keys, request)
+        if found is not None and found < len(keys):
+            self.computing.missed(request, keys[found])
         if found and not self.stepper.ends_told:
             self._found.add(request)
         return found
@@ -298,6 +309,7 @@ class KVStoreManager(OffloadingManager):
                 self.hinted.named(req_context.req_id, keys)
                 if not self.hinted.stores(req_context.req_id):
                     return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
+            self.computing.offered(req_context.req_id, keys)
             grant = self._core.prepare_store(keys, req_context.req_id)
         elif not keys:
             return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
@@ -344,6 +356,7 @@ class KVStoreManager(OffloadingManager):
         self._core.on_new_request(req_context.req_id, position, one_group=self._one_group)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
+        self.computing.finished(req_context.req_id)
         self._core.on_request_finished(req_context.req_id)
         if self.hinted:
             self.hinted.end(req_context.req_id, time.monotonic())
@@ -354,7 +367,11 @@ class KVStoreManager(OffloadingManager):
     def on_schedule_end(self, context: object = None) -> None:
         self._asked.clear()
         self._found.clear()
+        self.computing.step_ended(time.monotonic())
         self.stepper.end()
+
+    def on_step_reported(self) -> None:
+        self.computing.step_reported(time.monotonic())
 
     def has_pending_work(self) -> bool:
         # Copies to a tier queue up in the core and go out as earlier ones end.
@@ -373,19 +390,35 @@ class KVStoreManager(OffloadingManager):
         stats.hints_refused = hinted.refused
         return stats
 
-    def reset(self) -> None:
-        """Forget everything, on every tier.
+    def abandon_transfers(self) -> None:
+        """The server will not report the loads and stores that are under way, and keeps the rest.
+
+        Their chunks stay as they are until `transfers_ended`. What was being stored is dropped
+        then: nobody can say what the device has written.
+        """
+        self._abandoned += [transfer for transfer, _ in self._core.device_transfers()]
+
+    def reset(self, *, close_tiers: bool = False) -> None:
+        """Forget everything, on every tier; with `close_tiers` see `kvstore.core.Core.reset`.
 
         Loads and stores that are under way keep their rows until they are completed, or until
         `transfers_ended`. Should the same key be prepared again meanwhile, the older transfer
         is completed first.
         """
-        self._core.reset()
+        self._abandoned.clear()
+        self._core.reset(close_tiers=close_tiers)
         self.stepper.hand_over()
 
     def transfers_ended(self) -> None:
-        """All loads and stores that were prepared before the last reset have ended."""
+        """What was under way at the last reset, or was abandoned, has ended."""
         self._core.transfers_ended()
+        abandoned, self._abandoned = self._abandoned, []
+        for transfer in abandoned:
+            if transfer.stores:
+                self._core.complete_store((transfer.key,), transfer.request, False)
+            else:
+                self._core.complete_load((transfer.key,), transfer.request)
+        self.stepper.hand_over()
 
     def shutdown(self) -> None:
         """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them.
@@ -417,5 +450,6 @@ class KVStoreManager(OffloadingManager):
             self._prompts.returned(prompt)
 
     def _expire(self, now: float) -> None:
+        self.computing.step_began()
         self._prompts.expire(now, crowded=self._core.waiting > 0 or self._store_refused)
         self._store_refused = False

@@ -235,6 +235,14 @@ class ConnectorScheduler:
             self._forget_if_done(tracked)
         return ended
 
+    def on_step_reported(self) -> None:
+        """The workers have computed the first of the steps that were built and not reported yet.
+
+        A server need not say so; where it does, for every step, nothing is waited for that is
+        sooner computed.
+        """
+        self.manager.on_step_reported()
+
     # -- requests ------------------------------------------------------------------------------
 
     def request_finished(

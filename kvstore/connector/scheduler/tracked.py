@@ -122,9 +122,14 @@ class TrackedRequest:
                     self._ends[key] = len(state.keys) * group.tokens_per_chunk
 
     def look_up(self, computed: int) -> None:
-        """It is looked up; the device has its first `computed` tokens."""
+        """It is looked up; the device has its first `computed` tokens.
+
+        If it was preempted, all of it is offered once more: what was refused or has been evicted
+        since may find room.
+        """
         self.name_chunks()
         self.computed = computed
+        self.offered_up_to([0] * len(self.groups))
 
     def take_had(self) -> list[bytes]:
         """Keys of chunks that the device had, when it was looked up first; [] later."""

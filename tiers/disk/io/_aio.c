@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <errno.h>
 #include <linux/aio_abi.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -16,6 +17,9 @@
 #include <unistd.h>
 
 enum { DIGEST_BYTES = 16 };
+
+/* How many contexts of the kernel a process keeps that nobody uses, and how deep they may be. */
+enum { MOST_KEPT = 16, MOST_KEPT_DEPTH = 64 };
 
 typedef struct {
     uint64_t low;
@@ -34,6 +38,7 @@ typedef struct {
     long depth;         /* most places in the device's queue, a single call excepted */
     long flying;        /* places of the calls that the kernel has, of all batches */
     int busy;           /* a thread is at work without the GIL */
+    long process;       /* see `process` below */
     struct Batch *oldest;
     struct io_event *events;
 } Context;
@@ -72,6 +77,25 @@ typedef struct Batch {
 } Batch;
 
 static PyTypeObject *batch_type;
+
+/* Contexts of the kernel that nobody uses, for whoever wants one next: to end one takes the kernel
+   tens of milliseconds, and whoever closes a tier would wait for it once for each thread.
+   Under the GIL. */
+static struct {
+    aio_context_t context;
+    long depth;
+} kept[MOST_KEPT];
+static int kept_count;
+
+/* Counts the forks behind this process: it has no use for the contexts of the one before. */
+static long process;
+
+static void
+forked(void)
+{
+    process++;
+    kept_count = 0;
+}
 
 /* -- without the GIL ------------------------------------------------------------------------- */
 
@@ -541,6 +565,32 @@ context_begin(Context *self, PyObject *args)
     return (PyObject *)batch;
 }
 
+/* One of that depth, or 0. */
+static aio_context_t
+take_kept(long depth)
+{
+    for (int at = kept_count - 1; at >= 0; at--) {
+        if (kept[at].depth == depth) {
+            aio_context_t context = kept[at].context;
+            kept[at] = kept[--kept_count];
+            return context;
+        }
+    }
+    return 0;
+}
+
+/* Whether there was room for it. */
+static int
+keep(aio_context_t context, long depth)
+{
+    if (kept_count == MOST_KEPT || depth > MOST_KEPT_DEPTH) {
+        return 0;
+    }
+    kept[kept_count].context = context;
+    kept[kept_count++].depth = depth;
+    return 1;
+}
+
 static PyObject *
 context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -571,7 +621,9 @@ context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF((PyObject *)self);
         return PyErr_NoMemory();
     }
-    if (syscall(SYS_io_setup, depth, &self->context) < 0) {
+    self->process = process;
+    self->context = take_kept(depth);
+    if (!self->context && syscall(SYS_io_setup, depth, &self->context) < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
         self->context = 0;
         Py_DECREF((PyObject *)self);
@@ -584,8 +636,11 @@ static void
 context_dealloc(Context *self)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    if (self->context) {
+    /* Each batch that the kernel still has refers to its context: nothing is in flight. */
+    if (self->context && self->process == process && !keep(self->context, self->depth)) {
+        Py_BEGIN_ALLOW_THREADS
         syscall(SYS_io_destroy, self->context);
+        Py_END_ALLOW_THREADS
     }
     PyMem_Free(self->events);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
@@ -655,5 +710,11 @@ PyInit__aio(void)
         return NULL;
     }
     Py_DECREF(context);
+    int failed = pthread_atfork(NULL, NULL, forked);
+    if (failed) {
+        Py_DECREF(made);
+        errno = failed;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
     return made;
 }

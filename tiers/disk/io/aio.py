@@ -9,6 +9,9 @@ these calls.
 Where the package was installed with a C compiler, a whole batch is one call without
 the GIL (``_aio.c``): threads that move bytes do not wait for each other, nor for
 the server's own. Elsewhere `aio_context` does the same in Python.
+
+To end a context takes the kernel tens of milliseconds, so a process keeps a few that
+its threads have let go of, for those that come (`_aio.c`).
 """
 
 from __future__ import annotations

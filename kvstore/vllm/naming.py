@@ -1,0 +1,74 @@
+"""What the chunks of a vLLM engine are named after, behind whichever of vLLM's doors it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+__all__ = ["Naming"]
+
+UNSEEN = (
+    "this vLLM does not let kvstore see its configuration, so nobody can tell whose chunks may "
+    "be used"
+)
+BY_HAND = (
+    "Set automatic_identity = false and name in identity what engines must have in common, such "
+    'as {"model": "m", "weights": "v1"}'
+)
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How much of the identity is found out, and how much is told: see `kvstore.vllm.identity`.
+
+    Attributes:
+        automatic: everything is found out that decides the bytes.
+        fingerprint: the weights are read for it.
+    """
+
+    automatic: bool
+    fingerprint: bool
+
+    @classmethod
+    def taken_from(cls, values: MutableMapping[str, Any]) -> Naming:
+        """Take its two keys out of a configuration.
+
+        Raises:
+            ConfigError: for a value that is no flag.
+        """
+        switches = []
+        for key in ("automatic_identity", "fingerprint_weights"):
+            value = values.pop(key, True)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key} = {value!r}: must be true or false")
+            switches.append(value)
+        return cls(*switches)
+
+    def engine_identity(self, vllm_config: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+        """What beside the layout decides the bytes of an engine whose chunks outlive it.
+
+        Args:
+            vllm_config: the engine's, where it was found.
+            told: the identity that the operator has written.
+
+        Raises:
+            ConfigError: if it cannot be found out, or is neither to be found out nor told.
+        """
+        from kvstore.vllm.identity import engine_identity
+
+        if not self.automatic:
+            if not told:
+                raise ConfigError(
+                    "automatic_identity = false: name in identity what engines must have in "
+                    'common to share chunks, such as {"model": "m", "weights": "v1"}'
+                )
+            return {}
+        if vllm_config is not None:
+            try:
+                return engine_identity(vllm_config, fingerprint_weights=self.fingerprint)
+            except (AttributeError, TypeError) as error:
+                raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
+        raise ConfigError(f"{UNSEEN}. {BY_HAND}")

@@ -1,0 +1,258 @@
+"""kvstore's disk tier as a secondary tier of vLLM's own `TieringOffloadingSpec`.
+
+    "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.vllm",
+                         "path": "/nvme/kv", "capacity_bytes": "2TiB"}]
+
+How vLLM's tiering calls it, as of 0.32 and 0.33; all calls are made in the scheduler's process, one
+at a time:
+
+* In each step `lookup` is asked for what vLLM's host memory lacks. After a hit vLLM gives the chunk
+  a row at once, and the request waits. `on_schedule_end` comes after the loads of the step have
+  been handed over by `submit_load`, one job for each request.
+* `submit_store` comes when the device's bytes are in the rows, between two steps (some in a step):
+  the rows stay as they are until the job is told to have ended.
+* `get_finished_jobs` is asked at least once a step. A load may say which of its chunks have come:
+  the others are misses, and looked up again. A row of a job that has ended may be given to others,
+  so a job cannot end while a copy from or to its rows may still run.
+* As long as a job has not ended, vLLM goes on making steps.
+* `drain_jobs` waits for all jobs: vLLM resets its host memory then, and keeps what tiers hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore.assembly import namespace_of
+from kvstore.core import CoreStats
+from kvstore.core.job import JobEnd
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.runner import JobRunner
+from kvstore.vllm.adapter_keys import AdapterKeys
+from kvstore.vllm.caller import vllm_config_of
+from kvstore.vllm.identity import adapter_settings
+from kvstore.vllm.layout import Layout
+from kvstore.vllm.log import join_server_log
+from kvstore.vllm.options import TierOptions
+from kvstore.vllm.reporter import TIERS_ALONE, Reporter, definitions
+from kvstore.vllm.siblings import siblings
+from tiers.lent import LentRegion
+
+__all__ = ["KVStoreTier"]
+
+logger = logging.getLogger("kvstore")
+
+
+class KVStoreTier(SecondaryTierManager):
+    """See the module's text; the options: `TierOptions`, and docs/vllm.md.
+
+    Copies go directly between vLLM's rows and the disk.
+
+    Raises:
+        KVStoreError: for options, a model or a path that cannot be used; nothing is left then.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return definitions(TIERS_ALONE)
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        join_server_log()
+        region = LentRegion(primary_kv_view)
+        try:
+            self._open(offloading_spec, region, tier_type, options)
+        except BaseException:
+            region.close()
+            raise
+
+    def _open(self, spec: Any, region: LentRegion, tier_type: str, options: dict[str, Any]) -> None:
+        told = TierOptions.of(options, tier_type, region.size, aligned=region.aligned)
+        config = told.config
+        layout = Layout(spec.config)
+        if layout.canonical:
+            raise ConfigError(
+                f"secondary tier {tier_type}: canonical_layout = true has not been tried with "
+                "vLLM's tiering. Leave it out, or use KVStoreOffloadingSpec"
+            )
+        if layout.chunk_bytes > region.row_bytes:
+            raise ConfigError(
+                f"secondary tier {tier_type}: vLLM's rows have {region.row_bytes} bytes, its "
+                f"chunks {layout.chunk_bytes}"
+            )
+        if len(spec.config.groups) > 1 and spec.blocks_per_chunk > 1:
+            raise ConfigError(
+                f"secondary tier {tier_type}: the model has {len(spec.config.groups)} KV cache "
+                f"groups, and chunks have {spec.blocks_per_chunk} blocks: vLLM's tiering may then "
+                "store a part of a chunk as the whole. Let chunks be of one block, or use "
+                "KVStoreOffloadingSpec"
+            )
+        vllm_config = vllm_config_of(spec.extra_config)
+        identity = {
+            **layout.identity,
+            **told.naming.engine_identity(vllm_config, config.identity),
+            **config.identity,
+        }
+        for line in siblings(identity, config.tiers[0].paths):
+            logger.info("kvstore: not used: %s", line)
+        label = str(spec.config.model.name).rstrip("/").rsplit("/", 1)[-1]
+        namespace = namespace_of(config, layout.chunk_bytes, region.row_bytes, label, identity)
+        self.locality = told.locality
+        self._wait_s = config.shutdown_timeout_s
+        self._chunk_bytes = layout.chunk_bytes
+        self._reporter = Reporter(TIERS_ALONE)
+        self._events = told.events and bool(spec.kv_events_config.enable_kv_cache_events)
+        self._names: dict[int, dict[bytes, OffloadKey]] = {}
+        """vLLM's keys of the chunks of each load, by ours."""
+        lora = getattr(vllm_config, "lora_config", None)
+        self._adapters = None
+        if lora is not None and told.naming.fingerprint:
+            self._adapters = AdapterKeys(adapter_settings(lora), config.deadline_s)
+        self._closed = False
+        try:
+            self._runner = JobRunner(
+                config, region, layout.chunk_bytes, namespace, events=self._events
+            )
+        except BaseException:
+            if self._adapters is not None:
+                self._adapters.close()
+            raise
+        logger.info("kvstore: in vLLM's tiering, %s", self._runner.description)
+
+    # -- lookups ---------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._adapters is not None:
+            use = self._adapters.use(req_context)
+            if use is not None:
+                if use.waiting:
+                    return LookupResult.RETRY
+                if use.doubtful:
+                    return LookupResult.MISS
+                (key,) = self._adapters.named([key], req_context)
+        return LookupResult.HIT if self._runner.lookup(key) else LookupResult.MISS
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._runner.touch(self._named(keys, req_context))
+
+    # -- jobs ------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        keys, rows = job_metadata.keys, job_metadata.chunk_ids.tolist()
+        if self._in_doubt(job_metadata.req_context):
+            keys, rows = [], []
+        named = self._named(keys, job_metadata.req_context)
+        self._runner.store(job_metadata.job_id, named, rows, job_metadata.req_context.req_id)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        named = self._named(job_metadata.keys, job_metadata.req_context)
+        self._names[job_metadata.job_id] = dict(zip(named, job_metadata.keys, strict=True))
+        self._runner.load(job_metadata.job_id, named, job_metadata.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(end) for end in self._runner.poll()]
+
+    def drain_jobs(self) -> None:
+        self._runner.drain()
+
+    # -- requests and steps ----------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._adapters is not None:
+            self._adapters.arrived(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        if self._adapters is not None:
+            self._adapters.finished(req_context)
+        self._runner.finished(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._adapters is not None:
+            self._adapters.ran(context.new_req_ids)
+            self._adapters.settle()
+        self._runner.end_step()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._events:
+            return []
+        return [
+            OffloadingEvent(
+                keys=[OffloadKey(key) for key, _ in run],
+                medium=self.medium,
+                removed=left,
+                locality=self.locality,
+            )
+            for left, run in groupby(self._runner.take_history(), key=itemgetter(1))
+        ]
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._reporter.report(CoreStats(tiers=self._runner.stats()))
+
+    def shutdown(self) -> None:
+        """Finish the stores, within ``shutdown_timeout_s``, and close the disk.
+
+        Raises:
+            KVStoreError: if the disk does not answer and may still use vLLM's host memory.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._adapters is not None:
+            self._adapters.close()
+        # vLLM releases its memory after this, and cannot while it is lent.
+        self._primary_kv_view = memoryview(b"")
+        if not self._runner.close(self._wait_s):
+            raise KVStoreError(
+                f"the disk did not answer within {self._wait_s:g} s: host memory is still in use"
+            )
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _in_doubt(self, req_context: ReqContext) -> bool:
+        """Whether nobody can tell with which adapter the chunks of the request were computed."""
+        use = None if self._adapters is None else self._adapters.use(req_context)
+        return use is not None and (use.waiting or use.doubtful)
+
+    def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+        """What the chunks of a request are kept under."""
+        return list(keys) if self._adapters is None else self._adapters.named(keys, req_context)
+
+    def _result(self, end: JobEnd) -> JobResult:
+        names = self._names.pop(end.number, {})
+        return JobResult(
+            end.number,
+            success=end.whole,
+            successful_keys=tuple(names[key] for key in end.loaded) or None,
+            transfer_time=end.seconds,
+            transfer_bytes=end.moved * self._chunk_bytes,
+        )

@@ -1,0 +1,176 @@
+"""Which vLLM this is, and what it has: the one place that asks.
+
+Stands between `kvstore.vllm` and releases that lack something: a name that they do not have is
+given here in its place, or a flag says that they do without.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import vllm
+
+from kvstore.errors import ConfigError
+
+__all__ = [
+    "CANONICAL_FORMAT",
+    "HAS_GROUP_NUMBERS",
+    "HAS_POSITIONS",
+    "HAS_TIER_FILTERS",
+    "LOADS_WITHIN_STEPS",
+    "NEWEST",
+    "OFFERS_AFTER_END",
+    "OLDEST",
+    "PENDING_IS_HOST",
+    "TELLS_OF_FLUSHES",
+    "VERSION",
+    "check_version",
+    "group_number",
+    "hashes_last",
+    "hints_of",
+    "keep_position",
+    "mediums",
+    "position_of",
+    "version_of",
+]
+
+logger = logging.getLogger("kvstore")
+
+Version = tuple[int, int]
+
+OLDEST: Version = (0, 26)
+"""The first release that is supported."""
+
+NEWEST: Version = (0, 33)
+"""The last release that was run."""
+
+UNKNOWN: Version = (999, 0)
+
+FAULTS = {
+    (0, 26): "its offloading connector ends the engine when a request is aborted that has not been "
+    "scheduled yet, whatever the tiers; vLLM 0.27 does not"
+}
+"""What is wrong with a release, and no manager can mend."""
+
+
+def version_of(text: str) -> Version:
+    """The minor release. A build that does not know its own counts as the newest of all."""
+    found = re.match(r"(\d+)\.(\d+)\.", text)
+    # 0.1.dev is what vLLM is called that was built without its history.
+    if found is None or re.match(r"0\.[01]\.dev", text):
+        return UNKNOWN
+    return int(found[1]), int(found[2])
+
+
+def _canonical_format() -> int | None:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
+    except ImportError:
+        return None
+    # The first to derive it gave it no version, and offered it to nobody.
+    found: int | None = getattr(canonical_mapping, "CANONICAL_FORMAT_VERSION", None)
+    return found
+
+
+VERSION = version_of(str(vllm.__version__))
+
+TELLS_OF_FLUSHES = VERSION >= (0, 33)
+"""It says when the workers have ended what was under way at a reset."""
+
+LOADS_WITHIN_STEPS = VERSION >= (0, 33)
+"""It can wait for a load within the step that has found it (`sync_load_budget_bytes`)."""
+
+PENDING_IS_HOST = VERSION >= (0, 33)
+"""It takes what is pending for what has a place in host memory, and keeps account of that."""
+
+HAS_HINTS = VERSION >= (0, 31)
+"""Requests may come with an envelope of hints."""
+
+HAS_POSITIONS = VERSION >= (0, 31)
+"""It says where in a prompt a key belongs."""
+
+HAS_TIER_FILTERS = VERSION >= (0, 27)
+"""Requests may say from which tiers they load."""
+
+OFFERS_AFTER_END = VERSION < (0, 27)
+"""It offers the last chunks of a request after it has said that the request has finished."""
+
+CANONICAL_FORMAT = _canonical_format()
+"""The version of the pages in which no parallel shape shows; None where there are none."""
+
+HAS_GROUP_NUMBERS = VERSION >= (0, 30)
+"""KV cache groups may be left out, and say which number they have."""
+
+
+class _Medium(enum.StrEnum):
+    """Those of a vLLM that takes any text."""
+
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+def mediums() -> Any:
+    """What vLLM's events call host memory, `CPU`, and slower tiers, `STORAGE`."""
+    from vllm.v1.kv_offload import base
+
+    return getattr(base, "Medium", _Medium)
+
+
+def check_version(text: str | None = None) -> None:
+    """Refuse a vLLM that is too old; tell of one that nobody has tried.
+
+    Raises:
+        ConfigError: if it is too old.
+    """
+    text = str(vllm.__version__) if text is None else text
+    version = version_of(text)
+    if version in FAULTS:
+        logger.warning("vLLM %s: %s", text, FAULTS[version])
+    if version < OLDEST:
+        raise ConfigError(
+            f"vLLM {text} is not supported: kvstore runs with {_told(OLDEST)} to {_told(NEWEST)}"
+        )
+    if version > NEWEST:
+        logger.warning(
+            "kvstore was not tried with vLLM %s, only with %s to %s: it is taken for %s",
+            *(text, _told(OLDEST), _told(NEWEST), _told(NEWEST)),
+        )
+
+
+def _told(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def group_number(group: Any, place: int) -> int:
+    """The number of a KV cache group that comes in this place; all of them come up to 0.29."""
+    return int(group.group_id) if HAS_GROUP_NUMBERS else place
+
+
+def hints_of(context: Any) -> object | None:
+    """The envelope of hints that a request came with, of its `ReqContext`."""
+    return context.kv_hints if HAS_HINTS else None
+
+
+def position_of(context: Any) -> Callable[[Any], int | None] | None:
+    """Says where in a request's prompt a key ends, in tokens; None if nobody can tell."""
+    return context.get_offload_key_position if HAS_POSITIONS else None
+
+
+def hashes_last(algorithm: str) -> bool:
+    """Whether a prompt has the same block hashes in the next process."""
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return True
+    return VERSION >= (0, 29) and "xxhash" not in algorithm
+
+
+def keep_position(context: Any, key: Any, named: Any) -> None:
+    """A key of a request is `named` otherwise, at the same place in its prompt."""
+    if HAS_POSITIONS:
+        position = context.get_offload_key_position(key)
+        if position is not None:
+            context.set_offload_key_position(named, position)

@@ -1,0 +1,112 @@
+"""An engine that sleeps keeps its cache when the weights stay, and serves none of it to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+
+pytest.importorskip("vllm")
+
+from tests.vllm.checkpoints import CONFIG, save_llama
+
+LENGTH = 256
+PROMPTS = [[seed, LENGTH] for seed in range(3)]
+NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models; the first is the engines'."""
+    folder = tmp_path_factory.mktemp("pause")
+    save_llama(folder / "tiny-model", 0)
+    save_llama(folder / "other", 1)
+    return folder
+
+
+def run(folder: Path, rounds: list[dict[str, Any]], *, offload: bool = True) -> Run:
+    tier = {
+        "type": "disk",
+        "path": str(folder / "cache"),
+        "capacity_bytes": "512MiB",
+        "segment_bytes": "4MiB",
+    }
+    return run_engine(
+        folder,
+        {
+            "config": CONFIG,
+            "engine": {"load_format": "auto", "dtype": "float32", "max_model_len": 1024},
+            "kvstore": {"cpu_bytes_to_use": "16MiB", "tiers": [tier]} if offload else None,
+            "max_tokens": 6,
+            "rounds": [{"prompts": PROMPTS, "reset": False, **one} for one in rounds],
+        },
+        ONE_PROCESS,
+    )
+
+
+def other(folder: Path) -> dict[str, Any]:
+    return {"weights": str(folder / "other")}
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> Run:
+    """Both models, without offload."""
+    return run(
+        folder, [{"name": "first", "sleep": other(folder)}, {"name": "other"}], offload=False
+    )
+
+
+@pytest.fixture(scope="module")
+def slept(folder: Path) -> Run:
+    """Each round but the last is followed by a sleep."""
+    return run(
+        folder,
+        [
+            {"name": "cold", "sleep": {"level": 1}},
+            {"name": "after a sleep", "sleep": {"level": 2}},
+            {"name": "after a deeper one", "sleep": other(folder)},
+            {"name": "other", "sleep": {"level": 1}},
+            {"name": "other again", "sleep": {"weights": str(folder / "tiny-model")}},
+            {"name": "first again"},
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def restarted(folder: Path, slept: Run) -> Run:
+    return run(folder, [{"name": "restarted"}])
+
+
+@pytest.mark.parametrize("name", ["after a sleep", "after a deeper one"])
+def test_an_engine_that_wakes_up_with_its_weights_has_its_cache(
+    truth: Run, slept: Run, name: str
+) -> None:
+    assert slept.rounds[name].cached == ALL_HIT
+    assert slept.rounds[name].tokens == slept.rounds["cold"].tokens == truth.rounds["first"].tokens
+
+
+def test_one_that_wakes_up_with_others_finds_nothing_and_answers_right(
+    truth: Run, slept: Run
+) -> None:
+    assert truth.rounds["other"].tokens != truth.rounds["first"].tokens
+    for name, right in (("other", "other"), ("first again", "first")):
+        assert slept.rounds[name].cached == NO_HIT
+        assert slept.rounds[name].tokens == truth.rounds[right].tokens
+    assert slept.log.count("the weights have changed") == 2
+
+
+def test_the_cache_of_other_weights_is_kept_in_host_memory_over_the_next_sleep(
+    truth: Run, slept: Run
+) -> None:
+    assert slept.rounds["other again"].cached == ALL_HIT
+    assert slept.rounds["other again"].tokens == truth.rounds["other"].tokens
+
+
+def test_the_disk_keeps_what_the_weights_of_the_start_have_computed_and_nothing_else(
+    truth: Run, restarted: Run
+) -> None:
+    assert restarted.rounds["restarted"].cached == ALL_HIT
+    assert restarted.rounds["restarted"].tokens == truth.rounds["first"].tokens

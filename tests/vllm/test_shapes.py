@@ -1,0 +1,87 @@
+"""One cache for engines of several parallel shapes: real engines, real bytes, right tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.random_model import write_model
+from examples.rounds import LLAMA
+from tests.vllm.engines import FORKED, ONE_PROCESS, Round, run_engine
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float32",
+}
+
+PROMPTS = [[seed, 300] for seed in range(4)]
+
+FOUND = [256] * 4
+"""Of 300 tokens: whole chunks of two blocks of 32."""
+
+
+def engine(
+    folder: Path, workers: int, names: list[str], kvstore: dict[str, Any] | None, launcher: int = 0
+) -> dict[str, Round]:
+    """Rounds of the same prompts on so many tensor parallel workers; kvstore with a disk."""
+    if kvstore is not None:
+        disk = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "256MiB"}
+        tiers = [{**disk, "segment_bytes": "34MiB"}]
+        kvstore = {
+            "cpu_bytes_to_use": "64MiB",
+            "blocks_per_chunk": 2,
+            "tiers": tiers,
+            **kvstore,
+        }
+    shape = {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers}
+    scenario = {
+        "config": SMALL,
+        "engine": shape,
+        "kvstore": kvstore,
+        "rounds": [{"name": name, "prompts": PROMPTS} for name in names],
+    }
+    environment = ONE_PROCESS
+    if workers > 1:
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED}
+    return run_engine(folder / "run", scenario, environment, launcher=launcher).rounds
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What the model answers without offload."""
+    folder = tmp_path_factory.mktemp("without")
+    write_model(folder / "run" / "tiny-model", {**LLAMA, **SMALL})
+    answers = engine(folder, 1, ["each"], None)["each"].tokens
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    return answers
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 1)])
+def test_what_one_shape_has_stored_another_finds_with_a_canonical_layout(
+    tmp_path: Path, tokens: list[list[int]], one: int, other: int
+) -> None:
+    write_model(tmp_path / "run" / "tiny-model", {**LLAMA, **SMALL})
+    canonical = {"canonical_layout": True}
+    first = engine(tmp_path, one, ["cold", "host"], canonical)
+    assert first["cold"].cached == [0] * 4
+    again = engine(tmp_path, other, ["disk", "host"], canonical, launcher=1)
+    for found in (first["host"], again["disk"], again["host"]):
+        assert found.cached == FOUND
+    for found in (*first.values(), *again.values()):
+        assert found.tokens == tokens
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_without_it_two_shapes_share_nothing(tmp_path: Path, tokens: list[list[int]]) -> None:
+    write_model(tmp_path / "run" / "tiny-model", {**LLAMA, **SMALL})
+    engine(tmp_path, 1, ["cold"], {})
+    for options in ({}, {"canonical_layout": True}):
+        other = engine(tmp_path, 2, ["disk"], options, launcher=1)["disk"]
+        assert other.cached == [0] * 4
+        assert other.tokens == tokens

@@ -1,0 +1,267 @@
+"""vLLM's scheduler and both halves of its connector over kvstore, with a model that is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+import kvstore
+from kvstore.errors import ConfigError
+from kvstore.vllm.version import LOADS_WITHIN_STEPS, VERSION, mediums
+from tests.vllm.whole import BLOCK, PAGE, Server
+
+PROMPTS = [[(seed * 37 + place * 11) % 90 for place in range(66)] for seed in range(4)]
+
+
+def disk(folder: Path) -> list[dict[str, Any]]:
+    return [{"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "300MiB"}]
+
+
+@pytest.fixture
+def open_server(tmp_path: Path) -> Iterator[Any]:
+    servers: list[Server] = []
+
+    def make(rows: int = 256, tiers: bool = False, **more: Any) -> Server:
+        shape = {"windows": more.pop("windows", (None,)), "blocks": more.pop("blocks", 256)}
+        options = {
+            "cpu_bytes_to_use": rows * 4096,
+            "deadline_s": 20,
+            "tiers": disk(tmp_path) if tiers else [],
+            **more,
+        }
+        servers.append(Server(tmp_path, options, **shape))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def test_prompts_are_loaded_from_host_memory(open_server: Any) -> None:
+    server = open_server()
+    cold = server.serve(*PROMPTS)
+    server.settle()
+    server.forget()
+    again = server.serve(*PROMPTS)
+    assert [one.cached for one in cold] == [0] * 4
+    assert [one.cached for one in again] == [64] * 4
+    assert [one.tokens for one in again] == [one.tokens for one in cold]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10), (None, 22)])
+def test_prompts_come_from_disk_after_a_restart(
+    open_server: Any, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if VERSION < (0, 29):
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+    first = open_server(rows=512, tiers=True, windows=windows)
+    cold = first.serve(*PROMPTS)
+    first.settle()
+    first.close()
+    again = open_server(rows=512, tiers=True, windows=windows).serve(*PROMPTS)
+    assert [one.cached for one in again] == [64] * 4
+    assert [one.tokens for one in again] == [one.tokens for one in cold]
+
+
+@pytest.mark.parametrize("seed", ["0", None])
+def test_hashes_that_do_not_outlive_the_process_are_warned_of(
+    open_server: Any,
+    seed: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        open_server(tiers=True)
+    lines = [line for line in caplog.messages if "PYTHONHASHSEED" in line and "kvstore" in line]
+    assert len(lines) == (seed is None and VERSION < (0, 29))
+
+
+def test_resets_amid_stores_and_loads_leave_no_row_held(open_server: Any) -> None:
+    server = open_server(rows=128, tiers=True)
+    cold = server.serve(*PROMPTS)
+    for steps in range(8):
+        server.forget()
+        names = [server.add(prompt) for prompt in PROMPTS]
+        # Stores of a step are copied in the next one, loads are reported at its end.
+        for _ in range(steps % 4):
+            server.step()
+        server.scheduler.reset_connector_cache()
+        server.settle()
+        assert [server.served[name].tokens for name in names] == [one.tokens for one in cold]
+    server.scheduler.reset_connector_cache()
+    server.settle()
+    server.forget()
+    assert server.serve(PROMPTS[0])[0].cached == 0
+    server.settle()
+    assert server.manager._core.stats().busy_rows == 0
+
+
+def test_a_hit_within_the_budget_costs_no_step_of_its_own(open_server: Any) -> None:
+    if not LOADS_WITHIN_STEPS:
+        pytest.skip("vLLM before 0.33 loads between steps only")
+    # Of a prompt and a half: a hit of 64 tokens fits, two do not.
+    budget = 96 * PAGE // BLOCK
+    server = open_server(tiers=True, sync_load_budget_bytes=budget)
+    cold = server.serve(*PROMPTS)
+    server.settle()
+    server.forget()
+    within = [server.serve(prompt)[0] for prompt in PROMPTS]
+    server.settle()
+    server.forget()
+    together = server.serve(*PROMPTS)
+    for found in (within, together):
+        assert [one.cached for one in found] == [64] * 4
+        assert [one.tokens for one in found] == [one.tokens for one in cold]
+    assert [one.steps for one in within] == [1] * 4
+    assert sorted(one.steps for one in together) == [1, 2, 2, 2]
+    server.settle()
+    assert server.manager._core.stats().busy_rows == 0
+
+
+def test_without_a_budget_a_hit_takes_a_step_more(open_server: Any) -> None:
+    server = open_server()
+    server.serve(*PROMPTS)
+    server.settle()
+    server.forget()
+    assert [server.serve(prompt)[0].steps for prompt in PROMPTS] == [2] * 4
+
+
+def test_what_never_changes_is_told_under_the_names_that_were_announced(open_server: Any) -> None:
+    if VERSION < (0, 33):
+        pytest.skip("vLLM before 0.33 does not ask")
+    from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+
+    server = open_server(rows=100, tiers=True, windows=(None, 10), eviction_policy="sieve")
+    spec = server.worker.spec
+    (facts,) = server.manager.config_info()
+    assert tuple(facts) == type(spec).config_info_keys(spec.extra_config)
+    theirs = CPUOffloadingInfo.from_config(spec.config, 100, 4096).as_config_info()
+    assert facts == {
+        **theirs,
+        "kvstore_version": kvstore.__version__,
+        "kvstore_eviction_policy": "sieve",
+        "kvstore_tiers": 1,
+        "kvstore_disk_bytes": 300 * 2**20,
+    }
+    # vLLM sends them with its first statistics.
+    server.serve(PROMPTS[0])
+    assert server.told[0]["info"] == [facts]
+    assert all(told["info"] is None for told in server.told[1:])
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10)])
+def test_what_was_only_on_disk_is_not_told_to_be_in_host_memory(
+    open_server: Any, windows: Any
+) -> None:
+    if VERSION < (0, 31):
+        pytest.skip("vLLM before 0.31 keeps no such account")
+    server = open_server(rows=512, tiers=True, windows=windows, self_describing_kv_events=True)
+    server.serve(*PROMPTS)
+    server.settle()
+    server.close()
+    server = open_server(rows=24, tiers=True, windows=windows, self_describing_kv_events=True)
+    names = [server.add(prompt) for prompt in PROMPTS]
+    server.step()
+    # They go away before there was room for them.
+    server.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    server.settle()
+    held = {bytes(key) for key in server.manager._core.pool.chunks}
+    assert held, "nothing was fetched"
+    known = server.connector.connector_scheduler._events_tracker._pending_event_metadata
+    told = {key for key, its in known.items() if (mediums().CPU, None) in its.active_residencies}
+    assert told <= held
+
+
+def test_a_budget_is_a_number_that_this_vllm_knows(open_server: Any) -> None:
+    if LOADS_WITHIN_STEPS:
+        with pytest.raises(ConfigError, match="sync_load_budget_bytes = '1GiB'"):
+            open_server(sync_load_budget_bytes="1GiB")
+    else:
+        with pytest.raises(ConfigError, match=r"sync_load_budget_bytes.*vLLM 0\.33"):
+            open_server(sync_load_budget_bytes=2**30)
+
+
+def lookups_of_a_step(server: Server) -> int:
+    """How often vLLM asks the manager in one step."""
+    asked = 0
+    lookup = server.manager.lookup
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return lookup(*arguments)
+
+    server.manager.lookup = counting
+    server.step()
+    server.manager.lookup = lookup
+    return asked
+
+
+@pytest.mark.parametrize("windows", [(10,), (None, 10)])
+def test_blocks_that_a_window_has_left_are_not_stored_again_after_a_reset(
+    open_server: Any, windows: Any
+) -> None:
+    """vLLM offers them, although they have become another request's."""
+    server = open_server(rows=512, windows=windows, blocks=80)
+    prompt = [place % 90 for place in range(60)]
+    name = server.add(prompt, tokens=70)
+    while len(server.served[name].tokens) < 30:
+        server.step()
+    for number in range(4):
+        server.serve([(place * 7 + number) % 90 for place in range(100)])
+    assert not server.requests[name].is_finished()
+    server.scheduler.reset_connector_cache()
+    while not server.requests[name].is_finished():
+        server.step()
+    server.settle()
+    server.forget()
+    (again,) = server.serve(prompt)
+    assert again.cached == 0
+    server.forget()
+    (again,) = server.serve(prompt)
+    assert again.cached >= 56, "who comes after a reset stores as ever"
+
+
+@pytest.mark.parametrize("windows", [(None,), (10,), (None, 10), (None, 10, 22)])
+def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_its_prompt(
+    open_server: Any, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if VERSION < (0, 29):
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+    if VERSION < (0, 27):
+        pytest.skip("this vLLM cannot abort a request that it has not scheduled")
+    if VERSION < (0, 31) and len(windows) > 1:
+        pytest.skip("this vLLM does not tell where a key is in its prompt")
+    prompts = [[(seed * 37 + place * 11) % 90 for place in range(66 * seed)] for seed in (1, 3)]
+    first = open_server(rows=512, tiers=True, windows=windows)
+    first.serve(*prompts)
+    first.settle()
+    first.close()
+    server = open_server(rows=512, tiers=True, windows=windows)
+    core = server.manager._core
+    grant, core.grants.grant = core.grants.grant, lambda now: []
+    counts = []
+    for prompt in prompts:
+        name = server.add(prompt)
+        while not core.is_waiting(name):
+            server.step()
+        counts.append(lookups_of_a_step(server))
+        assert lookups_of_a_step(server) == counts[-1]
+        server.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        server.step()
+    assert counts[0] == counts[1]
+    chunks_of_windows = sum(-(-window // BLOCK) + 1 for window in windows if window is not None)
+    assert counts[0] <= 2 * len(windows) + chunks_of_windows
+    core.grants.grant = grant

@@ -1,0 +1,330 @@
+"""A whole server without a model: vLLM's scheduler, both halves of its connector, our spec.
+
+Real are the scheduler, the connector, the manager, the worker, the rows and the disk. What a model
+would compute is a number for each token, made from all tokens before it, that is written into the
+token's place in its block; what it would attend to is read there and has to be right.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvstore.vllm.version import VERSION
+
+BLOCK = 4
+"""Tokens of a block."""
+
+PAGE = 2 * BLOCK * 16 * 4
+"""Bytes of a block: keys and values, tokens, the size of a head, 32 bits."""
+
+LONGEST = 256
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass
+class Served:
+    """What a request got.
+
+    Attributes:
+        steps: how many the server took from its arrival to its first token.
+        cached: tokens of the prompt that were not computed.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    cached: int = -1
+
+
+class Server:
+    """See the module's text.
+
+    Attributes:
+        scheduler, connector: vLLM's.
+        manager: ours.
+        worker: vLLM's half of the connector that drives ours.
+        told: the statistics of the connector's scheduler half, step by step.
+        events: KV events that it has handed on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        blocks: int = 256,
+    ) -> None:
+        """
+        Args:
+            options: of kvstore, as an operator writes them.
+            windows: for each KV cache group its window, or None.
+        """
+        self.windows = windows
+        self.told: list[dict[str, Any]] = []
+        self.events: list[Any] = []
+        config, groups = self._configure(folder, options, blocks)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        # Workers come first, as in vLLM.
+        workers = OffloadingConnector(config, KVConnectorRole.WORKER, groups)
+        self.pages = [torch.zeros((blocks, PAGE), dtype=torch.int8) for _ in windows]
+        worker = workers.connector_worker
+        assert worker is not None
+        self.worker = worker
+        self.worker.worker = worker.spec.get_worker(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(page, PAGE) for page in self.pages],
+                [[CanonicalKVCacheRef(group, PAGE)] for group in range(len(windows))],
+            )
+        )
+        self._workers = workers
+        self.scheduler = Scheduler(
+            config,
+            groups,
+            StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, OffloadingConnector)
+        self.connector = connector
+        self._watch(connector)
+        assert connector.connector_scheduler is not None
+        self.manager: Any = connector.connector_scheduler.manager
+        self.requests: dict[str, Request] = {}
+        self.served: dict[str, Served] = {}
+        self.steps = 0
+
+    def _watch(self, connector: OffloadingConnector) -> None:
+        """Keep what the scheduler's half reports."""
+        stats, events = connector.get_kv_connector_stats, connector.take_events
+
+        def told() -> Any:
+            found = stats()
+            if found is not None:
+                self.told.append(dict(found.data))
+            return found
+
+        def happened() -> list[Any]:
+            found = list(events())
+            self.events += found
+            return found
+
+        setattr(connector, "get_kv_connector_stats", told)  # noqa: B010
+        setattr(connector, "take_events", happened)  # noqa: B010
+
+    def _configure(
+        self, folder: Path, options: dict[str, Any], blocks: int
+    ) -> tuple[VllmConfig, KVCacheConfig]:
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(MODEL))
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache.num_gpu_blocks = blocks
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST
+            ),
+            load_config=LoadConfig(load_format="dummy"),
+            cache_config=cache,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=128,
+                max_model_len=LONGEST,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+                disable_hybrid_kv_cache_manager=False,
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "spec_name": "KVStoreOffloadingSpec",
+                    "spec_module_path": "kvstore.vllm",
+                    **options,
+                },
+            ),
+        )
+        config.scheduler_config.async_scheduling = False
+        sizes: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": 1,
+            "head_size": 16,
+            "dtype": torch.float32,
+        }
+        groups = [
+            KVCacheGroupSpec(
+                [f"layer-{number}"],
+                FullAttentionSpec(**sizes)
+                if window is None
+                else SlidingWindowSpec(sliding_window=window, **sizes),
+            )
+            for number, window in enumerate(self.windows)
+        ]
+        tensors: list[Any] = []
+        if VERSION < (0, 30):
+            # There these say how large a block is.
+            size = blocks * PAGE * len(groups)
+            tensors = [SimpleNamespace(size=size, shared_by=[], offset=0, block_stride=0)]
+        return config, KVCacheConfig(blocks, tensors, groups)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add(self, prompt: list[int], tokens: int = 2) -> str:
+        name = f"r{len(self.requests)}"
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=tokens, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.requests[name] = request
+        self.served[name] = Served(steps=-self.steps)
+        self.scheduler.add_request(request)
+        return name
+
+    def serve(self, *prompts: list[int], tokens: int = 2) -> list[Served]:
+        """Serve these at once, until the last has got all of its tokens."""
+        names = [self.add(prompt, tokens) for prompt in prompts]
+        for _ in range(2000):
+            if all(self.requests[name].is_finished() for name in names):
+                return [self.served[name] for name in names]
+            if not self.step():
+                time.sleep(0.001)
+        raise AssertionError("it does not come to an end")
+
+    def settle(self) -> None:
+        """Steps without requests, until nothing is under way."""
+        end = time.monotonic() + 20
+        while self.scheduler.has_requests() or self.connector.has_pending_push_work():
+            assert time.monotonic() < end, "it does not come to rest"
+            if not self.step():
+                time.sleep(0.001)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step; whether anything was computed in it."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        self._workers.bind_connector_metadata(meta)
+        self.worker.handle_preemptions(meta)
+        self.worker.start_kv_transfers(meta)
+        sampled = self._compute(output)
+        self.worker.prepare_store_kv(meta)
+        _, loaded = self._workers.get_finished(output.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_recving=loaded,
+            kv_connector_worker_meta=self._workers.build_connector_worker_meta(),
+        )
+        self._workers.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=told,
+            ),
+        )
+        return bool(names)
+
+    def _compute(self, output: Any) -> list[list[int]]:
+        cached = output.scheduled_cached_reqs
+        begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        sampled: list[list[int]] = []
+        for name, count in output.num_scheduled_tokens.items():
+            tokens = list(self.requests[name].all_token_ids)
+            begin, end = begins[name], begins[name] + count
+            served = self.served[name]
+            if served.cached < 0:
+                served.cached = begin
+            marks = _marks(tokens[:end])
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            for window, pages, blocks in zip(self.windows, self.pages, tables, strict=True):
+                its = pages.view(torch.int64)
+                first = 0 if window is None else max(0, begin - window + 1)
+                for place in range(first, begin):
+                    found = int(its[blocks[place // BLOCK], place % BLOCK])
+                    assert found == marks[place], f"{name} reads a wrong token {place} of {begin}"
+                for place in range(begin, end):
+                    its[blocks[place // BLOCK], place % BLOCK] = marks[place]
+            if end == len(tokens):
+                if not served.tokens:
+                    served.steps += self.steps
+                served.tokens.append(marks[-1] % 90)
+                sampled.append([marks[-1] % 90])
+            else:
+                sampled.append([])
+        return sampled
+
+    def reset(self) -> None:
+        """As an operator does it: the device's prefix cache and what is offloaded."""
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def forget(self) -> None:
+        """The device's own prefix cache only."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._workers.shutdown()
+        self.scheduler.shutdown()
+
+
+def _marks(tokens: list[int]) -> list[int]:
+    marks: list[int] = []
+    mark = 7
+    for token in tokens:
+        mark = (mark * 1_000_003 + token + 1) % (2**61 - 1)
+        marks.append(mark)
+    return marks

@@ -1,0 +1,74 @@
+"""Rows of memory that belong to somebody else, who lends them for copies."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import ConfigError
+from tiers.pages import PAGE
+from tiers.pinned import PinnedRegion
+
+__all__ = ["LentRegion"]
+
+
+class LentRegion(PinnedRegion):
+    """The rows of `memory`, which has one row of bytes for each.
+
+    Nothing is allocated, touched or registered: that is the lender's affair. The memory stays
+    valid until `close`, and longer where a copy that does not return still uses it.
+
+    Attributes:
+        aligned: whether rows begin where direct I/O wants them to.
+
+    Raises:
+        ConfigError: if rows have a size that no tier can store.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        if memory.ndim != 2 or not memory.c_contiguous or memory.readonly:
+            raise ConfigError(
+                "the server's host memory must be one writable block of rows of equal size"
+            )
+        self.rows = len(memory)
+        self.row_bytes = memory.nbytes // max(1, self.rows)
+        if self.rows < 1 or not self.row_bytes or self.row_bytes % PAGE:
+            raise ConfigError(
+                f"the server's host memory has {self.rows} rows of {self.row_bytes} bytes: must be "
+                f"at least one, of a multiple of {PAGE} bytes"
+            )
+        self.size = self.rows * self.row_bytes
+        self.huge_bytes = 0
+        self._view: memoryview | None = memory.cast("B")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        self.aligned = self.address % PAGE == 0
+
+    @property
+    def complete(self) -> bool:
+        return True
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self.view, np.uint8).reshape(self.rows, self.row_bytes)
+
+    @property
+    def description(self) -> str:
+        return f"{self.rows} rows of {self.row_bytes} B, lent"
+
+    @property
+    def registered(self) -> bool:
+        return False
+
+    def register_with_cuda(self) -> bool:
+        """Nothing: it is not ours to register."""
+        return False
+
+    def close(self) -> None:
+        """Let go of the memory. Views that are still held keep it alive until they go."""
+        if self._view is not None:
+            with contextlib.suppress(BufferError):
+                self._view.release()
+            self._view = None
