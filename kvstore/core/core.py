@@ -60,6 +60,7 @@ class Core:
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
+        streak: hits of one request in a row, for callers that call `go_on`: see `Streak`.
         hidden: keys that are being removed.
         pins: chunks that stay for a while. prefetches: those that are fetched unasked.
         demotions: those that shall leave host memory.
@@ -158,6 +159,7 @@ class Core:
         )
         self.overtaken = Overtaken(pool)
         self.lookup = self._lookups.lookup
+        self.go_on, self.streak = self._lookups.go_on, self._lookups.streak
         self.lookup_prefix = self._lookups.lookup_prefix
         self.contains_prefix = self._lookups.contains_prefix
         self.is_waiting = self._lookups.is_waiting

@@ -11,11 +11,12 @@ from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
+from kvstore.core.streak import Streak
 from kvstore.core.tier import TierView
 
 __all__ = ["Lookups"]
 
-_WAITING = RequestState.WAITING
+_WAITING, _ANSWERED = RequestState.WAITING, RequestState.ANSWERED
 
 _NOBODY = Request("\0")
 """Stands for the asking request while none asks; no request has its id."""
@@ -29,6 +30,7 @@ class Lookups:
     Attributes:
         misses: keys that answered "miss". outpaced: those of them that a tier has, but which are
             sooner computed again than read.
+        streak: the request that is told of hits at present, for callers that call `go_on`.
 
     Args:
         budget: how many keys a step looks up before further requests have to ask again.
@@ -57,6 +59,7 @@ class Lookups:
         self._counts = bool(chains.filters)
         self._budget = budget
         self.misses = self.outpaced = 0
+        self.streak = Streak()
         self._now = 0.0
         # What those tiers hold whose chunks were worth waiting for when the step began.
         self._readable = [tier.entries for tier in tiers]
@@ -99,6 +102,7 @@ class Lookups:
     def pause(self) -> None:
         """Something else happens: the request that asks next has to be found anew."""
         self._asking = _NOBODY
+        self.streak.end()
 
     def reset(self) -> None:
         """Forget what was asked."""
@@ -127,6 +131,11 @@ class Lookups:
             request.keys.append(key)
             return True
         return self._lookup_elsewhere(key, chunk, request)
+
+    def go_on(self, context: object) -> None:
+        """The request whose last lookup was a hit answers its next hits itself: see `Streak`."""
+        if not self._hidden:
+            self.streak.begin(context, self._asking.keys.append)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
@@ -174,6 +183,7 @@ class Lookups:
 
     def _begin_asking(self, request_id: str) -> Request:
         """The request's first lookup in this step, or its first after another's."""
+        self.streak.end()
         step = self._pool.step
         request = self._requests.get(request_id)
         if request is not None and request.state is _WAITING:
@@ -225,9 +235,7 @@ class Lookups:
         elif chunk.origin >= 0 and self._tiers[chunk.origin].health.hopeless:
             # On its way from a tier that does not answer, or not in time.
             return self._miss(key, request)
-        if state is RequestState.ANSWERED and (
-            key in request.tried or self._queue.overdue(request, self._now)
-        ):
+        if state is _ANSWERED and (key in request.tried or self._queue.overdue(request, self._now)):
             return self._miss(key, request)
         if state is _WAITING:
             return None

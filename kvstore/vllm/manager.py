@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
+from kvstore.core.chunk import READY
 from kvstore.vllm.caller import executor_of, resets_for_pause
 from kvstore.vllm.facts import facts_of
 from kvstore.vllm.region import manager_region, release_region
@@ -99,6 +100,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._stepper = self._manager.stepper
         self._core = self._stepper.core
         self._lookup, self._is_waiting = self._core.lookup, self._core.is_waiting
+        self._streak, self._chunk_of = self._core.streak, self._core.pool.chunks.get
         self._missed = self._manager.computing.missed
         self._reporter = Reporter()
         self._scans = Scans()
@@ -122,6 +124,13 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- lookup ------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # Written for speed: vLLM calls this for every key of every request.
+        streak = self._streak
+        if req_context is streak.whose:
+            chunk = self._chunk_of(key)
+            if chunk is not None and chunk.state >= READY:
+                streak.hit(key)
+                return HIT
         if not self._stepper.begun:
             self._begin_step()
         request = req_context.req_id
@@ -133,6 +142,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             return MISS
         answer = self._lookup(key, request)
         if answer:
+            if not HAS_TIER_FILTERS or req_context.load_tier_filter is ANY_TIER:
+                self._core.go_on(req_context)
             return HIT
         if answer is not None:
             self._missed(request, key)

@@ -32,6 +32,7 @@ from kvstore.core.removals import Removals
 from kvstore.core.request import Request, Requests
 from kvstore.core.room import Room
 from kvstore.core.slots import Slots
+from kvstore.core.streak import Streak
 from kvstore.core.transfers import Transfers
 from kvstore.core.victims import Victims
 from kvstore.types import Completion
@@ -131,6 +132,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("a hit stays for its step")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lookups, "keep_hits", lambda self: None)
+
+
+@breaks("a streak ends with whatever else happens")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Streak, "end", lambda self: None)
 
 
 @breaks("a chunk that is being filled is no hit")
