@@ -201,7 +201,7 @@ async def test_no_put_starves_while_others_go_on(
                 keys = keys_of(f"{number}/{turn}", 4)
                 assert await store.put(keys, payloads(keys)) == 4
                 turns[number] += 1
-                assert max(turns) - min(turns) <= 2, "some are served more often than others"
+                assert max(turns) - min(turns) <= 6, "some wait while others are served"
 
         await asyncio.gather(*(user(number) for number in range(12)))
         assert turns == [12] * 12
