@@ -18,6 +18,7 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore.survey import Fault, verify
 from kvstore.upkeep import purge
+from tests.patience import PATIENCE, until_async
 
 CHUNK = 16 * 1024
 SEGMENT = 300 * 1024  # 18 chunks
@@ -35,6 +36,10 @@ def config(path: Path | list[Path], **tier: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": 16 * CHUNK,
         "chunk_bytes": CHUNK,
         "identity": {"model": "tiny"},
+        # A slow disk makes no misses.
+        "deadline_s": PATIENCE,
+        "max_wait_s": PATIENCE,
+        "shutdown_timeout_s": PATIENCE,
         "tiers": [{**disk, **tier}],
     }
 
@@ -47,7 +52,7 @@ async def fill(path: Path | list[Path]) -> None:
     async with kvstore.open(config(path)) as store:
         for start in range(0, len(KEYS), 12):
             assert await store.put(KEYS[start : start + 12], map(payload, KEYS[start:][:12])) == 12
-            assert await store.flush(10)
+            assert await store.flush(PATIENCE)
 
 
 def thin_out(paths: list[Path]) -> list[bytes]:
@@ -70,10 +75,9 @@ async def served(store: Store, keys: list[bytes]) -> int:
 
 
 async def until_fewer(path: Path, count: int) -> None:
-    end = time.monotonic() + 20
-    while len(files(path)) > count:
-        assert time.monotonic() < end, f"{len(files(path))} segments are left"
-        await asyncio.sleep(0.02)
+    await until_async(
+        lambda: len(files(path)) <= count, lambda: f"{len(files(path))} segments are left", 0.02
+    )
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one path", "two paths"])
@@ -126,7 +130,7 @@ async def test_the_room_it_gave_back_is_taken_again_when_it_is_needed(tmp_path: 
         for start in range(0, len(KEYS), 12):
             keys = KEYS[start : start + 12]
             assert await store.put(keys, map(payload, keys)) == 12
-            assert await store.flush(10)
+            assert await store.flush(PATIENCE)
         assert await served(store, KEYS) == len(KEYS)
         assert len(files(tmp_path)) >= 8
 
@@ -141,7 +145,7 @@ async def test_a_neighbour_that_follows_gets_right_bytes_or_misses(tmp_path: Pat
         while len(files(tmp_path / "")) > 5:
             await served(neighbour, random.sample(kept, 4))
         assert await served(store, kept) == len(kept)
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while await served(neighbour, kept) < len(kept):
             assert time.monotonic() < end, "the neighbour never finds what was moved"
             await asyncio.sleep(0.2)
@@ -174,7 +178,7 @@ async def test_kills_in_its_midst_lose_nothing(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"open\n"
         await asyncio.sleep(rng.random() * 0.15)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(PATIENCE)
         process.stdout.close()
         assert not [found for found in verify(tmp_path) if isinstance(found, Fault)]
         async with kvstore.open(config(tmp_path)) as store:

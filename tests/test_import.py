@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from tests.patience import PATIENCE
 
 HOME = Path(kvstore.__file__).resolve().parent.parent
 
@@ -29,7 +30,7 @@ def run(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=check,
     )
 

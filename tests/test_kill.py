@@ -18,6 +18,7 @@ from typing import Any
 
 import kvstore
 from kvstore.testing.tier import payload_of
+from tests.patience import PATIENCE
 
 LIVES = 20
 CHUNK = 64 * 1024
@@ -50,7 +51,10 @@ def config_of(path: Path, capacity_chunks: int) -> dict[str, Any]:
         "chunk_bytes": CHUNK,
         "keep_events": True,
         "identity": {"model": "killed"},
-        "shutdown_timeout_s": 5.0,
+        # A slow disk makes no misses.
+        "deadline_s": PATIENCE,
+        "max_wait_s": PATIENCE,
+        "shutdown_timeout_s": PATIENCE,
         "tiers": [
             {
                 "type": "disk",
@@ -71,7 +75,7 @@ def live_and_die(config: dict[str, Any], life: int, chance: random.Random) -> li
     try:
         if life % 5 != 4:
             # Wait for the first word, so that most lives have something to lose.
-            ready, _, _ = select.select([writer.stdout], [], [], 30)
+            ready, _, _ = select.select([writer.stdout], [], [], PATIENCE)
             assert ready, "the writer stores nothing"
         time.sleep(chance.uniform(0.0, 0.15))
     finally:

@@ -18,6 +18,7 @@ from kvstore.errors import ConfigError, TraceError
 from kvstore.recorder import MOST_QUEUED, Recorder
 from kvstore.recording import MAGIC, read_recording
 from kvstore.simulation import read_trace
+from tests.patience import PATIENCE
 
 MIB = 2**20
 
@@ -197,5 +198,5 @@ loop = asyncio.new_event_loop()
 loop.run_until_complete(main())
 """
     command = [sys.executable, "-c", code, str(tmp_path / "trace")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout == "left\n"

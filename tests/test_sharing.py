@@ -17,6 +17,7 @@ import pytest
 import kvstore
 from kvstore.store import Store
 from kvstore.types import NO_MOVE, Completion
+from tests.patience import PATIENCE, until_async
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(100)]
@@ -34,6 +35,10 @@ def config(path: Path, **tier: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": 32 * CHUNK,
         "chunk_bytes": CHUNK,
         "identity": {"model": "tiny"},
+        # A slow disk makes no misses.
+        "deadline_s": PATIENCE,
+        "max_wait_s": PATIENCE,
+        "shutdown_timeout_s": PATIENCE,
         "tiers": [{**disk, **tier}],
     }
 
@@ -50,7 +55,7 @@ def replica(tmp_path: Path) -> Open:
 
 async def put(store: Store, keys: list[bytes]) -> None:
     assert await store.put(keys, [payload(key) for key in keys]) == len(keys)
-    assert await store.flush(10)
+    assert await store.flush(PATIENCE)
 
 
 async def held(store: Store, keys: list[bytes]) -> int:
@@ -61,11 +66,10 @@ async def held(store: Store, keys: list[bytes]) -> int:
 
 
 async def eventually(store: Store, keys: list[bytes], count: int) -> None:
-    for _ in range(100):
-        if await held(store, keys) == count:
-            return
+    end = time.monotonic() + PATIENCE
+    while await held(store, keys) != count:
+        assert time.monotonic() < end, f"not {count} of {len(keys)} chunks"
         await asyncio.sleep(0.05)
-    raise AssertionError(f"not {count} of {len(keys)} chunks within 5 s")
 
 
 async def test_what_another_process_stored_before_is_there_at_opening(
@@ -147,11 +151,7 @@ async def test_a_lane_whose_files_are_removed_is_forgotten(tmp_path: Path, repli
         for file in tmp_path.glob("*/lane-0/segment-*"):
             file.unlink()
         await put(second, KEYS[60:100])
-        for _ in range(100):
-            if not second.stats().tiers[1].chunks:
-                break
-            await asyncio.sleep(0.05)
-        assert second.stats().tiers[1].chunks == 0
+        await until_async(lambda: not second.stats().tiers[1].chunks, pause=0.05)
         assert await held(second, KEYS[5:20]) == 0
 
 
@@ -219,7 +219,7 @@ async def test_a_slot_that_a_neighbour_rewrites_after_its_reset_is_a_miss_before
         await first.reset()
         others = [payload(key)[::-1] for key in KEYS[:20]]
         assert await first.put(KEYS[:20], others) == 20
-        assert await first.flush(10)
+        assert await first.flush(PATIENCE)
         assert await held(second, KEYS[:20]) == 0
 
 

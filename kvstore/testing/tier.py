@@ -240,7 +240,7 @@ class TierContract(ABC):
         self, folder: Path, benches: list[TierBench]
     ) -> None:
         bench = self.open(folder, benches)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert (await bench.tier.read([], [], [])).ok == []
             assert (await bench.tier.write([], [], [])).ok == []
 

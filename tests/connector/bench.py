@@ -24,6 +24,7 @@ from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
 from kvstore.connector.worker import ConnectorWorker
 from tests.connector.chaos import LAYERS, Chaos, Content, Model, Setup, spec_of
 from tests.connector.parts import Pool, Request, Seen, Step, Work
+from tests.patience import PATIENCE
 
 __all__ = ["Request", "Server"]
 
@@ -569,9 +570,9 @@ class Server:
         for number, (key, (group, prefixes)) in enumerate(self.chunks.items()):
             context = ReqContext(f"probe {number}")
             manager.on_new_request(context)
-            end = time.monotonic() + 5
+            end = time.monotonic() + PATIENCE
             while (found := manager.lookup(key, context)) is None:
-                assert time.monotonic() < end
+                assert time.monotonic() < end, "deferred for ever"
                 manager.on_schedule_end()
                 if not self.setup.held:
                     time.sleep(0.0005)

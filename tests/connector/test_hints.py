@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.connector.manager import KVStoreManager, ReqContext
+from tests.patience import until
 from tests.store.support import CHUNK, keys_of, small
 
 A, B, C = keys_of("a", 4), keys_of("b", 8), keys_of("c", 8)
@@ -38,11 +38,11 @@ def store(manager: KVStoreManager, keys: list[bytes], context: ReqContext) -> No
 
 
 def steps(manager: KVStoreManager) -> None:
-    end = time.monotonic() + 5.0
-    manager.on_schedule_end()
-    while manager.has_pending_work():
-        assert time.monotonic() < end
+    def ended() -> bool:
         manager.on_schedule_end()
+        return not manager.has_pending_work()
+
+    until(ended)
 
 
 def host_of(manager: KVStoreManager, keys: list[bytes]) -> int:
@@ -122,10 +122,7 @@ def test_what_is_to_be_fetched_later_comes_while_the_server_is_idle(
     store(manager, A, request("r", demote=True, prefetch_after_s=0.3))
     steps(manager)
     assert host_of(manager, A) == 0
-    end = time.monotonic() + 10.0
-    while host_of(manager, A) < 4:
-        assert time.monotonic() < end, "nobody fetched it"
-        time.sleep(0.01)
+    until(lambda: host_of(manager, A) == 4, "nobody fetched it")
     assert manager.stats().prefetched == 4
 
 

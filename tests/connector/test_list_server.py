@@ -21,6 +21,7 @@ from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyM
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
 from kvstore.testing.tier import key_of, payload_of
+from tests.patience import PATIENCE, TOO_LONG, until
 
 BLOCK_BYTES = 8192
 DEVICE_BLOCKS = 48
@@ -43,9 +44,9 @@ class ListServer:
         self.copies: list[tuple[str, list[bytes], list[tuple[int, int]]]] = []
         self.computed = self.loaded = self.deferred = self.ended = 0
 
-    def run(self, prompts: list[list[bytes]], seconds: float = 60) -> None:
+    def run(self, prompts: list[list[bytes]]) -> None:
         """Serve `prompts`; up to four wait at once."""
-        rest, end = list(reversed(prompts)), time.monotonic() + seconds
+        rest, end = list(reversed(prompts)), time.monotonic() + TOO_LONG
         while rest or self.waiting or self.copies:
             assert time.monotonic() < end, "a prompt is deferred for ever"
             while rest and len(self.waiting) < 4:
@@ -146,6 +147,8 @@ def store_of(folder: Path | None, rows: int) -> KVStoreManager:
             "cpu_bytes_to_use": rows * BLOCK_BYTES,
             "chunk_bytes": BLOCK_BYTES,
             "identity": {"model": "m"},
+            "deadline_s": PATIENCE,
+            "max_wait_s": PATIENCE,
             "tiers": tiers,
         }
     )
@@ -209,9 +212,6 @@ def test_copies_to_disk_go_on_although_the_server_has_nothing_to_do(tmp_path: Pa
     manager = store_of(tmp_path, rows=256)
     server = ListServer(manager, manager.region.array)
     server.run([[key_of(n) for n in range(40)]])
-    end = time.monotonic() + 10
-    while manager.has_pending_work():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not manager.has_pending_work())
     assert manager.stats().tiers[0].chunks == 40
     manager.shutdown()

@@ -25,6 +25,7 @@ from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput  # noq
 from kvstore.connector.worker import ConnectorWorker  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from tests.connector.scheduling import TOKENS, Request, Server  # noqa: E402
+from tests.patience import PATIENCE  # noqa: E402
 
 WORKERS = 2
 PAGE = 3000
@@ -99,7 +100,7 @@ class Workers:
             if process.is_alive():
                 pipe.send(None)
                 assert pipe.recv() == "done"
-            process.join(20)
+            process.join(PATIENCE)
             pipe.close()
 
 

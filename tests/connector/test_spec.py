@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,8 @@ pytest.importorskip("torch")
 
 import torch
 from torch._subclasses import FakeTensorMode
+
+from tests.patience import answered
 
 TOKENS, HEADS, SIZE = 16, 2, 8
 PAGE = 2 * TOKENS * HEADS * SIZE * 2
@@ -188,11 +189,7 @@ def test_blocks_come_back_from_host_memory_and_from_disk_after_a_restart(
 
     spec = spec_of(tmp_path, block_size=factor * TOKENS)
     manager, worker = spec.get_manager(), Worker(spec)
-    end = time.monotonic() + 10
-    while (found := manager.lookup(keys)) is None:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    assert found == 6
+    assert answered(lambda: manager.lookup(keys)) == 6
     worker.copy(3, manager.prepare_load(keys), DeviceLoadStoreSpec(targets))
     assert worker.content(targets) == before
     worker.shutdown()

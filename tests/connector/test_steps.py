@@ -12,6 +12,7 @@ import pytest
 from kvstore.connector.manager import KVStoreManager, ReqContext
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.testing.manager import keys_from
+from tests.patience import PATIENCE, TOO_LONG, answered, until
 
 BYTES = 4096
 
@@ -25,6 +26,10 @@ def open_manager(folder: Path | None = None, rows: int = 16, **more: Any) -> KVS
         "cpu_bytes_to_use": rows * BYTES,
         "chunk_bytes": BYTES,
         "identity": {"model": "m"},
+        # A slow disk makes no misses, nor does closing give up what is to be written there.
+        "deadline_s": TOO_LONG,
+        "max_wait_s": TOO_LONG,
+        "shutdown_timeout_s": PATIENCE,
     }
     # A few chunks at a time: what waits goes on only when somebody goes on.
     config["write_queue_bytes"] = 8 * BYTES
@@ -39,10 +44,17 @@ def store(manager: KVStoreManager, keys: list[bytes], *who: Any) -> list[bytes]:
 
 
 def on_disk(manager: KVStoreManager, count: int) -> None:
-    end = time.monotonic() + 10
-    while manager.stats().tiers[0].chunks < count:
-        assert time.monotonic() < end, manager.stats()
-        time.sleep(0.01)
+    until(lambda: manager.stats().tiers[0].chunks >= count, manager.stats)
+
+
+def room_for(manager: KVStoreManager, keys: list[bytes]) -> list[bytes]:
+    """Wait until some of `keys` may be stored; returns which."""
+
+    def granted() -> list[bytes]:
+        out = manager.prepare_store(keys)
+        return [] if out is None else out.keys_to_store
+
+    return until(granted, "what nobody asks for again is in the way", 0.01)
 
 
 def leave_on_disk(folder: Path, keys: list[bytes]) -> None:
@@ -84,11 +96,7 @@ def test_what_was_found_and_never_loaded_is_in_the_way_for_a_moment_only() -> No
     keys, new = keys_from(0, 16), keys_from(100, 16)
     store(manager, keys)
     assert manager.lookup(keys) == 16
-    end = time.monotonic() + 5
-    while (out := manager.prepare_store(new)) is None or not out.keys_to_store:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert out.keys_to_store == new
+    assert room_for(manager, new) == new
     manager.complete_store(new)
     manager.shutdown()
 
@@ -100,11 +108,11 @@ def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
     leave_on_disk(tmp_path, keys)
     manager = open_manager(tmp_path, rows=8)
     one, other = ReqContext("one"), ReqContext("other")
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     for who in (one, other):
         manager.on_new_request(who)
         while None in (answers := [manager.lookup(key, who) for key in keys]):
-            assert time.monotonic() < end
+            assert time.monotonic() < end, "deferred for ever"
             manager.on_schedule_end()
         assert answers == [True] * 8
         manager.prepare_load(keys, who)
@@ -120,14 +128,8 @@ def test_a_lookup_that_was_abandoned_does_not_hold_up_a_store(tmp_path: Path) ->
     forgotten, new = keys_from(0, 16), keys_from(100, 10)
     leave_on_disk(tmp_path, forgotten)
     manager = open_manager(tmp_path)
-    end = time.monotonic() + 5
-    while manager.lookup(forgotten) is None:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    while (out := manager.prepare_store(new)) is None or not out.keys_to_store:
-        assert time.monotonic() < end, "it waits for a lookup that nobody repeats"
-        time.sleep(0.01)
-    manager.complete_store(out.keys_to_store)
+    answered(lambda: manager.lookup(forgotten))
+    manager.complete_store(room_for(manager, new))
     manager.shutdown()
 
 
@@ -145,10 +147,7 @@ def test_a_second_request_with_a_prompt_that_is_fetched_takes_nothing_from_other
     assert manager.lookup(there) is None
     manager.prepare_load(here)
     manager.complete_load(here)
-    end = time.monotonic() + 5
-    while manager.lookup(there) is None:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    answered(lambda: manager.lookup(there))
     manager.shutdown()
 
 

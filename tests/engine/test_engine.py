@@ -22,6 +22,7 @@ from kvstore.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
 from tests.engine.fakes import GatedTier, RaisingTier, SilentTier
+from tests.patience import PATIENCE, until
 from tiers import PinnedRegion, Tier, Transfer
 from tiers.disk import DiskTier
 from tiers.disk.namespace import Namespace
@@ -46,18 +47,11 @@ def write(id: int, slot: int = 0) -> Move:
 ALL_OPS = [read(0), write(1), Move(2, Op.GROW, 0), Move(3, Op.CLEAR, 0)]
 
 
-def until(true: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.001)
-
-
 def take(engine: EngineThread, count: int) -> list[Completion]:
     """The next `count` completions, by move."""
     taken: list[Completion] = []
     while len(taken) < count:
-        assert engine.wait(10.0), f"only {len(taken)} of {count} moves ended"
+        assert engine.wait(PATIENCE), f"only {len(taken)} of {count} moves ended"
         taken += engine.take()
     return sorted(taken, key=lambda completion: completion.move_id)
 
@@ -130,7 +124,7 @@ async def on_this_loop(folder: Path) -> Outcome:
         engine.start(batch)
         expected = len(done) + len(batch)
         while len(done) < expected:
-            await asyncio.wait_for(arrived.wait(), 10.0)
+            await asyncio.wait_for(arrived.wait(), PATIENCE)
             arrived.clear()
             done += engine.take()
     await engine.close([[]])
@@ -218,7 +212,7 @@ def test_waiting_for_a_completion_is_bounded(threads: Start) -> None:
     engine.submit([read(0)])
     start = time.monotonic()
     assert not engine.wait(0.05)
-    assert 0.04 < time.monotonic() - start < 2.0
+    assert 0.04 < time.monotonic() - start < PATIENCE
 
 
 def test_nothing_to_do_wakes_nobody(threads: Start) -> None:
@@ -337,7 +331,7 @@ def test_closing_waits_for_what_is_under_way(threads: Start) -> None:
     until(lambda: tier.running == 3)
     timer = threading.Timer(0.1, lambda: engine._loop.call_soon_threadsafe(tier.gate.set))
     timer.start()
-    assert engine.close([[]], 5.0)
+    assert engine.close([[]], PATIENCE)
     assert tier.closed_with == 0, "the tier is closed last"
     assert [completion.ok for completion in engine.take()] == [[True]] * 3
 
@@ -345,7 +339,7 @@ def test_closing_waits_for_what_is_under_way(threads: Start) -> None:
 def test_closing_takes_in_what_was_submitted_just_before(threads: Start) -> None:
     engine = threads(GatedTier(opened=True))
     engine.submit([write(0)])
-    assert engine.close([[]], 5.0)
+    assert engine.close([[]], PATIENCE)
     assert [completion.move_id for completion in engine.take()] == [0]
 
 
@@ -378,7 +372,7 @@ def test_a_tier_that_never_answers_does_not_keep_the_engine_from_closing(
     engine.submit([read(0)])
     start = time.monotonic()
     assert not engine.close([[]], 0.1)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < PATIENCE
     assert "left behind" in caplog.text
 
 
@@ -397,7 +391,7 @@ def run_python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-X", "dev", "-c", textwrap.dedent(source), *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -409,7 +403,8 @@ def test_a_process_exits_in_peace_while_a_tier_does_not_answer(closes: bool) -> 
         import sys
         from kvstore.engine import EngineThread
         from tests.engine.fakes import SilentTier
-        from tests.engine.test_engine import read, until
+        from tests.engine.test_engine import read
+        from tests.patience import until
 
         tier = SilentTier()
         engine = EngineThread([tier])
@@ -458,7 +453,7 @@ def test_a_forked_child_may_end_without_harm_to_the_engine(threads: Start) -> No
     engine = threads(tier)
 
     def close() -> None:
-        assert engine.close([[]], 1.0)
+        assert engine.close([[]], PATIENCE)
 
     assert in_a_child(close) == ""
     engine.submit([read(7)])
@@ -499,7 +494,7 @@ def test_what_runs_beside_it_ends_with_it_and_holds_nothing_up(
     engine = EngineThread([tier], [companion])
     engine.submit([read(3)])
     assert [completion.move_id for completion in take(engine, 1)] == [3]
-    assert engine.close([[]], 5.0)
+    assert engine.close([[]], PATIENCE)
     assert companion.told == ["runs", "stopped"] + ["ended"] * (not fails)
     assert ("no space left" in caplog.text) == fails
 

@@ -7,8 +7,7 @@ import importlib.util
 import json
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ if MISSING:
     pytest.skip(f"the example server needs {', '.join(MISSING)}", allow_module_level=True)
 
 import httpx  # noqa: E402
+
+from tests.patience import PATIENCE, until  # noqa: E402
 
 CHUNK = 64
 """Tokens of a chunk; the server's default."""
@@ -66,7 +67,7 @@ class Talk:
     @property
     def client(self) -> httpx.Client:
         if self._client is None:
-            self._client = httpx.Client(base_url=self._process.url(), timeout=60)
+            self._client = httpx.Client(base_url=self._process.url(), timeout=PATIENCE)
         return self._client
 
     def stop(self) -> int:
@@ -115,13 +116,6 @@ def answer_of(body: dict[str, Any]) -> Answer:
         choice["logprobs"]["token_logprobs"],
         body["usage"]["prompt_tokens_details"]["cached_tokens"],
     )
-
-
-def until(true: Callable[[], object], seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +244,7 @@ async def test_equal_prompts_at_the_same_time(plain: Talk, cached: Talk) -> None
     prompt = prompt_of(10, 3 * CHUNK + 5)
     wanted = plain.ask(prompt)
     body = {"prompt": prompt, "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
-    async with httpx.AsyncClient(base_url=cached.client.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cached.client.base_url, timeout=PATIENCE) as client:
         for hits in (None, 3 * CHUNK):
             responses = await asyncio.gather(
                 *(client.post("/v1/completions", json=body) for _ in range(6))
@@ -266,7 +260,7 @@ async def test_equal_prompts_at_the_same_time(plain: Talk, cached: Talk) -> None
 def test_a_client_that_goes_ends_its_generation(plain: Talk, cached: Talk, stream: bool) -> None:
     prompt = prompt_of(11 + stream, 3 * CHUNK + 5)
     body = {"prompt": prompt, "max_tokens": 7000, "stream": stream}
-    with httpx.Client(base_url=cached.client.base_url, timeout=60) as client:
+    with httpx.Client(base_url=cached.client.base_url, timeout=PATIENCE) as client:
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as response:
                 assert next(response.iter_lines()).startswith("data: {")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from examples.http_server.cache import PromptCache, keys_of
-from tests.store.support import CHUNK, Open, busy, cancel, payloads, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, busy, cancel, payloads
 from tests.store.support import keys_of as some_keys
 
 
@@ -45,7 +46,7 @@ async def test_a_cancelled_load_keeps_its_lease_until_the_copy_ends(open_store: 
 
     def copy(chunks: Sequence[memoryview]) -> None:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE)
         read.extend(copies(chunks))
 
     async with open_store() as store:
@@ -53,7 +54,7 @@ async def test_a_cancelled_load_keeps_its_lease_until_the_copy_ends(open_store: 
         await cache.save("one", keys, lambda: payloads(keys))
         cache.release("one")
         task = asyncio.create_task(cache.load("two", keys, copy))
-        await until(began.is_set)
+        await until_async(began.is_set)
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0.01)

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from tests.faults.neighbour import Neighbour
+from tests.patience import PATIENCE
 
 Rule = dict[str, Any]
-START_SECONDS = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ class FaultyDisk:
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + PATIENCE
         while not place.is_mount():
             if self._process.poll() is not None or time.monotonic() > end:
                 self.remove()

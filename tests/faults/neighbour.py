@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.support import Caller, calling
+from tests.patience import PATIENCE
 from tiers.disk.io import IORequest
 
 __all__ = ["Neighbour", "strike"]
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["kvstore", "kvstore.upkeep", "tests.faults.support"])
-
-PATIENCE = 20.0
 
 
 def strike(targets: str, when: str, count: int, number: int) -> None:

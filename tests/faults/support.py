@@ -17,6 +17,7 @@ import kvstore
 from kvstore.core import CoreStats
 from kvstore.core.stats import TierStats
 from kvstore.store import Store
+from tests.patience import PATIENCE
 from tiers.disk.format import Geometry
 from tiers.disk.namespace import Namespace
 
@@ -31,8 +32,6 @@ HOST = 24
 DEADLINE = 0.4
 CEILING = 2.0
 DRAIN = 1.5
-PATIENCE = 10.0
-"""A call that takes this long hangs: many times what any deadline allows."""
 
 IDENTITY = {"model": "faults"}
 NAMESPACE = Namespace.of("faults", {**IDENTITY, "chunk_bytes": CHUNK, "slot_bytes": CHUNK})
@@ -102,8 +101,8 @@ def lane_bytes(lane: Path) -> int:
 class Caller:
     """Uses a store as a server does, and fails the test when a promise is broken.
 
-    No call may raise or take longer than PATIENCE; every byte that is served is
-    compared.
+    No call may raise or take longer than PATIENCE, many times what any deadline allows;
+    every byte that is served is compared.
     """
 
     def __init__(self, store: Store, path: Path) -> None:
@@ -228,14 +227,6 @@ async def running_loop(limit: float = 1.0) -> AsyncIterator[None]:
         ended = True
         await ticking
     assert worst < limit, f"the loop stood still for {worst:.2f} s"
-
-
-async def until(true: Any, seconds: float = PATIENCE) -> None:
-    """Wait until `true()` is."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happens"
-        await asyncio.sleep(0.01)
 
 
 def warned(records: Sequence[logging.LogRecord], *words: str) -> bool:

@@ -12,7 +12,8 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError
-from tests.faults.support import SEGMENTS, SLOTS, calling, config_of, until, warned
+from tests.faults.support import SEGMENTS, SLOTS, calling, config_of, warned
+from tests.patience import until_async
 
 ALL = range(SLOTS)
 
@@ -49,7 +50,7 @@ async def test_without_descriptors_the_lane_stays_as_large_as_it_is_and_grows_la
             assert warned(caplog.records, "cannot allocate a segment: Too many open files")
         for start in range(200, 200 + 6 * SLOTS, SLOTS):
             await caller.save(range(start, start + SLOTS))
-        await until(lambda: caller.asked().segments > 1)
+        await until_async(lambda: caller.asked().segments > 1)
 
 
 @pytest.mark.parametrize("left", [1, 3, 6, 7, 8, 9, 10, 12, 14])

@@ -10,7 +10,8 @@ import kvstore
 from kvstore.errors import PathUnusableError
 from kvstore.survey import survey
 from tests.faults.conftest import Device
-from tests.faults.support import SLOTS, calling, config_of, until, warned
+from tests.faults.support import SLOTS, calling, config_of, warned
+from tests.patience import until_async
 
 
 async def test_after_a_power_cut_nothing_is_raised_and_what_was_synced_is_found_again(
@@ -72,7 +73,7 @@ async def test_a_file_system_that_turns_read_only_goes_on_serving(
             caplog.records, "cannot allocate a segment: Read-only file system"
         )
         assert caller.disk.failed_writes > 0
-        await until(lambda: caller.asked().errors > 0)
+        await until_async(lambda: caller.asked().errors > 0)
     ext4.repair()
     async with calling(ext4.place / "cache") as caller:
         assert await caller.get(old) == SLOTS

@@ -20,9 +20,9 @@ from tests.faults.support import (
     lane_of,
     segment_of,
     slot_offset,
-    until,
     warned,
 )
+from tests.patience import until_async
 
 ALL = range(SLOTS)
 
@@ -160,7 +160,7 @@ async def test_bytes_that_are_overwritten_anywhere_are_misses(folder: Path, seed
 async def test_two_segments_that_changed_places_serve_right_bytes_or_none(folder: Path) -> None:
     async with calling(folder) as caller:
         await caller.save(range(2 * SLOTS))
-        await until(lambda: caller.asked().segments > 1)
+        await until_async(lambda: caller.asked().segments > 1)
         await caller.save(range(100, 100 + 2 * SLOTS))
         kept = caller.on_disk.copy()
         spare = folder / "spare"

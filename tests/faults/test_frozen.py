@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Device
-from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop, until
+from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop
+from tests.patience import PATIENCE, until_async
 from tiers.disk.io import IO_BACKENDS, IORequest, choose_backend
 
 FROZEN_SECONDS = 2.0
@@ -49,8 +50,8 @@ async def test_a_frozen_file_system_holds_up_neither_the_loop_nor_the_process(
             with device.frozen(FROZEN_SECONDS):
                 await use(caller, FROZEN_SECONDS / 2)
             # Thawed: all is as it was.
-            await until(lambda: not caller.asked().stalled)
-            await until(lambda: caller.store._core.unsaved == 0)
+            await until_async(lambda: not caller.asked().stalled)
+            await until_async(lambda: caller.store._core.unsaved == 0)
             assert await caller.save(range(100, 104)) == set(range(100, 104))
         caller.look()
         held = [int(key[6:12]) for key in caller.on_disk]
@@ -64,13 +65,13 @@ async def test_a_frozen_file_system_holds_up_neither_the_loop_nor_the_process(
 async def test_a_neighbour_is_followed_while_the_file_system_is_frozen(device: Device) -> None:
     async with calling(device.place) as owner, calling(device.place) as follower:
         await owner.save(ALL)
-        await until(lambda: follower.asked() and follower.stats.tiers[1].chunks == SLOTS)
+        await until_async(lambda: follower.asked() and follower.stats.tiers[1].chunks == SLOTS)
         with device.frozen(FROZEN_SECONDS):
             async with running_loop(STILL_SECONDS):
                 assert await follower.each(ALL) == set(ALL)
                 await asyncio.sleep(FROZEN_SECONDS / 2)
         await owner.save(range(100, 108))
-        await until(lambda: follower.asked() and follower.stats.tiers[1].chunks >= SLOTS + 8)
+        await until_async(lambda: follower.asked() and follower.stats.tiers[1].chunks >= SLOTS + 8)
 
 
 async def test_a_store_that_is_closed_while_the_file_system_is_frozen_ends_in_time(
@@ -84,7 +85,7 @@ async def test_a_store_that_is_closed_while_the_file_system_is_frozen_ends_in_ti
             frozen.enter_context(device.frozen(20.0))
             await caller.put(range(100, 108))
     # A call that was left behind ends at the thaw, and then its files are closed.
-    await until(lambda: descriptors() <= before)
+    await until_async(lambda: descriptors() <= before)
     async with calling(device.place) as again:
         assert again.lane == 0
         assert await again.each(ALL) == set(ALL)
@@ -135,6 +136,6 @@ def test_a_write_to_a_frozen_file_system_holds_up_its_own_thread_alone(
             # A thread that waits outside of any call waits in a page fault.
             waits_in = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0]
             assert int(waits_in) >= 0
-        thread.join(10)
+        thread.join(PATIENCE)
         assert ended.is_set()
         backend.close(fd)

@@ -20,9 +20,9 @@ from tests.faults.support import (
     config_of,
     lane_bytes,
     lane_of,
-    until,
     warned,
 )
+from tests.patience import until_async
 
 MARGIN = 2 * 2**20
 
@@ -79,7 +79,7 @@ async def test_a_disk_that_has_room_again_is_used_again(small: Path) -> None:
                 await caller.save(range(start, start + SLOTS))
 
         await more(caller)
-        await until(lambda: caller.asked().segments >= 2)
+        await until_async(lambda: caller.asked().segments >= 2)
         await more(caller)
         kept = range(200 + 6 * SLOTS, 200 + 8 * SLOTS)
         caller.forget_host()

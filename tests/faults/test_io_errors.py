@@ -23,9 +23,9 @@ from tests.faults.support import (
     calling,
     running_loop,
     slot_offset,
-    until,
     warned,
 )
+from tests.patience import PATIENCE, until_async
 
 ALL = range(SLOTS)
 BLOCKS = {"path": "segment-", "first": GEOMETRY.blocks_offset}
@@ -199,7 +199,7 @@ async def test_a_disk_that_writes_no_byte_and_names_no_error_does_not_hang_its_c
             await caller.store.flush(1.0)
             assert await caller.get(ALL) == SLOTS, "host memory has them"
         faulty.obey()
-        assert await caller.store.flush(5.0), "the disk writes again"
+        assert await caller.store.flush(PATIENCE), "the disk writes again"
 
 
 @pytest.mark.parametrize("op", ["create", "fallocate", "fsync", "rename"])
@@ -210,14 +210,14 @@ async def test_a_segment_that_cannot_be_made_leaves_nothing_behind_and_is_tried_
         faulty.obey({"op": op, "path": "segment-|lane-0$", **EIO})
         for start in range(0, 3 * SLOTS, SLOTS):
             assert await caller.save(range(start, start + SLOTS))
-        await until(lambda: warned(caplog.records, "cannot allocate a segment"))
+        await until_async(lambda: warned(caplog.records, "cannot allocate a segment"))
         assert caller.disk.segments == 1
         assert not list(faulty.behind.rglob("*.tmp"))
         faulty.obey()
         await asyncio.sleep(0.35)
         for start in range(100, 100 + 3 * SLOTS, SLOTS):
             await caller.save(range(start, start + SLOTS))
-        await until(lambda: caller.disk.segments > 1)
+        await until_async(lambda: caller.disk.segments > 1)
 
 
 # -- slow and hanging ----------------------------------------------------------------------
@@ -236,7 +236,7 @@ async def test_a_disk_that_takes_seconds_makes_misses_at_the_deadline_and_hits_l
             assert await caller.get([0]) == 0
             assert clock() - begun < CEILING
             assert caller.stats.timeouts == 1
-            await until(lambda: caller.asked().promoted)
+            await until_async(lambda: caller.asked().promoted)
             assert await caller.get([0]) == 1, "what came late is kept"
 
 
@@ -259,7 +259,7 @@ async def test_a_disk_that_reads_slower_than_the_server_computes_is_not_waited_f
         assert caller.stats.outpaced == 1
         assert caller.disk.outpaced
         assert warned(caplog.records, "is outpaced")
-        await until(lambda: caller.asked().promoted)
+        await until_async(lambda: caller.asked().promoted)
         assert await caller.get([0, 1]) == 2, "what came late is kept"
 
 
@@ -298,7 +298,7 @@ async def test_a_disk_that_grows_slowly_keeps_what_it_has_and_says_so(
         assert caller.disk.slow
         assert warned(caplog.records, "is slow")
         faulty.obey()
-        await until(lambda: caller.asked().segments > 1)
+        await until_async(lambda: caller.asked().segments > 1)
         assert await caller.save(range(4)) == set(range(4)), "it grows, and takes more"
         assert caller.disk.evicted == 0
 
@@ -313,14 +313,14 @@ async def test_reads_that_never_end_are_misses_at_once_and_the_disk_is_used_when
         with faulty.hanging("read", **BLOCKS):
             async with running_loop():
                 assert await caller.get(ALL) == 0
-                await until(lambda: caller.asked().stalled)
+                await until_async(lambda: caller.asked().stalled)
                 begun = clock()
                 assert await caller.get(ALL) == 0
                 assert clock() - begun < DEADLINE, "a stalled tier is not waited for"
                 assert await caller.put(range(100, 104)) == 4
                 assert await caller.get(range(100, 104)) == 4
             assert warned(caplog.records, "has not answered for")
-        await until(lambda: not caller.asked().stalled)
+        await until_async(lambda: not caller.asked().stalled)
         assert warned(caplog.records, "answers again")
         assert await caller.get(ALL) == SLOTS
 
@@ -333,13 +333,13 @@ async def test_writes_that_never_end_cost_no_more_than_their_rows(
         with faulty.hanging("write", **BLOCKS):
             async with running_loop():
                 await caller.put(range(100, 104))
-                await until(lambda: caller.asked().stalled)
+                await until_async(lambda: caller.asked().stalled)
                 for start in range(200, 260, 4):
                     assert await caller.put(range(start, start + 4)) == 4
                     assert await caller.get(range(start, start + 4)) == 4
             assert caller.disk.refused > 0
             assert warned(caplog.records, "has not answered for")
-        await until(lambda: not caller.asked().stalled)
+        await until_async(lambda: not caller.asked().stalled)
         caller.forget_host()
         assert await caller.each(range(4)) == kept
         assert await caller.save(range(300, 304)) == set(range(300, 304))
@@ -355,10 +355,10 @@ async def test_growth_that_never_ends_makes_new_chunks_take_the_place_of_old(
                 for start in range(0, 4 * SLOTS, SLOTS):
                     await caller.put(range(start, start + SLOTS))
                     await asyncio.sleep(CEILING / 2)
-                await until(lambda: caller.asked() and caller.store._core.unsaved == 0)
+                await until_async(lambda: caller.asked() and caller.store._core.unsaved == 0)
                 caller.forget_host()
                 assert await caller.each(range(3 * SLOTS, 4 * SLOTS))
-        await until(lambda: caller.asked().segments > 1)
+        await until_async(lambda: caller.asked().segments > 1)
 
 
 CLOSING = """
@@ -404,7 +404,7 @@ async def test_a_program_ends_although_its_disk_does_not_answer(
             assert program.stdout.readline() == "ended\n"
     finally:
         program.kill()
-        program.wait(10)
+        program.wait(PATIENCE)
         program.stdin.close()
         program.stdout.close()
 
@@ -440,10 +440,10 @@ async def test_a_neighbours_lane_that_does_not_answer_does_not_keep_ones_own_fro
             async with running_loop():
                 assert await caller.get(ALL) == 0
                 assert await caller.get(range(100, 104)) == 4
-                await until(lambda: caller.asked() and caller.stats.tiers[1].stalled)
+                await until_async(lambda: caller.asked() and caller.stats.tiers[1].stalled)
                 assert await caller.save(range(200, 204)) == set(range(200, 204))
             assert warned(caplog.records, "others has not answered for")
-        await until(lambda: caller.asked() and not caller.stats.tiers[1].stalled)
+        await until_async(lambda: caller.asked() and not caller.stats.tiers[1].stalled)
         assert await caller.get(ALL) == SLOTS
 
 

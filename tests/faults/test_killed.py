@@ -31,6 +31,7 @@ from tests.faults.support import (
     lane_bytes,
     lane_of,
 )
+from tests.patience import PATIENCE
 
 Start = Callable[..., Neighbour]
 
@@ -123,7 +124,7 @@ def store_until_killed(
         async with calling(path) as caller:
             for start in range(first, first + count, SLOTS // 2):
                 await caller.put(range(start, start + SLOTS // 2))
-                await caller.store.flush(5)
+                await caller.store.flush(PATIENCE)
                 before = caller.on_disk.copy()
                 caller.look()
                 connection.send((caller.on_disk - before, before - caller.on_disk))

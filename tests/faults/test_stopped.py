@@ -22,8 +22,8 @@ from tests.faults.support import (
     lane_bytes,
     lane_of,
     running_loop,
-    until,
 )
+from tests.patience import until_async
 
 Start = Callable[..., Neighbour]
 
@@ -58,7 +58,7 @@ async def rewrite(caller: Caller, first: int) -> None:
 
 async def seen(caller: Caller, count: int) -> None:
     """Wait until the caller sees so many chunks in the lanes of others."""
-    await until(lambda: caller.asked() and caller.stats.tiers[1].chunks >= count)
+    await until_async(lambda: caller.asked() and caller.stats.tiers[1].chunks >= count)
 
 
 @pytest.mark.parametrize("when", ["before", "half", "after"])

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.store import Store
+from tests.patience import PATIENCE, TOO_LONG
 from tiers.disk import DiskTier
 
 CHUNK = 4096
@@ -36,7 +36,10 @@ def payloads(keys: Sequence[bytes], size: int = CHUNK) -> list[bytes]:
 
 
 def small(path: Path, rows: int = 8, disk: int = 0, **more: Any) -> dict[str, Any]:
-    """The configuration of a small store; `disk` is the capacity of its disk tier, in chunks."""
+    """The configuration of a small store; `disk` is the capacity of its disk tier, in chunks.
+
+    Its deadlines are so long that nothing is a miss because the machine is slow.
+    """
     size = more.get("chunk_bytes", CHUNK)
     tiers = []
     if disk:
@@ -53,8 +56,9 @@ def small(path: Path, rows: int = 8, disk: int = 0, **more: Any) -> dict[str, An
         "chunk_bytes": size,
         "cpu_bytes_to_use": rows * size,
         "tiers": tiers,
-        "deadline_s": 1.0,
-        "shutdown_timeout_s": 10.0,
+        "deadline_s": TOO_LONG,
+        "max_wait_s": TOO_LONG,
+        "shutdown_timeout_s": PATIENCE,
         **more,
     }
 
@@ -71,11 +75,9 @@ def busy(store: Store) -> int:
     return store.stats().busy_rows
 
 
-async def until(true: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.001)
+def hurry(store: Store, seconds: float) -> None:
+    """From now on nobody is waited for any longer than this without movement."""
+    store._core.queue.deadline = store._puts._deadline = seconds
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import pytest
 import kvstore
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads, until
+from tests.patience import PATIENCE, TOO_LONG, until_async
+from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads
 from tiers import PinnedRegion
 from tiers.disk import DiskTier
 
@@ -34,7 +34,7 @@ async def everything_is_free_afterwards(open_store: Open) -> AsyncIterator[None]
     others = io_threads()
     yield
     # The last thing that a thread does is to tell that it has ended.
-    await until(lambda: io_threads() <= others)
+    await until_async(lambda: io_threads() <= others)
     async with open_store(disk=32) as store:
         assert "lane-0" in store.description
 
@@ -54,20 +54,20 @@ async def test_a_store_that_is_cancelled_while_it_drains_closes(
     entered = asyncio.Event()
 
     async def use() -> None:
-        async with open_store(disk=32, rows=16, write_queue_bytes=CHUNK) as store:
+        async with open_store(
+            disk=32, rows=16, write_queue_bytes=CHUNK, shutdown_timeout_s=TOO_LONG
+        ) as store:
             await store.put(KEYS, payloads(KEYS))
             entered.set()
 
     using = asyncio.create_task(use())
     await entered.wait()
     await asyncio.sleep(0)
-    start = time.monotonic()
     for _ in range(times):
         using.cancel()
         await asyncio.sleep(pause)
     with pytest.raises(asyncio.CancelledError):
-        await using
-    assert time.monotonic() - start < 5.0
+        await asyncio.wait_for(using, PATIENCE)
     monkeypatch.undo()
 
 
@@ -76,9 +76,11 @@ async def test_a_timeout_that_passes_while_it_closes_is_a_timeout(
 ) -> None:
     gate = hold(monkeypatch, "close")
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1), open_store(disk=32) as store:
+        async with asyncio.timeout(None) as limit, open_store(disk=32) as store:
             await store.put(KEYS, payloads(KEYS))
-            asyncio.get_running_loop().call_later(0.2, gate.set)
+            loop = asyncio.get_running_loop()
+            limit.reschedule(loop.time() + 0.1)
+            loop.call_later(1.0, gate.set)
     monkeypatch.undo()
 
 
@@ -92,7 +94,7 @@ async def test_a_task_that_is_cancelled_while_its_store_is_in_use_and_again_whil
         async with open_store(disk=32) as store:
             await store.put(KEYS, payloads(KEYS))
             inside.set()
-            await asyncio.sleep(60)
+            await asyncio.sleep(TOO_LONG)
 
     using = asyncio.create_task(use())
     await inside.wait()
@@ -109,14 +111,17 @@ async def test_a_task_that_is_cancelled_while_its_store_is_in_use_and_again_whil
 async def test_what_was_stored_on_disk_before_a_cancelled_close_is_found(
     open_store: Open,
 ) -> None:
+    on_disk = asyncio.Event()
+
     async def use() -> None:
         async with open_store(disk=32) as store:
             await store.put(KEYS, payloads(KEYS))
-            await store.flush()
-            await asyncio.sleep(60)
+            assert await store.flush()
+            on_disk.set()
+            await asyncio.sleep(TOO_LONG)
 
     using = asyncio.create_task(use())
-    await asyncio.sleep(0.2)
+    await on_disk.wait()
     using.cancel()
     await asyncio.sleep(0)
     await cancel(using)
@@ -130,7 +135,7 @@ async def test_calls_are_refused_as_soon_as_a_hasty_close_began(
     gate = hold(monkeypatch, "close")
     async with open_store(disk=32) as store:
         closing = asyncio.create_task(store.close())
-        await until(lambda: store._driver.closed)
+        await until_async(lambda: store._driver.closed)
         with pytest.raises(KVStoreError, match="closed"):
             store.lookup_prefix(KEYS)
         gate.set()
@@ -174,10 +179,10 @@ async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
         for gate in gates:
             gate.set()
         fresh = keys_of("fresh", 4)
-        await until(lambda: not store._core.in_flight)
+        await until_async(lambda: not store._core.in_flight)
         assert await store.put(fresh, payloads(fresh)) == 4
         assert await contents(store, fresh) == payloads(fresh)
-        assert await store.flush(10.0)
+        assert await store.flush(PATIENCE)
 
 
 @pytest.mark.parametrize("what", ["flush", "reset", "put", "resolve", "get"])
@@ -192,12 +197,12 @@ async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
         running = begin_call(store, what, KEYS)
         # It may be woken, and wait again, before it waits for the disk alone.
         await asyncio.sleep(0.01)
-        await until(lambda: any(not waiter.done() for waiter in store._driver._waiters))
+        await until_async(lambda: any(not waiter.done() for waiter in store._driver._waiters))
         assert not running.done()
         (waiter,) = (waiter for waiter in store._driver._waiters if not waiter.done())
         waiter.set_result(True)
         running.cancel()
-        await asyncio.wait({running}, timeout=0.5)
+        await asyncio.wait({running}, timeout=PATIENCE)
         assert running.cancelled()
         for gate in gates:
             gate.set()
@@ -213,7 +218,7 @@ async def test_an_open_that_is_cancelled_again_and_again_lets_go(
     def slow(self: DiskTier, region: PinnedRegion) -> Any:
         regions.append(region)
         entered.set()
-        gate.wait(5.0)
+        gate.wait(PATIENCE)
         return real(self, region)
 
     async def use() -> None:
@@ -222,14 +227,14 @@ async def test_an_open_that_is_cancelled_again_and_again_lets_go(
 
     monkeypatch.setattr(DiskTier, "open", slow)
     opening = asyncio.create_task(use())
-    await until(entered.is_set)
+    await until_async(entered.is_set)
     for _ in range(3):
         opening.cancel()
         await asyncio.sleep(0)
     await asyncio.wait({opening})
     assert opening.cancelled()
     gate.set()
-    await until(lambda: io_threads() <= others and regions[0]._memory is None)
+    await until_async(lambda: io_threads() <= others and regions[0]._memory is None)
     monkeypatch.undo()
 
 
@@ -241,7 +246,7 @@ PROGRAM = """
     config = {
         "cpu_bytes_to_use": 64 * size,
         "chunk_bytes": size,
-        "shutdown_timeout_s": 30.0,
+        "shutdown_timeout_s": 180.0,
         "record_trace": path + ".trace",
         "tiers": [
             {"type": "disk", "path": path, "segment_bytes": "8MiB", "capacity_bytes": "64MiB"}
@@ -259,7 +264,7 @@ PROGRAM = """
     async def main():
         opened = asyncio.Event()
         using = asyncio.create_task(use(opened))
-        await asyncio.wait_for(opened.wait(), 30)
+        await asyncio.wait_for(opened.wait(), 50)
         if when == "closing":
             await asyncio.sleep(0)
         # The loop ends, and cancels everything that is left.
@@ -267,7 +272,7 @@ PROGRAM = """
     asyncio.run(main())
     for thread in threading.enumerate():
         if "-io-" in thread.name:
-            thread.join(2.0)
+            thread.join(20.0)
     print([thread.name for thread in threading.enumerate() if "-io-" in thread.name])
     async def again():
         async with kvstore.open(config) as store:
@@ -278,16 +283,14 @@ PROGRAM = """
 
 @pytest.mark.parametrize("when", ["in use", "closing"])
 def test_a_loop_that_ends_under_a_store_closes_it(tmp_path: Path, when: str) -> None:
-    start = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "cache"), when],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\nTrue\n", "")
-    assert time.monotonic() - start < 20.0
 
 
 async def test_leaving_on_another_loop_does_not_close_the_store(open_store: Open) -> None:

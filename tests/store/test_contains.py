@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from kvstore.errors import KVStoreError
-from tests.store.support import Open, contents, hold, keys_of, payloads, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import Open, contents, hold, keys_of, payloads
 
 A, B = keys_of("a", 6), keys_of("b", 4)
 
@@ -20,7 +21,7 @@ async def test_it_tells_of_host_memory_and_of_the_disk_and_changes_nothing(
         await store.put(A[:4], payloads(A[:4]))
     async with open_store(rows=8, disk=64, keep_events=True) as store:
         await store.put(B[:2], payloads(B[:2]))
-        assert await store.flush(5.0)
+        assert await store.flush(PATIENCE)
         store.take_events()
         before = asdict(store.stats())
         order = list(store._assembly.recency()[0])
@@ -57,7 +58,7 @@ async def test_what_is_not_whole_does_not_count(
     async with open_store(rows=8, disk=64) as store:
         gate = hold(monkeypatch, "read")
         waiting = asyncio.create_task(contents(store, A))
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
         # It is on its way to host memory, and on the disk still.
         assert store.contains_prefix(A) == 6
         gate.set()
@@ -80,10 +81,10 @@ async def test_a_tier_that_does_not_answer_does_not_count(
         assert store.contains_prefix(A) == 6
         assert await contents(store, A) == []
         # Time passes for a store when somebody calls it.
-        await until(lambda: store.lookup_prefix(B) == 0 and store.stats().tiers[0].stalled)
+        await until_async(lambda: store.lookup_prefix(B) == 0 and store.stats().tiers[0].stalled)
         assert store.contains_prefix(A) == 0
         gate.set()
-        await until(lambda: not store.stats().tiers[0].stalled)
+        await until_async(lambda: not store.stats().tiers[0].stalled)
         assert store.contains_prefix(A) == 6
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, small, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, small
 from tiers.base import Transfer
 from tiers.disk import DiskTier
 
@@ -31,10 +32,10 @@ async def test_what_it_counts_is_on_disk_when_it_returns(
     (tier,) = small(tmp_path / "cache", disk=128)["tiers"]
     async with open_store(rows=8, tiers=[{**tier, "flow": flow}]) as store:
         assert await store.put(B, payloads(B)) == 4
-        assert await store.put(A, payloads(A), durable=True, timeout=10.0) == 6
+        assert await store.put(A, payloads(A), durable=True, timeout=PATIENCE) == 6
         assert on_disk(store) >= {*A}
         # What it has already is written too, if it is not on disk.
-        assert await store.put(B, payloads(B), durable=True, timeout=10.0) == 4
+        assert await store.put(B, payloads(B), durable=True, timeout=PATIENCE) == 4
         assert on_disk(store) >= {*B}
         assert await store.put([], [], durable=True) == 0
     async with open_store(rows=8, disk=128) as store:
@@ -42,8 +43,8 @@ async def test_what_it_counts_is_on_disk_when_it_returns(
 
 
 async def test_more_than_host_memory_holds_is_written_as_a_whole(open_store: Open) -> None:
-    async with open_store(rows=8, disk=64, deadline_s=5.0) as store:
-        assert await store.put(WIDE, payloads(WIDE), durable=True, timeout=20.0) == 40
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(WIDE, payloads(WIDE), durable=True, timeout=PATIENCE) == 40
         assert on_disk(store) == {*WIDE}
 
 
@@ -62,7 +63,7 @@ async def test_it_waits_for_its_own_chunks_alone(
     async with open_store(rows=16, disk=64) as store:
         assert await store.put(B, payloads(B)) == 4
         await asyncio.sleep(0.01)
-        assert await store.put(A, payloads(A), durable=True, timeout=5.0) == 6
+        assert await store.put(A, payloads(A), durable=True, timeout=PATIENCE) == 6
         assert not on_disk(store) & {*B}
         waiting = asyncio.create_task(store.put(B, payloads(B), durable=True))
         await asyncio.sleep(0.05)
@@ -92,10 +93,10 @@ async def test_what_cannot_be_written_does_not_count_nor_what_follows_it(
 
     monkeypatch.setattr(DiskTier, "write", third_fails)
     async with open_store(rows=8, disk=64) as store:
-        assert await store.put(A, payloads(A), durable=True, timeout=5.0) == 3
+        assert await store.put(A, payloads(A), durable=True, timeout=PATIENCE) == 3
         assert store.contains_prefix(A) == 6
         # The disk is left alone for a while after that.
-        assert await store.put(A, payloads(A), durable=True, timeout=5.0) == 3
+        assert await store.put(A, payloads(A), durable=True, timeout=PATIENCE) == 3
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled", "closed"])
@@ -106,7 +107,7 @@ async def test_a_wait_that_ends_early_holds_nothing_and_keeps_what_is_stored(
         gate = hold(monkeypatch, "write")
         seconds = 0.1 if how == "timeout" else None
         putting = asyncio.create_task(store.put(A, payloads(A), durable=True, timeout=seconds))
-        await until(lambda: store.contains_prefix(A) == 6)
+        await until_async(lambda: store.contains_prefix(A) == 6)
         if how == "timeout":
             with pytest.raises(TimeoutError, match="put took longer"):
                 await putting
@@ -122,7 +123,7 @@ async def test_a_wait_that_ends_early_holds_nothing_and_keeps_what_is_stored(
             return
         assert store.contains_prefix(A) == 6
         gate.set()
-        assert await store.flush(5.0)
+        assert await store.flush(PATIENCE)
         assert busy(store) == 0
         assert on_disk(store) == {*A}
 
@@ -133,7 +134,7 @@ async def test_a_reset_and_a_removal_leave_nothing_to_count(
     async with open_store(rows=16, disk=64) as store:
         gate = hold(monkeypatch, "write")
         one = asyncio.create_task(store.put(A, payloads(A), durable=True))
-        await until(lambda: store.contains_prefix(A) == 6)
+        await until_async(lambda: store.contains_prefix(A) == 6)
         removing = asyncio.create_task(store.remove(A[2:3]))
         await asyncio.sleep(0.01)
         gate.set()
@@ -141,7 +142,7 @@ async def test_a_reset_and_a_removal_leave_nothing_to_count(
         assert await removing == 1
         gate.clear()
         other = asyncio.create_task(store.put(B, payloads(B), durable=True))
-        await until(lambda: store.contains_prefix(B) == 4)
+        await until_async(lambda: store.contains_prefix(B) == 4)
         resetting = asyncio.create_task(store.reset())
         await asyncio.sleep(0.01)
         gate.set()
@@ -165,13 +166,13 @@ def test_what_it_counts_is_found_after_kill_9(tmp_path: Path) -> None:
             print(store.contains_prefix(keys))
         """
     )
-    killed = subprocess.run([sys.executable, "-c", code, "kill"], timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", code, "kill"], timeout=PATIENCE, check=False)
     assert killed.returncode == -signal.SIGKILL
     done = subprocess.run(
         [sys.executable, "-c", code, "look"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.stdout == "40\n", done.stderr

@@ -14,7 +14,8 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from tests.store.support import CHUNK, Open, busy, contents, keys_of, payloads, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, busy, contents, keys_of, payloads
 
 KEYS = keys_of("a", 4)
 
@@ -57,14 +58,14 @@ def in_thread(call: Callable[[], Any]) -> BaseException | None:
 
     thread = threading.Thread(target=run, name="another")
     thread.start()
-    thread.join(10.0)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     return raised[0] if raised else None
 
 
 async def still_works(store: Store) -> None:
     assert await contents(store, KEYS) == payloads(KEYS)
-    assert await store.flush(10.0)
+    assert await store.flush(PATIENCE)
     assert busy(store) == 0
 
 
@@ -163,7 +164,7 @@ async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Ope
         assert busy(store) == 4
         error = in_thread(lambda: asyncio.run(lease.__aexit__(None, None, None)))  # type: ignore[arg-type]
         assert isinstance(error, KVStoreError)
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
         with pytest.raises(KVStoreError, match="lease has ended"):
             chunks[0]
         await still_works(store)
@@ -177,7 +178,7 @@ async def test_a_lease_that_nobody_ends_ends_when_it_is_forgotten(open_store: Op
         assert busy(store) == 4
         del lease
         gc.collect()
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
 
 
 async def test_a_lease_is_begun_once(open_store: Open) -> None:

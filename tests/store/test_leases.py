@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
 
 from kvstore import driver, prompts
 from kvstore.store import Store
-from tests.store.support import Open, busy, cancel, contents, hold, keys_of, payloads, until
+from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
+from tests.store.support import Open, busy, cancel, contents, hold, hurry, keys_of, payloads
 
 PROMPT = keys_of("a", 6)
 
@@ -23,9 +23,7 @@ async def on_disk(open_store: Open, *several: list[bytes]) -> None:
 
 
 async def polled(store: Store, keys: list[bytes], request: str | None = None) -> int:
-    while (count := store.lookup_prefix(keys, request)) is None:
-        await asyncio.sleep(0.001)
-    return count
+    return await answered_async(lambda: store.lookup_prefix(keys, request))
 
 
 @pytest.mark.parametrize("request_name", [None, "mine"])
@@ -71,7 +69,7 @@ async def test_a_put_after_a_lookup_leaves_nothing_leased(open_store: Open, rest
         if rest:
             assert await contents(store, PROMPT[:found]) == payloads(PROMPT[:found])
         assert await store.put(keys, payloads(keys)) == len(keys)
-        assert await store.flush(5.0)
+        assert await store.flush(PATIENCE)
         assert busy(store) == 0
 
 
@@ -92,21 +90,20 @@ async def test_lookups_of_one_prompt_do_not_take_anothers_chunks_away(open_store
 async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(open_store: Open) -> None:
     forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
     await on_disk(open_store, forgotten, wanted)
-    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         assert await store.resolve(forgotten) == 8
-        start = time.monotonic()
-        assert await contents(store, wanted) == payloads(wanted)
-        assert time.monotonic() - start < 10.0
+        got = await asyncio.wait_for(contents(store, wanted), PATIENCE)
+        assert got == payloads(wanted)
         assert store.stats().lapses == 1
 
 
 async def test_a_lookup_whose_answer_nobody_awaits_is_in_nobodys_way(open_store: Open) -> None:
     forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
     await on_disk(open_store, forgotten, wanted)
-    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         assert store.lookup_prefix(forgotten) is None
-        await until(lambda: busy(store) == 8 and store.stats().waiting == 0)
-        assert await asyncio.wait_for(contents(store, wanted), 10.0) == payloads(wanted)
+        await until_async(lambda: busy(store) == 8 and store.stats().waiting == 0)
+        assert await asyncio.wait_for(contents(store, wanted), PATIENCE) == payloads(wanted)
         assert store.stats().lapses == 1
 
 
@@ -116,37 +113,36 @@ async def test_many_lookups_whose_answers_nobody_awaits_are_in_nobodys_way(
     prompts_of_8 = [keys_of(f"forgotten-{n}", 8) for n in range(8)]
     wanted = keys_of("wanted", 8)
     await on_disk(open_store, *prompts_of_8, wanted)
-    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         for keys in prompts_of_8:
             assert store.lookup_prefix(keys) is None
-        assert await asyncio.wait_for(contents(store, wanted), 10.0) == payloads(wanted)
+        assert await asyncio.wait_for(contents(store, wanted), PATIENCE) == payloads(wanted)
 
 
 async def test_who_asks_seldom_gets_its_answer_although_others_wait(open_store: Open) -> None:
     seldom, others = keys_of("seldom", 8), [keys_of(f"other-{n}", 8) for n in range(4)]
     await on_disk(open_store, seldom, *others)
-    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         asking = [asyncio.create_task(contents(store, keys)) for keys in others]
-        end = time.monotonic() + 15.0
-        while store.lookup_prefix(seldom) is None:
-            assert time.monotonic() < end
-            await asyncio.sleep(2 * prompts.UNNAMED_SECONDS)
+        pause = 2 * prompts.UNNAMED_SECONDS
+        await answered_async(lambda: store.lookup_prefix(seldom), pause=pause)
         assert await asyncio.gather(*asking) == [payloads(keys) for keys in others]
 
 
 async def test_a_lookup_that_is_not_repeated_does_not_hold_up_a_put(open_store: Open) -> None:
     forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
     await on_disk(open_store, forgotten)
-    async with open_store(rows=8, disk=256, deadline_s=20.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         assert await store.resolve(forgotten) == 8
-        assert await asyncio.wait_for(store.put(wanted, payloads(wanted)), 10.0) == 8
+        assert await asyncio.wait_for(store.put(wanted, payloads(wanted)), PATIENCE) == 8
 
 
 async def test_a_name_keeps_chunks_while_others_wait(open_store: Open) -> None:
     named, wanted = keys_of("named", 8), keys_of("wanted", 8)
     await on_disk(open_store, named, wanted)
-    async with open_store(rows=8, disk=256, deadline_s=1.0, lease_s=60.0) as store:
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         assert await store.resolve(named, "mine") == 8
+        hurry(store, 0.5)
         assert await contents(store, wanted) == []
         assert busy(store) == 8
         store.release("mine")
@@ -159,15 +155,13 @@ async def test_a_prompt_whose_lease_ended_is_answered_from_what_is_there(
     monkeypatch.setattr(prompts, "UNNAMED_SECONDS", 0.0)
     one, other = keys_of("one", 8), keys_of("other", 8)
     await on_disk(open_store, one, other)
-    async with open_store(rows=8, disk=256, deadline_s=0.3) as store:
+    async with open_store(rows=8, disk=256, deadline_s=3.0) as store:
 
         async def poll(keys: list[bytes]) -> int:
             # Slower than anybody keeps chunks for it.
-            while (count := store.lookup_prefix(keys)) is None:
-                await asyncio.sleep(0.05)
-            return count
+            return await answered_async(lambda: store.lookup_prefix(keys), pause=0.05)
 
-        found = await asyncio.wait_for(asyncio.gather(poll(one), poll(other)), 10.0)
+        found = await asyncio.gather(poll(one), poll(other))
         assert max(found) == 8
 
 
@@ -176,7 +170,7 @@ async def test_who_waits_longer_than_leases_last_keeps_what_was_fetched(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     await on_disk(open_store, PROMPT)
-    async with open_store(rows=8, disk=256, deadline_s=5.0, lease_s=0.2) as store:
+    async with open_store(rows=8, disk=256, lease_s=0.2) as store:
         gate = hold(monkeypatch, "read")
         waits = store.resolve(PROMPT) if call == "resolve" else contents(store, PROMPT)
         waiting = asyncio.ensure_future(waits)
@@ -194,7 +188,7 @@ async def test_one_of_two_that_wait_for_the_same_can_be_cancelled(
         gate = hold(monkeypatch, "read")
         one = asyncio.create_task(store.resolve(PROMPT))
         other = asyncio.create_task(store.resolve(PROMPT))
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
         await cancel(one)
         assert store.stats().waiting == 1
         gate.set()
@@ -255,11 +249,11 @@ async def test_what_is_remembered_of_requests_is_bounded(
 async def test_who_is_silent_for_long_is_taken_for_ended(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with open_store(rows=8, lease_s=0.01) as store:
-        monkeypatch.setattr(store._prompts, "_linger", 0.02)
+    async with open_store(rows=8) as store:
         await store.put(PROMPT, payloads(PROMPT), "named")
         assert store.lookup_prefix(PROMPT) == 6
         assert len(store._prompts._open) == 2
+        monkeypatch.setattr(store._prompts, "_linger", 0.02)
         await asyncio.sleep(0.05)
         assert store.lookup_prefix([b"other"]) == 0
         assert len(store._prompts._open) == 1
@@ -281,4 +275,4 @@ async def test_many_questions_about_what_is_in_host_memory_wait_for_nothing(
                     async with store.get(PROMPT) as chunks:
                         assert len(chunks) == 6
 
-        await asyncio.wait_for(ask(), 10.0)
+        await asyncio.wait_for(ask(), PATIENCE)

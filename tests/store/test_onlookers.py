@@ -13,7 +13,8 @@ import pytest
 
 from kvstore.errors import LeaseEndedError
 from kvstore.store import Store
-from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads
 
 A, B = keys_of("a", 4), keys_of("b", 4)
 
@@ -29,7 +30,7 @@ class Reader:
         array = np.frombuffer(chunk, np.uint8)
         first = array[: CHUNK // 2].tobytes()
         self.began.set()
-        assert self.go_on.wait(10.0)
+        assert self.go_on.wait(PATIENCE)
         self.copy = first + array[CHUNK // 2 :].tobytes()
         del array, chunk
         self.ended.set()
@@ -44,7 +45,7 @@ async def cancelled_reader(store: Store, keys: list[bytes], number: int) -> Read
             await asyncio.to_thread(reader.read, chunks[number])
 
     task = asyncio.create_task(copy())
-    await until(reader.began.is_set)
+    await until_async(reader.began.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -67,14 +68,14 @@ async def test_a_thread_whose_task_was_cancelled_reads_its_own_chunk_to_the_end(
         assert await store.put(A, payloads(A)) == 4
         reader = await cancelled_reader(store, A, 1)
         # The other three rows are free for others at once.
-        stored = await store.put(B, payloads(B), timeout=10.0)
+        stored = await store.put(B, payloads(B), timeout=PATIENCE)
         held = busy(store)
         reader.go_on.set()
-        await until(reader.ended.is_set)
+        await until_async(reader.ended.is_set)
         assert reader.copy == payload(A[1])
         assert (stored, held) == (3, 1)
-        await until(lambda: busy(store) == 0)
-        assert await store.put(B, payloads(B), timeout=10.0) == 4
+        await until_async(lambda: busy(store) == 0)
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 4
         assert await contents(store, B) == payloads(B)
 
 
@@ -94,7 +95,7 @@ async def test_rows_that_are_looked_at_are_counted_and_told_once(
         await asyncio.sleep(0)
         assert store.stats().watched_rows == 2
         held.clear()
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
         stats = store.stats()
         assert (stats.outlived, stats.watched_rows) == (3, 0)
 
@@ -105,16 +106,16 @@ async def test_the_error_of_the_ordinary_case_stays(open_store: Open) -> None:
         with pytest.raises(LeaseEndedError, match="still alive"):
             async with store.get(A) as chunks:
                 held = np.frombuffer(chunks[2], np.uint8)
-        await store.put(B, payloads(B), timeout=10.0)
+        await store.put(B, payloads(B), timeout=PATIENCE)
         assert held.tobytes() == payload(A[2])
         del held
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
 
 
 def _in_a_thread(drop: Callable[[], None]) -> None:
     thread = threading.Thread(target=drop)
     thread.start()
-    thread.join(5.0)
+    thread.join(PATIENCE)
 
 
 @pytest.mark.parametrize("where", ["here", "in a thread", "in a cycle"])
@@ -135,7 +136,7 @@ async def test_nothing_stays_pinned_when_nobody_looks_any_more(
             held.append(held)
             del held
             _in_a_thread(lambda: [gc.collect()])
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
         assert store.stats().watched_rows == 0
 
 
@@ -150,7 +151,7 @@ async def test_the_same_chunk_looked_at_from_two_leases_stays_until_both_are_don
         await asyncio.sleep(0.01)
         assert busy(store) == 1
         del other
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
 
 
 async def test_a_key_named_twice_stays_until_both_views_are_gone(open_store: Open) -> None:
@@ -163,7 +164,7 @@ async def test_a_key_named_twice_stays_until_both_views_are_gone(open_store: Ope
         await asyncio.sleep(0.01)
         assert busy(store) == 1
         del other
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
 
 
 async def test_a_name_may_be_released_and_used_again_while_its_rows_are_looked_at(
@@ -189,13 +190,13 @@ async def test_a_reset_does_not_wait_for_who_looks_and_its_row_stays(open_store:
     async with open_store(rows=4) as store:
         await store.put(A, payloads(A))
         held = await hold(store, A)
-        await store.reset(timeout=5.0)
-        assert await store.put(B, payloads(B), timeout=10.0) == 3
+        await store.reset(timeout=PATIENCE)
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
         assert held.tobytes() == payload(A[0])
         assert store.stats().watched_rows == 1
         del held
-        await until(lambda: store.stats().watched_rows == 0)
-        assert await store.put(B, payloads(B), timeout=10.0) == 4
+        await until_async(lambda: store.stats().watched_rows == 0)
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 4
         assert store.stats().stray == 0
 
 
@@ -210,7 +211,7 @@ async def test_a_reset_waits_for_a_lease_until_only_onlookers_are_left(open_stor
         assert not resetting.done()
         with pytest.raises(LeaseEndedError):
             await lease.__aexit__(None, None, None)
-        await asyncio.wait_for(resetting, 5.0)
+        await asyncio.wait_for(resetting, PATIENCE)
         assert held.tobytes() == payload(A[0])
 
 

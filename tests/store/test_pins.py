@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import BlockKeyError, KVStoreError, LeaseEndedError
-from tests.store.support import CHUNK, Open, contents, keys_of, payloads, until
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, contents, keys_of, payloads
 
 A, B, C = keys_of("a", 4), keys_of("b", 8), keys_of("c", 8)
 
@@ -17,12 +18,12 @@ A, B, C = keys_of("a", 4), keys_of("b", 8), keys_of("c", 8)
 async def test_what_is_pinned_stays_in_host_memory_until_its_time_is_over(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=8, deadline_s=60.0, eviction_policy="lru") as store:
+    async with open_store(rows=8, eviction_policy="lru") as store:
         await store.put(A, payloads(A))
         assert store.pin(A, math.inf) == 4
         for keys in (B, C):
             # What fits beside it, at once: nobody waits for a pin to end.
-            assert await asyncio.wait_for(store.put(keys, payloads(keys)), 20.0) == 4
+            assert await asyncio.wait_for(store.put(keys, payloads(keys)), PATIENCE) == 4
         assert await contents(store, A) == payloads(A)
         assert store.stats().pinned_rows == 4
         assert store.unpin(A) == 4
@@ -40,7 +41,7 @@ async def test_what_is_pinned_stays_on_disk_and_is_found_after_a_restart(open_st
         for prompt in range(32):
             keys = keys_of(f"others {prompt}", 8)
             await store.put(keys, payloads(keys))
-            await store.flush(5.0)
+            await store.flush(PATIENCE)
         assert store.stats().tiers[0].evicted > 0
         assert store.stats().tiers[0].pinned == 4
         assert await contents(store, A) == payloads(A)
@@ -76,7 +77,7 @@ async def test_what_is_prefetched_comes_by_itself(open_store: Open) -> None:
         await store.put(B, payloads(B))
     async with open_store(rows=32, disk=64) as store:
         assert store.prefetch([*B, *C]) == 8
-        await until(lambda: store.stats().chunks == 8 and store.stats().busy_rows == 0)
+        await until_async(lambda: store.stats().chunks == 8 and store.stats().busy_rows == 0)
         assert store.lookup_prefix(B) == 8
         assert store.prefetch(B) == 0
         stats = store.stats()
@@ -88,10 +89,10 @@ async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: 
     async with open_store(rows=16, disk=64) as store:
         await store.put(B, payloads(B))
         assert store.demote(B) == 8
-        await until(lambda: store.stats().chunks == 0)
+        await until_async(lambda: store.stats().chunks == 0)
         assert store.contains_prefix(B) == 8
         assert store.prefetch(B) == 8
-        await until(lambda: (store.stats().chunks, store.stats().busy_rows) == (8, 0))
+        await until_async(lambda: (store.stats().chunks, store.stats().busy_rows) == (8, 0))
         assert await contents(store, B) == payloads(B)
         assert store.stats().deferrals == 0
 
@@ -127,22 +128,22 @@ async def test_a_copy_outlives_the_lease_and_an_array_over_a_chunk_cannot_be_wri
 async def test_statistics_tell_bytes_and_times(open_store: Open) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         stats = store.stats()
         assert (stats.chunk_bytes, stats.stored_bytes) == (CHUNK, 4 * CHUNK)
         assert stats.tiers[0].written_bytes == 4 * CHUNK
         assert stats.tiers[0].writes.count >= 1
-        assert 0 < stats.tiers[0].writes.mean < 5.0
+        assert 0 < stats.tiers[0].writes.mean < PATIENCE
     async with open_store(rows=8, disk=64) as store:
         await contents(store, A)
         stats = store.stats()
         assert (stats.loaded_bytes, stats.tiers[0].read_bytes) == (4 * CHUNK, 4 * CHUNK)
         assert stats.waits.count == 1
-        assert 0 < stats.waits.quantile(0.5) <= 5.0
+        assert 0 < stats.waits.quantile(0.5) <= PATIENCE
 
 
 async def test_what_is_unpinned_as_cold_leaves_first(open_store: Open) -> None:
-    async with open_store(rows=16, deadline_s=60.0, eviction_policy="lru") as store:
+    async with open_store(rows=16, eviction_policy="lru") as store:
         await store.put(B, payloads(B))
         await store.put(A, payloads(A))
         assert store.pin(A, math.inf) == 4

@@ -17,6 +17,7 @@ import kvstore
 from kvstore.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.store import Store
+from tests.patience import PATIENCE, answered_async
 from tests.simulation.traces import conversations
 from tests.store.support import CHUNK, keys_of
 from tiers.disk.format import Geometry
@@ -44,6 +45,9 @@ async def recorded(path: Path, host: int = HOST, disk: int = DISK) -> AsyncItera
         "chunk_bytes": CHUNK,
         "cpu_bytes_to_use": host * CHUNK,
         "eviction_policy": "lru",
+        # A slow disk makes no misses.
+        "deadline_s": PATIENCE,
+        "max_wait_s": PATIENCE,
         "record_trace": str(path / "trace.kvt"),
         "tiers": tiers if disk else [],
     }
@@ -82,16 +86,14 @@ async def resolve_get_and_put(store: Store, keys: list[bytes], name: str | None)
 
 
 async def poll_get_and_put(store: Store, keys: list[bytes], name: str | None) -> int:
-    while (found := store.lookup_prefix(keys, name)) is None:
-        await asyncio.sleep(0.0005)
+    found = await answered_async(lambda: store.lookup_prefix(keys, name))
     assert await get(store, keys[:found], name) == found
     await store.put(keys, [DATA] * len(keys), name)
     return found
 
 
 async def poll_get_and_put_in_portions(store: Store, keys: list[bytes], name: str | None) -> int:
-    while (found := store.lookup_prefix(keys, name)) is None:
-        await asyncio.sleep(0.0005)
+    found = await answered_async(lambda: store.lookup_prefix(keys, name))
     assert await get(store, keys, name) == found
     for start in range(found, len(keys), 3):
         part = keys[start : start + 3]

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
+from tests.patience import PATIENCE, until_async
 from tests.store.support import (
     Open,
     answer,
@@ -25,7 +26,6 @@ from tests.store.support import (
     payload,
     payloads,
     small,
-    until,
 )
 from tiers.disk import DiskTier
 
@@ -38,7 +38,7 @@ def flowing(tmp_path: Path, flow: str) -> dict[str, Any]:
 
 
 async def sound(store: Store) -> None:
-    assert await store.flush(5.0)
+    assert await store.flush(PATIENCE)
     assert busy(store) == 0
     assert not store._core.hidden
     assert store.stats().illegal == 0
@@ -51,7 +51,7 @@ async def test_what_is_removed_is_missed_now_and_after_a_restart(
     async with open_store(rows=8, **flowing(tmp_path, flow)) as store:
         await store.put(A, payloads(A))
         await store.put(B, payloads(B))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         assert await store.remove([A[2], A[2], A[4], b"nobody"]) == 2
         assert store.contains_prefix(A) == 2
         assert await store.resolve(A) == 2
@@ -69,7 +69,7 @@ async def test_what_is_removed_is_missed_now_and_after_a_restart(
 async def test_events_tell_of_it(open_store: Open) -> None:
     async with open_store(rows=8, disk=64, keep_events=True) as store:
         await store.put(A[:2], payloads(A[:2]))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         store.take_events()
         await store.remove(A[:1])
         told = [(event.keys, event.medium, event.removed) for event in store.take_events()]
@@ -110,7 +110,7 @@ async def test_a_lease_goes_on_and_a_put_waits_for_it(open_store: Open) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
         async with store.get(A) as chunks:
-            assert await store.remove(A, timeout=5.0) == 6
+            assert await store.remove(A, timeout=PATIENCE) == 6
             assert store.lookup_prefix(A) == 0
             putting = asyncio.create_task(store.put(A, other))
             await asyncio.sleep(0.1)
@@ -118,7 +118,7 @@ async def test_a_lease_goes_on_and_a_put_waits_for_it(open_store: Open) -> None:
             assert [bytes(chunk) for chunk in chunks] == payloads(A)
         assert await putting == 6
         assert await contents(store, A) == other
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         await sound(store)
     async with open_store(rows=8, disk=64) as store:
         assert await contents(store, A) == other
@@ -129,10 +129,10 @@ async def test_what_is_being_read_is_a_miss_and_its_places_come_back(
 ) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-    async with open_store(rows=8, disk=64, deadline_s=20.0) as store:
+    async with open_store(rows=8, disk=64) as store:
         gate = hold(monkeypatch, "read")
         getting = asyncio.create_task(contents(store, A))
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
         removing = asyncio.create_task(store.remove(A[3:]))
         await asyncio.sleep(0.05)
         assert store.lookup_prefix(A[3:]) == 0
@@ -174,10 +174,10 @@ async def test_a_put_under_way_stores_nothing_of_it(
         await asyncio.sleep(0.05)
         store._core.complete_store(A, "r")
         store._driver.pump()
-        assert await asyncio.wait_for(removing, 5.0) == 0
+        assert await asyncio.wait_for(removing, PATIENCE) == 0
         assert store.contains_prefix(A) == 0
         assert store.contains_prefix(A[2:]) == 4
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         await sound(store)
 
 
@@ -186,7 +186,7 @@ async def test_a_tier_that_cannot_erase_is_told_of(
 ) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         with monkeypatch.context() as patch:
             patch.setattr(DiskTier, "erase", answer("the disk is read-only"))
             with pytest.raises(KVStoreError, match="records of 6 chunks could not be erased"):
@@ -205,7 +205,7 @@ async def test_a_call_that_is_given_up_goes_on(
 ) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         gate = hold(monkeypatch, "erase")
         with pytest.raises(TimeoutError, match="remove took longer"):
             await store.remove(A[:3], timeout=0.05)
@@ -214,7 +214,7 @@ async def test_a_call_that_is_given_up_goes_on(
         await cancel(task)
         assert store.contains_prefix(A) == 0
         gate.set()
-        await until(lambda: not store._core.hidden)
+        await until_async(lambda: not store._core.hidden)
         await sound(store)
     async with open_store(rows=8, disk=64) as store:
         assert await store.resolve(A) == 0
@@ -226,7 +226,7 @@ async def test_a_reset_takes_a_removal_along(
 ) -> None:
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         gate = hold(monkeypatch, "erase")
         removing = asyncio.create_task(store.remove(A))
         await asyncio.sleep(0.05)
@@ -234,9 +234,9 @@ async def test_a_reset_takes_a_removal_along(
         await asyncio.sleep(0.05)
         gate.set()
         await resetting
-        assert await asyncio.wait_for(removing, 5.0) == 6
+        assert await asyncio.wait_for(removing, PATIENCE) == 6
         assert await store.put(A, payloads(A)) == 6
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         await sound(store)
     async with open_store(rows=8, disk=64) as store:
         assert await contents(store, A) == payloads(A)
@@ -264,7 +264,7 @@ async def test_many_keys_amid_traffic(open_store: Open) -> None:
                 assert store.contains_prefix(keys) == 0
 
         await asyncio.gather(*map(serve, range(4)), *map(change, range(4)))
-        await store.flush(5.0)
+        await store.flush(PATIENCE)
         await sound(store)
     async with open_store(rows=16, disk=256) as store:
         for number in range(4):
@@ -290,13 +290,15 @@ def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
                 print([store.contains_prefix([key]) for key in keys] == [0, 1] * 20)
         """
     )
-    killed = subprocess.run([sys.executable, "-c", f"{code}\nasyncio.run(main(True))"], timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", f"{code}\nasyncio.run(main(True))"], timeout=PATIENCE
+    )
     assert killed.returncode == -signal.SIGKILL
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nasyncio.run(main(False))"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.stdout == "True\n", done.stderr

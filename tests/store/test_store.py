@@ -23,6 +23,7 @@ from kvstore.store import COPY_INLINE_BYTES
 from policies import registry
 from policies.lru import LRU
 from policies.table import COMPILED
+from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import (
     CHUNK,
     Open,
@@ -31,10 +32,10 @@ from tests.store.support import (
     cancel,
     contents,
     hold,
+    hurry,
     keys_of,
     payload,
     payloads,
-    until,
 )
 from tiers import PinnedRegion, Transfer
 from tiers.disk import DiskTier
@@ -226,11 +227,9 @@ async def test_flushing_gives_up_in_time(open_store: Open, monkeypatch: pytest.M
     gate = hold(monkeypatch, "write")
     async with open_store(disk=32) as store:
         await store.put(keys_of("a", 1), [bytes(CHUNK)])
-        start = time.monotonic()
-        assert not await store.flush(timeout=0.1)
-        assert time.monotonic() - start < 1.0
+        assert not await asyncio.wait_for(store.flush(timeout=0.1), PATIENCE)
         gate.set()
-        assert await store.flush(timeout=5.0)
+        assert await store.flush(timeout=PATIENCE)
 
 
 async def test_more_than_host_memory_holds_streams_through_to_disk(open_store: Open) -> None:
@@ -311,7 +310,7 @@ async def test_a_reset_waits_for_leases_to_end(open_store: Open) -> None:
             await asyncio.sleep(0.05)
             assert not resetting.done()
             assert [bytes(chunk) for chunk in chunks] == payloads(keys)
-        await asyncio.wait_for(resetting, 5.0)
+        await asyncio.wait_for(resetting, PATIENCE)
         assert store.lookup_prefix(keys) == 0
 
 
@@ -335,7 +334,7 @@ async def test_what_is_leased_keeps_its_bytes_while_a_reset_and_new_stores_go_on
             assert store.stats().free_rows == 0, "two rows are still leased"
             assert [bytes(chunk) for chunk in chunks] == payloads(old)
             assert not resetting.done()
-        await asyncio.wait_for(resetting, 5.0)
+        await asyncio.wait_for(resetting, PATIENCE)
         assert await store.put(new, payloads(new)) == 4
 
 
@@ -349,7 +348,7 @@ async def test_a_reset_does_not_wait_for_what_began_after_it(open_store: Open) -
                 await asyncio.sleep(0)
                 await store.put(keys, payloads(keys))
                 await leases.enter_async_context(store.get(keys))
-            await asyncio.wait_for(resetting, 5.0)
+            await asyncio.wait_for(resetting, PATIENCE)
 
 
 async def test_a_put_that_a_reset_overtakes_stores_no_more(
@@ -361,20 +360,20 @@ async def test_a_put_that_a_reset_overtakes_stores_no_more(
 
     def slow(target: Any, source: Any) -> None:
         copying.set()
-        go_on.wait(5)
+        go_on.wait(PATIENCE)
         copyto(target, source)
 
     monkeypatch.setattr(np, "copyto", slow)
     async with open_store(rows=4, disk=32) as store:
         keys = keys_of("a", 12)
         putting = asyncio.create_task(store.put(keys, payloads(keys)))
-        assert await asyncio.to_thread(copying.wait, 5)
+        assert await asyncio.to_thread(copying.wait, PATIENCE)
         resetting = asyncio.create_task(store.reset())
         await asyncio.sleep(0.05)
         assert not resetting.done()
         go_on.set()
         assert await putting == 0
-        await asyncio.wait_for(resetting, 5.0)
+        await asyncio.wait_for(resetting, PATIENCE)
         assert (store.stats().chunks, store.stats().free_rows) == (0, 4)
 
 
@@ -386,7 +385,7 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared(
         await store.put(keys, payloads(keys))
         await store.flush()
         monkeypatch.setattr(DiskTier, "clear", answer(None))
-        await asyncio.wait_for(store.reset(), 5.0)
+        await asyncio.wait_for(store.reset(), PATIENCE)
         assert store.lookup_prefix(keys) == 0
 
 
@@ -488,7 +487,7 @@ def test_an_array_that_outlives_its_store_reads_no_foreign_memory() -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
@@ -511,8 +510,9 @@ async def test_what_was_fetched_stays_for_a_request_that_asks_again(open_store: 
     keys = keys_of("a", 4)
     async with open_store(rows=6, disk=64) as store:
         await store.put(keys, payloads(keys))
-    async with open_store(rows=6, disk=64, deadline_s=0.2) as store:
+    async with open_store(rows=6, disk=64) as store:
         assert await store.resolve(keys, request="mine") == 4
+        hurry(store, 0.2)
         others = keys_of("others", 6)
         await store.put(others, payloads(others))
         assert store.lookup_prefix(keys, request="mine") == 4
@@ -531,14 +531,14 @@ async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(
     copyto = np.copyto
 
     def slow(*args: Any) -> None:
-        gate.wait(5.0)
+        gate.wait(PATIENCE)
         copyto(*args)
 
     async with open_store(chunk_bytes=size) as store:
         keys = keys_of("a", 2)
         monkeypatch.setattr(np, "copyto", slow)
         putting = asyncio.create_task(store.put(keys, payloads(keys, size)))
-        await until(lambda: busy(store) == 2)
+        await until_async(lambda: busy(store) == 2)
         for _ in range(3):
             putting.cancel()
             await asyncio.sleep(0.01)
@@ -554,7 +554,7 @@ async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(
 async def test_a_put_that_is_cancelled_while_it_waits_for_room_leaves_nothing(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=2, deadline_s=5.0) as store:
+    async with open_store(rows=2) as store:
         leased = keys_of("leased", 2)
         await store.put(leased, payloads(leased))
         async with store.get(leased):
@@ -579,11 +579,11 @@ async def test_a_get_that_is_cancelled_while_it_waits_leaves_no_pin(
                 raise AssertionError("it is not there yet")
 
         getting = asyncio.create_task(use())
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
         await cancel(getting)
         assert store.stats().waiting == 0
         gate.set()
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
         assert not store._core._requests
 
 
@@ -614,10 +614,10 @@ async def test_a_resolve_that_is_cancelled_leaves_no_pin(
     async with open_store(disk=32) as store:
         gate = hold(monkeypatch, "read")
         resolving = asyncio.create_task(store.resolve(keys))
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
         await cancel(resolving)
         gate.set()
-        await until(lambda: busy(store) == 0)
+        await until_async(lambda: busy(store) == 0)
 
 
 async def test_an_open_that_is_cancelled_lets_go_of_the_disk(
@@ -628,7 +628,7 @@ async def test_an_open_that_is_cancelled_lets_go_of_the_disk(
 
     def slow(self: DiskTier, region: PinnedRegion) -> Any:
         entered.set()
-        gate.wait(5.0)
+        gate.wait(PATIENCE)
         return real(self, region)
 
     async def use() -> None:
@@ -638,15 +638,15 @@ async def test_an_open_that_is_cancelled_lets_go_of_the_disk(
     with monkeypatch.context() as patch:
         patch.setattr(DiskTier, "open", slow)
         opening = asyncio.create_task(use())
-        await until(entered.is_set)
+        await until_async(entered.is_set)
         await cancel(opening)
         gate.set()
-    for _ in range(100):
+    end = time.monotonic() + PATIENCE
+    while True:
         async with open_store(disk=32) as store:
             if "lane-0" in store.description:
                 return
-        await asyncio.sleep(0.01)
-    raise AssertionError("its lane is never free again")
+        assert time.monotonic() < end, "its lane is never free again"
 
 
 # -- faults ----------------------------------------------------------------------------------
@@ -674,9 +674,10 @@ async def test_a_disk_that_never_answers_is_a_miss_after_the_deadline(
         gate = hold(monkeypatch, "read")
         start = time.monotonic()
         assert await contents(store, keys) == []
-        assert 0.09 < time.monotonic() - start < 2.0
+        assert 0.09 < time.monotonic() - start < PATIENCE
+        hurry(store, TOO_LONG)
         gate.set()
-        await until(lambda: store.stats().tiers[0].promoted == 4)
+        await until_async(lambda: store.stats().tiers[0].promoted == 4)
         assert await contents(store, keys) == payloads(keys)
 
 
@@ -687,7 +688,7 @@ async def test_a_disk_that_cannot_be_written_leaves_what_is_in_host_memory(
     async with open_store(disk=32) as store:
         keys = keys_of("a", 4)
         assert await store.put(keys, payloads(keys)) == 4
-        assert await store.flush(timeout=5.0)
+        assert await store.flush(timeout=PATIENCE)
         assert await contents(store, keys) == payloads(keys)
         assert store.stats().tiers[0].chunks == 0
 
@@ -696,10 +697,8 @@ async def test_a_disk_that_never_answers_does_not_keep_the_store_from_closing(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(monkeypatch, "write")
-    start = time.monotonic()
-    async with open_store(disk=32, shutdown_timeout_s=0.1) as store:
+    async with asyncio.timeout(PATIENCE), open_store(disk=32, shutdown_timeout_s=0.1) as store:
         await store.put(keys_of("a", 1), [bytes(CHUNK)])
-    assert time.monotonic() - start < 3.0
 
 
 # -- the ends --------------------------------------------------------------------------------
@@ -738,11 +737,11 @@ async def test_who_waits_when_the_store_closes_is_told(
     async with open_store(disk=32) as store:
         await store.put(keys, payloads(keys))
     hold(monkeypatch, "read")
-    async with open_store(disk=32, shutdown_timeout_s=0.1, deadline_s=30.0) as store:
+    async with open_store(disk=32, shutdown_timeout_s=0.1) as store:
         resolving = asyncio.create_task(store.resolve(keys))
-        await until(lambda: store.stats().waiting == 1)
+        await until_async(lambda: store.stats().waiting == 1)
     with pytest.raises(KVStoreError, match="closed"):
-        await asyncio.wait_for(resolving, 5.0)
+        await asyncio.wait_for(resolving, PATIENCE)
 
 
 @pytest.mark.parametrize("way", ["get", "resolve", "lookup_prefix"])
@@ -767,21 +766,22 @@ async def test_many_who_wait_share_the_steps_that_wake_them(
             return len(await contents(store, keys))
         if way == "resolve":
             return await store.resolve(keys)
-        while (found := store.lookup_prefix(keys)) is None:
-            await asyncio.sleep(0)
-        return found
+        return await answered_async(lambda: store.lookup_prefix(keys), pause=0)
 
-    async with open_store(rows=64, disk=64, deadline_s=30.0) as store:
+    async with open_store(rows=64, disk=64) as store:
         asking = [asyncio.create_task(ask(keys)) for keys in prompts]
         await asyncio.sleep(0.05)
         monkeypatch.setattr(Core, "poll", poll)
         began = time.monotonic()
-        wakes = 0
-        while time.monotonic() - began < 0.1:
+        wakes, took = 0, 0.0
+        while took < 0.1 or wakes < 50:
             wakes += 1
             store._driver.wake()
             await asyncio.sleep(0)
-        assert polls <= 120 < wakes * len(prompts), "a step a millisecond, whoever asks"
+            took = time.monotonic() - began
+        most = 20 + 1000 * took
+        assert polls <= most, "a step a millisecond, whoever asks"
+        assert polls < wakes * len(prompts) / 2, "every question is a step"
         gate.set()
         assert await asyncio.gather(*asking) == [1] * len(prompts)
 
@@ -794,7 +794,7 @@ async def test_closing_does_not_go_on_copying_after_its_time(
     async def slow(self: DiskTier, keys: Sequence[bytes], slots: Any, rows: Any) -> Transfer:
         nonlocal writes
         writes += 1
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         return Transfer([True] * len(keys))
 
     monkeypatch.setattr(DiskTier, "write", slow)
@@ -803,7 +803,7 @@ async def test_closing_does_not_go_on_copying_after_its_time(
     ) as store:
         keys = keys_of("a", 40)
         await store.put(keys, payloads(keys))
-    assert writes < 10
+    assert writes < 20, "copies went on for as long as there were any"
 
 
 async def test_the_size_of_a_chunk_must_be_given() -> None:
@@ -944,9 +944,9 @@ async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(
     keys, others = keys_of("a", 40), keys_of("b", 60)
     async with open_store(rows=64, disk=160) as store:
         assert await store.put(keys, payloads(keys)) == 40
-        assert await store.flush(5.0)
+        assert await store.flush(PATIENCE)
         assert await store.put(others, payloads(others)) == 60
-        assert await store.flush(5.0)
+        assert await store.flush(PATIENCE)
         assert await store.resolve(keys) == 40
         async with store.get(keys) as chunks:
             assert [bytes(chunk) for chunk in chunks] == payloads(keys)

@@ -28,6 +28,7 @@ from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedE
 from kvstore.puts import COPY_INLINE_BYTES
 from kvstore.store import Store
 from kvstore.sync import SyncLease, SyncStore
+from tests.patience import PATIENCE, TOO_LONG, until
 from tests.store.support import CHUNK, hold, keys_of, payloads, small
 
 KEYS, ON_DISK = keys_of("a", 4), keys_of("on disk", 4)
@@ -57,13 +58,6 @@ def no_thread_is_left() -> Iterator[None]:
     until(lambda: not own_threads())
 
 
-def until(true: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.001)
-
-
 def contents(store: SyncStore, keys: Sequence[bytes]) -> list[bytes]:
     with store.get(keys) as chunks:
         return [bytes(chunk) for chunk in chunks]
@@ -82,9 +76,9 @@ def fill(open_sync: Open) -> None:
 def still_works(store: SyncStore) -> None:
     fresh = keys_of("fresh", 4)
     until(lambda: busy(store) == 0)
-    assert store.put(fresh, payloads(fresh), timeout=5.0) == 4
+    assert store.put(fresh, payloads(fresh), timeout=PATIENCE) == 4
     assert contents(store, fresh) == payloads(fresh)
-    assert store.flush(5.0)
+    assert store.flush(PATIENCE)
     assert busy(store) == 0
 
 
@@ -201,7 +195,7 @@ async def on_a_loop(config: dict[str, Any], given: list[Act]) -> list[object]:
             case "resolve":
                 return await store.resolve(*arguments)
             case "flush":
-                return await store.flush(10.0)
+                return await store.flush(PATIENCE)
             case "reset":
                 return await store.reset()
             case "release":
@@ -237,7 +231,7 @@ def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
             case "resolve":
                 return store.resolve(*arguments)
             case "flush":
-                return store.flush(10.0)
+                return store.flush(PATIENCE)
             case "reset":
                 return store.reset()
             case "release":
@@ -250,7 +244,7 @@ def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
     with ThreadPoolExecutor(3) as pool, kvstore.open_sync(config) as store:
         for what, arguments in given:
             try:
-                told.append(pool.submit(one, store, what, arguments).result(20.0))
+                told.append(pool.submit(one, store, what, arguments).result(PATIENCE))
                 if what == "put":
                     store.flush()
             except KVStoreError as error:
@@ -339,7 +333,7 @@ WAITS: dict[str, Callable[[SyncStore, float], object]] = {
 def stopped(open_sync: Open, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncStore]:
     """A store whose disk does not answer, and whose host memory is full of what waits for it."""
     fill(open_sync)
-    with open_sync(rows=4, disk=64, deadline_s=20.0) as store:
+    with open_sync(rows=4, disk=64) as store:
         gates = [hold(monkeypatch, method) for method in ("read", "write", "clear")]
         others = keys_of("others", 4)
         assert store.put(others, payloads(others)) == 4
@@ -359,7 +353,7 @@ def test_a_call_whose_time_is_up_names_itself_and_leaves_nothing_held(
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=f"^{call} took longer than 0.05 s$"):
             WAITS[call](store, 0.05)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < PATIENCE
         assert store.stats().waiting == 0
         assert store._calls._left == set()
 
@@ -377,7 +371,7 @@ def test_a_close_whose_time_is_up_closes_all_the_same(
     with open_sync(disk=64, write_queue_bytes=CHUNK) as store:
         gate = hold(monkeypatch, "write")
         store.put(KEYS, payloads(KEYS))
-        threading.Timer(0.2, gate.set).start()
+        threading.Timer(1.0, gate.set).start()
         with pytest.raises(TimeoutError, match="close took longer than 0.05 s"):
             store.close(0.05)
         assert not own_threads()
@@ -396,7 +390,7 @@ def test_many_threads_whose_time_is_always_up_leave_nothing_held(open_sync: Open
             rng, ended, late = random.Random(number), 0, 0
             for _ in range(60):
                 keys = rng.choice(prompts)
-                seconds = rng.choice([0.0, 0.0002, 0.001, 0.005])
+                seconds = rng.choice([0.0, 0.0002, 0.001, 0.005, PATIENCE])
                 try:
                     if rng.random() < 0.3:
                         store.put(keys, payloads(keys), timeout=seconds)
@@ -455,7 +449,7 @@ def test_a_lease_may_be_left_in_another_thread_and_is_begun_once(open_sync: Open
         assert busy(store) == 4
         thread = threading.Thread(target=lease.__exit__, args=(None, None, None))
         thread.start()
-        thread.join(5.0)
+        thread.join(PATIENCE)
         assert busy(store) == 0
 
 
@@ -506,7 +500,7 @@ def test_calls_of_many_threads_at_once_give_right_bytes_and_leave_nothing_held(
 
         with ThreadPoolExecutor(8) as pool:
             assert sum(pool.map(use, range(8))) > 100
-        assert store.flush(10.0)
+        assert store.flush(PATIENCE)
         assert busy(store) == 0
 
 
@@ -563,19 +557,19 @@ def test_who_waits_while_another_thread_closes_is_told(
     open_sync: Open, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     fill(open_sync)
-    with open_sync(rows=4, disk=64, deadline_s=20.0, shutdown_timeout_s=0.2) as store:
+    with open_sync(rows=4, disk=64, shutdown_timeout_s=0.2) as store:
         gates = [hold(monkeypatch, method) for method in ("read", "write", "clear")]
         others = keys_of("others", 4)
         store.put(others, payloads(others))
         with ThreadPoolExecutor(3) as pool:
-            waiting = pool.submit(WAITS[call], store, 20.0)
+            waiting = pool.submit(WAITS[call], store, TOO_LONG)
             time.sleep(0.05)
             closing = [pool.submit(store.close) for _ in range(2)]
             with pytest.raises(KVStoreError, match="the store is closed"):
-                waiting.result(10.0)
+                waiting.result(PATIENCE)
             for gate in gates:
                 gate.set()
-            assert [each.result(10.0) for each in closing] == [None, None]
+            assert [each.result(PATIENCE) for each in closing] == [None, None]
 
 
 # -- interrupts ------------------------------------------------------------------------------
@@ -600,7 +594,7 @@ def test_who_is_interrupted_while_it_waits_leaves_nothing_held(
 ) -> None:
     with stopped(open_sync, monkeypatch) as store:
         with interrupted_after(0.05):
-            WAITS[call](store, 20.0)
+            WAITS[call](store, TOO_LONG)
         assert store.stats().waiting == 0
         assert store._calls._left == set()
 
@@ -652,8 +646,8 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(
     with open_sync(disk=64, write_queue_bytes=CHUNK) as store:
         gate = hold(monkeypatch, "write")
         store.put(KEYS, payloads(KEYS))
-        threading.Timer(0.3, gate.set).start()
-        with interrupted_after(0.05):
+        threading.Timer(2.0, gate.set).start()
+        with interrupted_after(0.5):
             store.close()
         assert not own_threads()
     with open_sync(disk=64) as store:
@@ -670,7 +664,7 @@ def in_a_child(act: Callable[[], object]) -> str:
     if not child:
         # One that hangs is ended, whatever handles signals here.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(5)
+        signal.alarm(round(PATIENCE))
         try:
             act()
             said = "nothing"
@@ -772,11 +766,14 @@ def test_a_child_may_open_a_store_of_its_own(open_sync: Open, tmp_path: Path) ->
 
 
 HEAD = """
-    import os, signal, sys, threading, time, kvstore
+    import os, signal, sys, threading, time, kvstore, kvstore.sync
+
+    # A slow disk is waited for.
+    kvstore.sync.EXIT_SECONDS = 50.0
 
     size = int(sys.argv[2])
     config = {
-        "cpu_bytes_to_use": 64 * size, "chunk_bytes": size, "shutdown_timeout_s": 30.0,
+        "cpu_bytes_to_use": 64 * size, "chunk_bytes": size, "shutdown_timeout_s": 180.0,
         "record_trace": sys.argv[1] + ".trace",
         "tiers": [{"type": "disk", "path": sys.argv[1], "capacity_bytes": 512 * size,
                    "segment_bytes": 32 * size}],
@@ -846,7 +843,6 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
 ) -> None:
     # Copied by a thread of the interpreter, which takes no work any more when it ends.
     size = COPY_INLINE_BYTES
-    start = time.monotonic()
     ended = subprocess.run(
         [
             sys.executable,
@@ -857,11 +853,10 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
-    assert time.monotonic() - start < 10.0
     # It was closed, not just left: what was recorded is in the file.
     assert (tmp_path / "cache.trace").stat().st_size > 300
     keys = [bytes([number]) * 32 for number in range(32)]
@@ -895,7 +890,7 @@ def test_an_interpreter_that_ends_while_its_disk_does_not_answer_ends_in_peace(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

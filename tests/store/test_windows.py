@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 
 import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError, LeaseEndedError
+from tests.patience import PATIENCE, until, until_async
 
 CHUNK = 4096
 KEYS = [b"key-%03d" % n + bytes(4) for n in range(100)]
@@ -19,6 +18,8 @@ def config(folder: Path, rows: int = 16) -> dict[str, object]:
     return {
         "cpu_bytes_to_use": rows * CHUNK,
         "chunk_bytes": CHUNK,
+        "deadline_s": PATIENCE,
+        "max_wait_s": PATIENCE,
         "identity": {"model": "m"},
         "tiers": [
             {
@@ -71,10 +72,7 @@ async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> 
                 async for _ in windows:
                     raise ZeroDivisionError
         # What was on its way arrives.
-        end = time.monotonic() + 10
-        while store.stats().busy_rows:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not store.stats().busy_rows)
 
 
 async def test_a_window_cannot_be_used_after_the_next_has_come(tmp_path: Path) -> None:
@@ -92,10 +90,7 @@ async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -
         await fill(store)
     async with kvstore.open(config(tmp_path)) as store, store.windows(KEYS, 8) as windows:
         await anext(windows)
-        end = time.monotonic() + 10
-        while store.stats().tiers[0].promoted < 16:
-            assert time.monotonic() < end, "nobody fetches it"
-            await asyncio.sleep(0.01)
+        await until_async(lambda: store.stats().tiers[0].promoted >= 16, "nobody fetches it")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8"])
@@ -117,9 +112,6 @@ def test_without_asyncio_windows_do_the_same(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), store.windows(KEYS, 8) as windows:
             next(windows)
             raise ZeroDivisionError
-        end = time.monotonic() + 10
-        while store.stats().busy_rows:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: not store.stats().busy_rows)
         with pytest.raises(KVStoreError, match="must be a whole number"):
             store.windows(KEYS, 0)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from tests.patience import PATIENCE
+
 EXAMPLES = os.environ.get("KVSTORE_FUZZ")
-PATIENCE = 20.0
-"""Seconds after which the worker is taken to hang: it needs a few tenths."""
 
 fuzz = settings(
     max_examples=int(EXAMPLES or 12),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.testing.tier import TierBench
+from tests.patience import PATIENCE
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry
 from tiers.disk.namespace import Namespace
@@ -153,7 +154,7 @@ class Child:
         return self._close()
 
     def _close(self) -> int:
-        status = self._process.wait(30)
+        status = self._process.wait(PATIENCE)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()

@@ -23,6 +23,7 @@ import safetensors.numpy
 
 from kvstore.errors import PathUnusableError
 from kvstore.testing.tier import TierBench, key_of
+from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (
     CHUNK,
@@ -208,7 +209,7 @@ async def test_a_segment_that_is_cut_short_while_it_is_open_serves_what_it_still
     os.truncate(segment_of(stored), length)
     whole = {slot for slot in SEGMENT_0 if slot_offset(slot) + CHUNK <= length}
     reading = asyncio.ensure_future(served(bench))
-    done, _ = await asyncio.wait({reading}, timeout=10)
+    done, _ = await asyncio.wait({reading}, timeout=PATIENCE)
     assert done, "the read never ends"
     assert reading.result() == SEGMENT_1 | whole
     # It can be written and closed all the same.

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.tier import key_of
+from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
 from tiers.disk.index import IndexFile
@@ -75,7 +76,7 @@ class FaultyIO(BufferedIO):
     def _pass(self) -> None:
         self.begun.set()
         if self.gate is not None:
-            assert self.gate.wait(20)
+            assert self.gate.wait(PATIENCE)
 
     @staticmethod
     def _slots(buffers: Sequence[memoryview], offset: int) -> list[tuple[int, memoryview]]:
@@ -292,7 +293,7 @@ async def test_a_backend_that_raises_something_else_does_not_hang_its_caller(
     faulty.fail_reads = {3: ZeroDivisionError("a fault in the backend")}
     for _ in range(6):
         reading = asyncio.ensure_future(bench.fetch(KEYS, ALL))
-        done, _ = await asyncio.wait({reading}, timeout=10)
+        done, _ = await asyncio.wait({reading}, timeout=PATIENCE)
         assert done, "the read never ends"
         assert reading.exception() is not None or not reading.result()[3]
     # No thread was lost by it.
@@ -311,7 +312,7 @@ async def test_a_disk_that_does_not_answer_never_blocks_the_loop(
     rows = bench.fill(KEYS[4:], first_row=4)
     write = asyncio.ensure_future(bench.tier.write(KEYS[4:], ALL[4:], rows))
     grow = asyncio.ensure_future(bench.tier.grow())
-    await asyncio.to_thread(faulty.begun.wait, 10)
+    await asyncio.to_thread(faulty.begun.wait, PATIENCE)
     close = asyncio.ensure_future(bench.close())
     # Only this loop opens the gate: if it waited for the disk, it would wait in vain.
     for _ in range(50):
@@ -331,7 +332,7 @@ async def test_close_waits_for_a_slow_write_and_loses_nothing_of_it(
     faulty.gate = threading.Event()
     faulty.begun.clear()
     write = asyncio.ensure_future(bench.tier.write(KEYS[2:], ALL[2:], rows[2:]))
-    await asyncio.to_thread(faulty.begun.wait, 10)
+    await asyncio.to_thread(faulty.begun.wait, PATIENCE)
     close = asyncio.ensure_future(bench.tier.close([(KEYS[1], 1), (KEYS[0], 0)]))
     for _ in range(20):
         await asyncio.sleep(0.001)
@@ -454,7 +455,7 @@ async def test_a_file_system_that_goes_down_is_a_miss_and_never_an_exception(
     assert error is not None
     assert "Input/output error" in error
     assert await bench.tier.clear() is None
-    await asyncio.wait_for(bench.close([(KEYS[0], 0)]), 10)
+    await asyncio.wait_for(bench.close([(KEYS[0], 0)]), PATIENCE)
     assert [r.levelno for r in caplog.records if r.levelno > logging.WARNING] == []
 
 
@@ -497,7 +498,7 @@ async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(
     assert done.ok == [False] * SLOTS + [True] * SLOTS
     assert done.error is not None
     assert f"(and {SLOTS - 1} more chunks)" in done.error
-    await asyncio.wait_for(bench.close([]), 10)
+    await asyncio.wait_for(bench.close([]), PATIENCE)
 
 
 # -- whose rows and files they are ---------------------------------------------------------
@@ -520,7 +521,7 @@ class Held(UnderWay):
 
     def end(self) -> list[Moved | OSError]:
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(PATIENCE)
         try:
             return self._works(*self._asked)
         finally:
@@ -543,7 +544,7 @@ async def test_a_read_that_breaks_on_one_path_ends_when_the_other_has_let_go_of_
     monkeypatch.setattr(one.backend, "begin_reads", breaks)
     held = Held(other.backend, monkeypatch)
     reading = asyncio.ensure_future(bench.tier.read(keys, slots, slots))
-    assert await asyncio.to_thread(held.begun.wait, 10)
+    assert await asyncio.to_thread(held.begun.wait, PATIENCE)
     for _ in range(3):
         if cancelled:
             reading.cancel()
@@ -563,7 +564,7 @@ async def test_files_of_a_tier_that_is_abandoned_stay_open_for_a_call_that_uses_
     (volume,) = bench.tier.volumes  # type: ignore[attr-defined]
     held = Held(volume.backend, monkeypatch)
     reading = asyncio.ensure_future(bench.tier.read(KEYS, ALL, ALL))
-    assert await asyncio.to_thread(held.begun.wait, 10)
+    assert await asyncio.to_thread(held.begun.wait, PATIENCE)
     bench.tier.abandon()
     held.go_on.set()
     assert (await reading).ok == [True] * SLOTS

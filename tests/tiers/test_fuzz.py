@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from kvstore.testing.tier import key_of
 from kvstore.types import MAX_KEY_BYTES
-from tests.tiers.fuzzing import PATIENCE, Bed, Worker, fuzz
+from tests.patience import PATIENCE
+from tests.tiers.fuzzing import Bed, Worker, fuzz
 from tests.tiers.support import (
     CHUNK,
     GEOMETRY,
@@ -448,7 +449,7 @@ def test_something_else_in_place_of_each_file(
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_in_place_of_a_file_holds_nobody_up(bed: Bed, name: str) -> None:
-    put_in_place_of(bed, name, make_pipe, 5.0)
+    put_in_place_of(bed, name, make_pipe, PATIENCE)
 
 
 @pytest.mark.parametrize("sequence", [2**64 - 20, 2**64 - 2, 2**64 - 1])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tiers.headroom import available_bytes
 
 MIB = 2**20
@@ -217,7 +218,7 @@ def test_a_limit_that_is_full_of_clean_cache_has_room(
         [sys.executable, "-c", FILL, folder, tmp_path / "file", str(400 * MIB)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 0, done.stderr

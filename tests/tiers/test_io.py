@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from tests.patience import PATIENCE
 from tiers.disk.digest import address, digest
 from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_backend
 from tiers.disk.io.base import read_whole
@@ -229,7 +230,7 @@ print(path.stat().st_size // PAGE, "pages")
         [sys.executable, "-c", code, tmp_path / "file", name],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
     )
     if "Invalid argument" in done.stdout + done.stderr:
         pytest.skip("O_DIRECT is refused here")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import Changes
+from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
 from tiers.disk import DiskTier, PeerLanes, watch
@@ -276,10 +277,10 @@ async def test_lanes_are_read_by_the_threads_of_their_own_path(
     one, other = follower.bench.tier.volumes  # type: ignore[attr-defined]
     assert await follower.read(*keys[:ROWS]) == [True] * ROWS
     gate = threading.Event()
-    held = asyncio.ensure_future(one.threads.run([lambda: gate.wait(20)], load=True))
+    held = asyncio.ensure_future(one.threads.run([lambda: gate.wait(TOO_LONG)], load=True))
     await asyncio.sleep(0)
     # What lies on the other path does not wait.
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert await follower.read(*keys[SLOTS:]) == [True] * SLOTS
     reading = asyncio.ensure_future(follower.read(*keys[:SLOTS]))
     await asyncio.sleep(0.05)
@@ -300,14 +301,14 @@ async def test_closing_does_not_wait_for_a_look_that_hangs(
 
     def hangs(*arguments: Any) -> list[tuple[int, Path]]:
         begun.set()
-        assert gate.wait(20)
+        assert gate.wait(TOO_LONG)
         return []
 
     monkeypatch.setattr(watch, "lane_folders", hangs)
     looking = asyncio.ensure_future(follower.tier.refresh())
-    assert await asyncio.to_thread(begun.wait, 10)
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
     follower.bench.tier.detach()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert (await looking).appeared == []
         await follower.tier.close([])
     gate.set()

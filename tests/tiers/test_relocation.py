@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.tier import key_of
+from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SLOT, SLOTS, flip, segment_of
 from tiers.disk.index import IndexFile, read_index
@@ -123,13 +124,13 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
 
     def hang(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
         began.set()
-        hangs.wait(30)
+        hangs.wait(PATIENCE)
         return [OSError(errno.EIO, "gave up") for _ in runs]
 
     monkeypatch.setattr(type(bench.tier.backend), "read_all", hang)
     monkeypatch.setattr(type(bench.tier.backend), "begin_reads", IOBackend.begin_reads)
     copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
-    await asyncio.to_thread(began.wait, 30)
+    await asyncio.to_thread(began.wait, PATIENCE)
     bench.tier.detach()
     done = await copying
     hangs.set()

@@ -18,6 +18,7 @@ import pytest
 import tiers.pinned
 import tiers.rendezvous
 from kvstore.errors import ConfigError, PathUnusableError
+from tests.patience import PATIENCE, until
 from tests.tiers.support import Child, memory_of
 from tiers.pinned import PAGE, PinnedRegion
 from tiers.rendezvous import Rendezvous, stem_of
@@ -132,7 +133,7 @@ def test_many_threads_that_come_at_the_same_time_meet(name: str) -> None:
         barrier = threading.Barrier(count)
 
         def join(barrier: threading.Barrier = barrier) -> PinnedRegion:
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             return PinnedRegion.shared(name, ROWS, ROW, mappers=count)
 
         with ThreadPoolExecutor(count) as pool:
@@ -463,11 +464,8 @@ def test_starts_that_are_killed_at_random_moments_never_make_two_regions(name: s
                 kill(rng.choice(living))
                 living.append(fork_mapper(name, sizes, processes + 1))
                 assert len(memory_of(name)) <= 1
-            last = PinnedRegion.shared(name, *sizes, mappers=processes + 1, timeout=20)
-            deadline = time.monotonic() + 20
-            while not last.complete:
-                assert time.monotonic() < deadline, "some never came"
-                time.sleep(0.001)
+            last = PinnedRegion.shared(name, *sizes, mappers=processes + 1, timeout=PATIENCE)
+            until(lambda last=last: last.complete, "some never came")
             assert list(memory_of(name).values()) == [sizes[0] * sizes[1]]
             for pid in list(living):
                 kill(pid)
@@ -485,7 +483,7 @@ def fork_mapper(name: str, sizes: tuple[int, int], mappers: int) -> int:
     if pid:
         return pid
     try:
-        region = PinnedRegion.shared(name, *sizes, mappers, timeout=20)
+        region = PinnedRegion.shared(name, *sizes, mappers, timeout=PATIENCE)
         while region.rows:
             time.sleep(60)
     finally:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import kvstore
 from kvstore.survey import LaneSurvey, survey
+from tests.patience import PATIENCE, until
 from tests.tools.test_command import CHUNK, KEYS, command, config
 from tiers.disk.retained import Retained, read_retained, write_retained
 
@@ -26,7 +27,7 @@ import kvstore
 path, keys = sys.argv[1], [bytes.fromhex(key) for key in sys.argv[2:]]
 with kvstore.open_sync(json.loads(path)) as store:
     store.put(keys, [bytes(65536)] * len(keys))
-    store.flush(10.0)
+    assert store.flush(50.0)
     print("put", flush=True)
     for line in sys.stdin:
         keep = [key for key in keys[: int(line)]]
@@ -59,11 +60,11 @@ class Owner:
         """End it as it ends by itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(PATIENCE) == 0
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
 
     def _said(self) -> str:
         assert self.process.stdout is not None
@@ -84,13 +85,6 @@ def lane_of(cache: Path) -> LaneSurvey:
     assert not namespace.faults
     (lane,) = namespace.lanes
     return lane
-
-
-def until(told: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not told():
-        assert time.monotonic() < end, "never told"
-        time.sleep(0.05)
 
 
 def words(cache: Path) -> list[str]:
@@ -124,7 +118,7 @@ def test_word_of_a_process_that_was_killed_is_stale_and_the_next_one_removes_it(
         owner.pin(4)
         until(lambda: lane_of(tmp_path).retained is not None)
         owner.process.send_signal(signal.SIGKILL)
-        owner.process.wait(30)
+        owner.process.wait(PATIENCE)
     lane = lane_of(tmp_path)
     assert lane.retained is not None
     assert lane.retained_stale

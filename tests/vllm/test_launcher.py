@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.vllm.engines import run_script
 
 
@@ -86,7 +87,7 @@ time.sleep(600)
     with pytest.raises(subprocess.TimeoutExpired):
         run(tmp_path, script, timeout=3.0)
     child = int((tmp_path / "log.txt").read_text())
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text():
         assert time.monotonic() < end, "its child still runs"
         time.sleep(0.01)

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.version import HAS_POSITIONS, HAS_TIER_FILTERS, mediums
+from tests.patience import PATIENCE
 from tests.vllm.parts import make_spec
 
 BLOCK = 4096
@@ -80,7 +81,7 @@ class Server:
         self.manager.on_schedule_end(self.end)
 
     def settle(self) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while self.manager.has_pending_work():
             assert time.monotonic() < end
             self.step()
@@ -99,11 +100,11 @@ class Server:
             hits += result is not LookupResult.RETRY
         return None if deferred else hits
 
-    def load(self, name: str, keys: list[bytes], seconds: float = 10) -> list[bytes]:
+    def load(self, name: str, keys: list[bytes]) -> list[bytes]:
         """Ask until there is an answer, load it, return what the rows hold."""
         request = self.context(name)
         self.manager.on_new_request(request)
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while (hits := self.scan(request, keys)) is None:
             assert time.monotonic() < end, "deferred for ever"
             self.step()
@@ -239,7 +240,7 @@ def test_compaction_goes_on_while_nothing_is_asked_of_the_server(tmp_path: Path)
     before = segments(tmp_path)
     assert before >= 6
     server = Server(tmp_path, rows=64, **extra)
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while segments(tmp_path) > 3:
         assert time.monotonic() < end, f"{segments(tmp_path)} of {before} segments are left"
         assert not server.manager.has_pending_work(), "a server that is idle shall rest"
@@ -336,7 +337,7 @@ def test_a_window_that_is_looked_for_from_its_end_is_told_in_the_order_of_its_pr
     server.manager._stepper.engine.submit = watched
     request = position(server.context("r2"), full, sliding)
     server.manager.on_new_request(request)
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while True:
         hits = [server.scan(request, full)] if full else []
         hits.append(scan_window(server, request, sliding, 4))
@@ -475,7 +476,7 @@ def both_reset(pair: tuple[Trainee, Server]) -> None:
 
 def shared(trainee: Trainee, keys: list[bytes]) -> None:
     """Wait until the trainee has seen what the replica stored."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE
     while not any(keys[-1] in tier.entries for tier in trainee.manager._core.tiers):
         assert time.monotonic() < end, "never seen"
         trainee.step()

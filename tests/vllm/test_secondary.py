@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError, KVStoreError
+from tests.patience import PATIENCE
 from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 from tests.vllm.parts import make_spec
 from tests.vllm.tiering import CHUNK, SLOTS, Server, key_of, keys_of, options, segment_bytes
@@ -175,7 +176,7 @@ def test_our_own_spec_finds_the_same_chunks(tmp_path: Path) -> None:
 def test_two_servers_on_one_path_share_what_they_store(tmp_path: Path) -> None:
     with Server(options(tmp_path)) as one, Server(options(tmp_path)) as other:
         one.put(keys_of(range(6)))
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while not other.get(keys_of(range(6))) and time.monotonic() < end:
             time.sleep(0.1)
         assert other.get(keys_of(range(6))) == 6
@@ -241,7 +242,7 @@ class Connector(Server):
         request = SimpleNamespace(request_id=name, lora_request=lora)
         context = ReqContext(request.request_id)
         self.manager.on_new_request(context)
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while lora is not None and time.monotonic() < end:
             # Its files are read elsewhere.
             use = self.tier._adapters.use(context)

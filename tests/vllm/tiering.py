@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.testing.tier import payload_of
+from tests.patience import PATIENCE
 from tests.vllm.parts import offloading_config
 
 CHUNK = 64 * 1024
 SLOTS = 16
-PATIENCE = 30.0
 
 _servers = itertools.count()
 
@@ -107,9 +107,9 @@ class Server:
             elif stats.data["types"][name] == "gauge":
                 self.counters[short] = sum(values.values())
 
-    def settle(self, seconds: float = PATIENCE) -> None:
+    def settle(self) -> None:
         """Steps until every job has ended."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while self.manager.has_pending_work():
             assert time.monotonic() < end, "jobs do not end"
             self.step()
@@ -129,14 +129,14 @@ class Server:
             self.settle()
         return list(taken)
 
-    def get(self, keys: Sequence[bytes], seconds: float = PATIENCE) -> int:
+    def get(self, keys: Sequence[bytes]) -> int:
         """The device loads the longest prefix that is there; returns its length.
 
         Raises:
             AssertionError: if it gets other bytes than were stored.
         """
         context = self.request()
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while (found := self._ask(keys, context)) is None:
             assert time.monotonic() < end, "deferred for ever"
             self.step()
