@@ -5,6 +5,7 @@ A refused `open` leaves nothing behind: no thread, no descriptor, no locked lane
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ from kvstore.testing.tier import key_of
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, SLOTS, Child, lane_of, segment_of
-from tiers.disk.lane import MAX_LANES, Lane, lane_owner
+from tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, lane_owner
 from tiers.disk.namespace import Namespace
 
 StartChild = Callable[..., Child]
@@ -487,10 +488,8 @@ def test_a_lock_that_is_no_file_is_refused(
 
 
 def test_when_every_lane_is_in_use_the_message_says_how_many_there_are(
-    folder: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, refused: Callable[..., str]
 ) -> None:
-    # Each busy lane is tried for a moment, in case somebody only looks at it.
-    monkeypatch.setattr("tiers.disk.lane.LOCK_ATTEMPTS", 1)
     lanes = [Lane.acquire(NAMESPACE.establish(folder)) for _ in range(MAX_LANES)]
     try:
         message = refused(LaneBusyError)
@@ -517,6 +516,18 @@ def test_looking_at_a_lane_does_not_take_it(folder: Path, open_bench: OpenBench)
     finally:
         stop.set()
         onlooker.join()
+
+
+def test_one_who_looks_whose_a_lane_is_may_be_slow(folder: Path, open_bench: OpenBench) -> None:
+    open_bench().abandon()
+    fd = os.open(lane_of(folder) / LOCK_NAME, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    slow = threading.Timer(0.5, os.close, [fd])
+    slow.start()
+    try:
+        open_bench(lane=0).abandon()
+    finally:
+        slow.join()
 
 
 def test_a_bad_segment_file_does_not_keep_the_lane_from_opening(

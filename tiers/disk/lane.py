@@ -21,7 +21,9 @@ logger = logging.getLogger("kvstore.disk")
 
 MAX_LANES = 64
 LOCK_NAME = "lock"
-LOCK_ATTEMPTS = 10
+
+LOOK_SECONDS = 5.0
+"""For how long those who only look whose a lane is may keep it from being taken."""
 
 
 class Lane:
@@ -113,9 +115,7 @@ def lane_owner(folder: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(fd, fcntl.LOCK_SH):
                 return int(os.read(fd, 32) or b"0") or None
         finally:
             os.close(fd)
@@ -139,17 +139,33 @@ def _lock(folder: Path, trust: Trust) -> int | None:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"
         ) from error
-    for attempt in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            # `lane_owner` of another process holds the lock for an instant.
-            if attempt == LOCK_ATTEMPTS - 1:
-                os.close(fd)
-                return None
-            time.sleep(0.005)
+    if not _take(fd):
+        os.close(fd)
+        return None
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd
+
+
+def _take(fd: int) -> bool:
+    """Take the lock, unless somebody owns the lane."""
+    end = time.monotonic() + LOOK_SECONDS
+    while time.monotonic() < end:
+        if _locked(fd, fcntl.LOCK_EX):
+            return True
+        if not _locked(fd, fcntl.LOCK_SH):
+            return False
+        # Whoever has it shares it: that is `lane_owner`, which holds it for an instant. On a busy
+        # machine it may be stopped in that instant.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        time.sleep(0.002)
+    return False
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
