@@ -189,7 +189,8 @@ async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
 async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async with open_store(disk=32, rows=8) as store:
+    async with open_store(disk=32, rows=8, deadline_s=2.0) as store:
+        # While the disk stands still a put waits for room for that long.
         await store.put(KEYS, payloads(KEYS))
         await store.flush()
         await store.put(keys_of("wide", 8), payloads(keys_of("wide", 8)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import mmap
@@ -92,6 +93,20 @@ def test_views_that_are_held_outlive_the_region() -> None:
     assert bytes(array[1, :4]) == b"kept"
 
 
+def descriptors() -> set[str]:
+    """What has been opened of shared memory and of sockets, by its number in the system.
+
+    Tests that ran before in this process may leave threads that open something else.
+    """
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith(("/memfd:", "socket:")):
+                found.add(f"{target} {fd}")
+    return found
+
+
 def test_closing_twice_is_closing_once(region: PinnedRegion) -> None:
     region.close()
     region.close()
@@ -99,10 +114,10 @@ def test_closing_twice_is_closing_once(region: PinnedRegion) -> None:
 
 def test_a_closed_region_leaves_no_descriptor(name: str) -> None:
     gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     PinnedRegion.shared(name, ROWS, ROW, mappers=1).close()
     PinnedRegion.private(ROWS, ROW).close()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before
 
 
 def test_huge_pages_are_reported_as_the_system_gave_them() -> None:
@@ -204,7 +219,7 @@ def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
 
     def refuse(address: int, length: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -213,7 +228,7 @@ def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
     with pytest.raises(ConfigError, match=f"{ROWS * ROW} bytes cannot be had: Cannot allocate"):
         make(kind, name, ROWS, ROW)
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before
     assert not memory_of(name)
 
 
