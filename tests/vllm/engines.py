@@ -136,7 +136,7 @@ class SharedMemory:
 _launchers: dict[int, Launcher] = {}
 
 
-def run_script(
+def start_script(
     script: Path,
     arguments: list[str],
     folder: Path,
@@ -145,9 +145,10 @@ def run_script(
     *,
     launcher: int | None = 0,
     memory: SharedMemory | None = None,
-    timeout: float,
-) -> int:
-    """The exit status of a Python script that ran in a process and a session of its own.
+) -> subprocess.Popen[bytes] | Child:
+    """Start a Python script in a process and a session of its own.
+
+    A launcher runs one after the other: each must have been waited for before the next starts.
 
     Args:
         folder: where it runs.
@@ -155,7 +156,6 @@ def run_script(
         environment: what its environment has besides this process's.
         launcher: which one forks it; with None it gets an interpreter of its own.
         memory: what watches its session.
-        timeout: seconds. TimeoutExpired when it takes longer; it is killed.
     """
     ours = {**BEGUN_WITH, **SHARED_CORES}
     process: subprocess.Popen[bytes] | Child
@@ -182,6 +182,30 @@ def run_script(
             raise
     if memory is not None:
         memory.session = process.pid
+    return process
+
+
+def run_script(
+    script: Path,
+    arguments: list[str],
+    folder: Path,
+    log: Path,
+    environment: dict[str, str],
+    *,
+    launcher: int | None = 0,
+    memory: SharedMemory | None = None,
+    timeout: float,
+) -> int:
+    """The exit status of a Python script that ran in a process and a session of its own.
+
+    Args:
+        timeout: seconds. TimeoutExpired when it takes longer; it is killed.
+
+    The others: see `start_script`.
+    """
+    process = start_script(
+        script, arguments, folder, log, environment, launcher=launcher, memory=memory
+    )
     try:
         return process.wait(timeout)
     finally:

@@ -57,7 +57,10 @@ IMPORTED = (
 """What every engine imports, or most of them."""
 
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_")
-"""Variables whose names begin like this are read when an interpreter or a library starts."""
+"""Variables whose names begin like this are read when an interpreter or a library starts.
+
+`PYTHONPATH` is an exception: a child looks in those folders that its launcher did not know of.
+"""
 
 
 class Launcher:
@@ -137,7 +140,7 @@ class Child:
 
 
 def _early(name: str) -> bool:
-    return name.startswith(READ_AT_START)
+    return name.startswith(READ_AT_START) and name != "PYTHONPATH"
 
 
 def serve() -> None:
@@ -162,6 +165,7 @@ def serve() -> None:
     # Children look through their own objects only.
     gc.collect()
     gc.freeze()
+    keep_frozen()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -186,6 +190,16 @@ def replace_kernels() -> None:
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
+def keep_frozen() -> None:
+    """Leave what the launcher has imported frozen in each child; vLLM unfreezes all at its end.
+
+    A collection would then look through a million objects and copy the pages of all of them, which
+    takes longer than the start of an engine. What a child makes itself is collected as ever.
+    """
+    functions: Any = gc
+    functions.freeze = functions.unfreeze = lambda: None
+
+
 def become(told: dict[str, Any]) -> None:
     """Run the script in this process, and end it."""
     os.setsid()
@@ -205,6 +219,8 @@ def become(told: dict[str, Any]) -> None:
     script = told["arguments"][0]
     sys.argv = told["arguments"]
     sys.path[0] = str(Path(script).parent)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     if "KVSTORE_FORKED" in os.environ:
         # vLLM's own way, but for a model on a CPU, whose threads it fears: none have been started.
         fork = multiprocessing.get_context("fork")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.hints import Hints, read_hints
-from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
 
 LENGTH = 512
 CHUNK = 2 * 8 * 8 * 64 * 2 * 32
@@ -35,7 +35,7 @@ def serve(folder: Path, rounds: list[dict[str, Any]], *, disk: bool = False) -> 
             "rounds": rounds,
         },
         # An engine in the process that asks takes no step while nobody asks.
-        {} if disk else ONE_PROCESS,
+        FORKED if disk else ONE_PROCESS,
     )
 
 

@@ -94,6 +94,40 @@ time.sleep(600)
     assert run(tmp_path, "print('next')") == (0, ["next"])
 
 
+def test_a_child_finds_packages_in_folders_that_its_launcher_does_not_know(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    info = site / "elsewhere-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "elsewhere_module.py").write_text("WHERE = 'elsewhere'")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[some.group]\nelsewhere = elsewhere_module:WHERE\n")
+    script = """
+from importlib.metadata import entry_points
+print(*[each.load() for each in entry_points(group="some.group")])
+"""
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(site)]
+    found = run(tmp_path, script, environment={"PYTHONPATH": os.pathsep.join(paths)})
+    assert found == (0, ["elsewhere"])
+    assert run(tmp_path, script) == (0, [""])
+
+
+def test_what_the_launcher_has_imported_is_no_work_for_a_childs_collections(tmp_path: Path) -> None:
+    script = """
+import gc, weakref
+class Ring: pass
+ring = Ring()
+ring.ring = ring
+gone = weakref.ref(ring)
+before = gc.get_freeze_count()
+gc.freeze()
+del ring
+gc.unfreeze()
+gc.collect()
+print(before > 100_000, gc.get_freeze_count() == before, gone() is None)
+"""
+    assert run(tmp_path, script) == (0, ["True True True"])
+
+
 @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="one hash seed for all")
 def test_the_two_launchers_have_different_hash_seeds(tmp_path: Path) -> None:
     first, again, other = (
@@ -103,7 +137,7 @@ def test_the_two_launchers_have_different_hash_seeds(tmp_path: Path) -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("name", ["PYTHONPATH", "OMP_NUM_THREADS", "LD_PRELOAD"])
+@pytest.mark.parametrize("name", ["PYTHONHASHSEED", "OMP_NUM_THREADS", "LD_PRELOAD"])
 def test_an_environment_that_is_read_at_the_start_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(AssertionError, match="let it have its own"):
         run(tmp_path, "", environment={name: "other"})

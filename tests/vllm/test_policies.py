@@ -75,7 +75,6 @@ def test_a_policy_of_another_package_serves_a_real_engine(tmp_path: Path, refere
             "PYTHONPATH": os.pathsep.join(paths),
             "ELSEWHERE": str(seen),
         },
-        launcher=None,
     )
     wanted = reference.rounds["short"].tokens
     assert run.rounds["cold"].tokens == wanted

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError, KVStoreError
 from tests.patience import PATIENCE
-from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, Run, run_engine, start_script
 from tests.vllm.parts import make_spec
 from tests.vllm.tiering import CHUNK, SLOTS, Server, key_of, keys_of, options, segment_bytes
 
@@ -34,6 +34,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+
+
+def with_root() -> dict[str, str]:
+    """An environment in which `benchmarks` and `tests` are found."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])
+    return {"PYTHONPATH": os.pathsep.join(inherited)}
 
 
 def segments(path: Path) -> list[Path]:
@@ -308,28 +314,32 @@ def test_a_flipped_byte_is_a_miss_of_that_chunk(tmp_path: Path) -> None:
 
 
 def test_after_kill_9_every_chunk_that_was_reported_stored_is_found(tmp_path: Path) -> None:
-    writer = """
+    writer, said = tmp_path / "writer.py", tmp_path / "said.txt"
+    writer.write_text("""
 import json, os, sys
 from tests.vllm.tiering import Server, keys_of
+said = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 with Server(json.loads(sys.argv[1]), rows=64) as server:
     for first in range(int(sys.argv[2]), 10**6, 8):
         server.put(keys_of(range(first, first + 8)))
-        os.write(1, f"{first}\\n".encode())
-"""
-    tier = options(tmp_path, capacity_bytes=400 * segment_bytes())
-    chance, reported = random.Random(7), []
+        os.write(said, f"{first}\\n".encode())
+""")
+    tier = options(tmp_path / "cache", capacity_bytes=400 * segment_bytes())
+    chance, log = random.Random(7), tmp_path / "log.txt"
     for life in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", writer, json.dumps(tier), str(life * 100_000)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert process.stdout is not None
-        reported.append(int(process.stdout.readline()))
+        before = said.stat().st_size if said.exists() else 0
+        arguments = [json.dumps(tier), str(life * 100_000), str(said)]
+        process = start_script(writer, arguments, tmp_path, log, with_root())
+        end = time.monotonic() + ENGINE_SECONDS
+        while not said.exists() or said.stat().st_size == before:
+            assert Path(f"/proc/{process.pid}").exists(), log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        reported += [int(line) for line in process.stdout if line.endswith(b"\n")]
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    reported = [int(line) for line in said.read_text().splitlines()]
+    assert len({first // 100_000 for first in reported}) == 4
     with Server(tier) as server:
         for first in reported:
             server.forget_host()
@@ -493,7 +503,7 @@ def test_random_acts_give_right_bytes_or_a_miss(tmp_path: Path, seed: int) -> No
 PROMPTS = [[seed, 1024] for seed in range(300, 306)]
 
 
-def engine(folder: Path, cache: Path, rounds: list[dict[str, Any]]) -> Run:
+def engine(folder: Path, cache: Path, rounds: list[dict[str, Any]], launcher: int = 0) -> Run:
     """vLLM's tiering with its own region and manager; its worker refuses the CPU platform."""
     tier = {
         "type": "KVStoreTier",
@@ -516,9 +526,7 @@ def engine(folder: Path, cache: Path, rounds: list[dict[str, Any]]) -> Run:
         },
         "rounds": rounds,
     }
-    inherited = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])
-    environment = {**ONE_PROCESS, "PYTHONPATH": os.pathsep.join(inherited)}
-    return run_engine(folder, scenario, environment, launcher=None)
+    return run_engine(folder, scenario, {**ONE_PROCESS, **with_root()}, launcher=launcher)
 
 
 def test_an_engine_answers_the_same_with_chunks_of_our_tier_after_a_restart(
@@ -535,6 +543,7 @@ def test_an_engine_answers_the_same_with_chunks_of_our_tier_after_a_restart(
             {"name": "disk", "prompts": PROMPTS},
             {"name": "together", "prompts": PROMPTS, "together": True},
         ],
+        launcher=1,
     )
     for name in ("disk", "together"):
         assert second.rounds[name].tokens == cold.tokens

@@ -39,12 +39,16 @@ def engine(
             "tiers": tiers,
             **kvstore,
         }
+    rounds: list[dict[str, Any]] = [{"name": name, "prompts": PROMPTS} for name in names]
+    if workers > 1:
+        # vLLM kills a process that does not end soon enough, whatever it still has to copy.
+        rounds[-1]["pause"] = 2.0
     shape = {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers}
     scenario = {
         "config": SMALL,
         "engine": shape,
         "kvstore": kvstore,
-        "rounds": [{"name": name, "prompts": PROMPTS} for name in names],
+        "rounds": rounds,
     }
     environment = ONE_PROCESS
     if workers > 1:
