@@ -41,7 +41,7 @@ def engine(
         }
     rounds: list[dict[str, Any]] = [{"name": name, "prompts": PROMPTS} for name in names]
     if workers > 1:
-        # vLLM kills a process that does not end soon enough, whatever it still has to copy.
+        # Time to copy what the last request has stored.
         rounds[-1]["pause"] = 2.0
     shape = {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers}
     scenario = {
@@ -52,7 +52,9 @@ def engine(
     }
     environment = ONE_PROCESS
     if workers > 1:
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED}
+        # The scheduler in the process of the engine: a process of its own is killed by vLLM
+        # unless it ends within five seconds, whatever it still has to copy.
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED, **ONE_PROCESS}
     return run_engine(folder / "run", scenario, environment, launcher=launcher).rounds
 
 
