@@ -144,8 +144,10 @@ def deferred(manager: Any, keys: list[bytes], name: str) -> tuple[float, float]:
 def kvstore_manager(rows: int, folder: str) -> Any:
     disk = {"type": "disk", "path": folder, "capacity_bytes": "2GiB"}
     extra = {"cpu_bytes_to_use": rows * BLOCK, "tiers": [disk], "deadline_s": 60}
-    spec = KVStoreOffloadingSpec(offloading_config(extra, BLOCK))
-    worker_region("bench", 1, spec.rows, spec.row_bytes)
+    # Engines of one name share their host memory.
+    name = f"bench-{rows}"
+    spec = KVStoreOffloadingSpec(offloading_config(extra, BLOCK, name))
+    worker_region(name, 1, spec.rows, spec.row_bytes)
     return spec.get_manager()
 
 
@@ -176,6 +178,9 @@ def compare(resident: int, rounds: int) -> None:
             for prompt in gone:
                 fill(manager, prompt)
             fill(manager, keys)
+        answers = {ours.lookup(key, ReqContext("check")) for key in keys[:PER_REQUEST]}
+        assert answers == {LookupResult.HIT}, "host memory is too small for what is to be a hit"
+        end_step(ours)
         new = [keys_of(f"new{n}-", PER_REQUEST) for n in range(3)]
         look: list[tuple[str, Callable[[Any], float]]] = [
             ("hit", lambda manager: hits(manager, keys[-50 * PER_REQUEST :])),
