@@ -142,8 +142,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             return MISS
         answer = self._lookup(key, request)
         if answer:
-            if not HAS_TIER_FILTERS or req_context.load_tier_filter is ANY_TIER:
-                self._core.go_on(req_context)
+            # Its next hits are in host memory as this one is, so they are allowed, too.
+            self._core.go_on(req_context)
             return HIT
         if answer is not None:
             self._missed(request, key)

@@ -26,19 +26,8 @@ from kvstore.connector.scheduler import ConnectorScheduler
 from tests.connector.scripted import scheduler_over
 from tests.vllm.pretend import Layer
 from tests.vllm.scripted import Contents, OurManager
+from tests.vllm.tiny import MODEL
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
 LONGEST = 96
 
 

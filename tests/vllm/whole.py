@@ -42,6 +42,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.vllm.version import VERSION
+from tests.vllm.tiny import MODEL
 
 BLOCK = 4
 """Tokens of a block."""
@@ -50,19 +51,6 @@ PAGE = 2 * BLOCK * 16 * 4
 """Bytes of a block: keys and values, tokens, the size of a head, 32 bits."""
 
 LONGEST = 256
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass
