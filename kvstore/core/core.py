@@ -60,7 +60,7 @@ class Core:
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
-        streak: hits of one request in a row, for callers that call `go_on`: see `Streak`.
+        streak: answers for one request in a row, for callers that call `go_on`: see `Streak`.
         hidden: keys that are being removed.
         pins: chunks that stay for a while. prefetches: those that are fetched unasked.
         demotions: those that shall leave host memory.

@@ -16,7 +16,7 @@ from kvstore.core.tier import TierView
 
 __all__ = ["Lookups"]
 
-_WAITING, _ANSWERED = RequestState.WAITING, RequestState.ANSWERED
+_SCANNING, _WAITING, _ANSWERED = RequestState
 
 _NOBODY = Request("\0")
 """Stands for the asking request while none asks; no request has its id."""
@@ -30,7 +30,7 @@ class Lookups:
     Attributes:
         misses: keys that answered "miss". outpaced: those of them that a tier has, but which are
             sooner computed again than read.
-        streak: the request that is told of hits at present, for callers that call `go_on`.
+        streak: the request that is answered at present, for callers that call `go_on`.
 
     Args:
         budget: how many keys a step looks up before further requests have to ask again.
@@ -133,9 +133,15 @@ class Lookups:
         return self._lookup_elsewhere(key, chunk, request)
 
     def go_on(self, context: object) -> None:
-        """The request whose last lookup was a hit answers its next hits itself: see `Streak`."""
-        if not self._hidden:
-            self.streak.begin(context, self._asking.keys.append)
+        """The request whose last lookup was a hit, or deferred, goes on itself: see `Streak`."""
+        request = self._asking
+        if self._hidden or request.state is _WAITING:
+            return
+        # Only of a first round every chunk that a tier has is fetched.
+        if request.deferring and request.state is _SCANNING and self._readable:
+            self.streak.begin(context, request.keys.append, self._readable[0])
+        else:
+            self.streak.begin(context, request.keys.append)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""

@@ -78,6 +78,10 @@ class KVStoreOffloadingManager(OffloadingManager):
                 for group in spec.config.groups
                 if group.sliding_window_size_in_chunks is None
             )
+        self._below: LookupResult | None = None
+        """What is said of any key that only a slower tier has; None: `_deferral` tells."""
+        if len(self._uncounted) in (0, len(spec.config.groups)):
+            self._below = RETRY if self._uncounted else PENDING
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
         # rest as if it were whole.
         self._offered_again = self._single_group or spec.blocks_per_chunk == 1
@@ -128,31 +132,29 @@ class KVStoreOffloadingManager(OffloadingManager):
         streak = self._streak
         if req_context is streak.whose:
             chunk = self._chunk_of(key)
-            if chunk is not None and chunk.state >= READY:
-                streak.hit(key)
+            if chunk is None:
+                if key in streak.below:
+                    streak.note(key)
+                    answer = self._below
+                    return self._deferral(key) if answer is None else answer
+            elif chunk.state >= READY:
+                streak.note(key)
                 return HIT
         if not self._stepper.begun:
             self._begin_step()
         request = req_context.req_id
-        if (
-            HAS_TIER_FILTERS
-            and req_context.load_tier_filter is not ANY_TIER
-            and not self._allowed(key, req_context)
-        ):
+        filtered = HAS_TIER_FILTERS and req_context.load_tier_filter is not ANY_TIER
+        if filtered and not self._allowed(key, req_context):
             return MISS
-        answer = self._lookup(key, request)
-        if answer:
-            # Its next hits are in host memory as this one is, so they are allowed, too.
-            self._core.go_on(req_context)
-            return HIT
-        if answer is not None:
+        found = self._lookup(key, request)
+        if found is False:
             self._missed(request, key)
             return MISS
-        if not self._is_waiting(request):
-            # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
-            uncounted = self._uncounted and key[-4:] in self._uncounted
-            return RETRY if uncounted and key not in self._core.pool.chunks else PENDING
-        return self._scans.answer(key, request, position_of(req_context))
+        if not found and self._is_waiting(request):
+            return self._scans.answer(key, request, position_of(req_context))
+        if not filtered:
+            self._core.go_on(req_context)
+        return HIT if found else self._deferral(key)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -300,6 +302,12 @@ class KVStoreOffloadingManager(OffloadingManager):
                 )
         else:
             logger.info("the weights are those from before the pause: all that is kept is used")
+
+    def _deferral(self, key: bytes) -> LookupResult:
+        """What is said of a key whose chunk is fetched, or will be."""
+        # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
+        uncounted = self._uncounted and key[-4:] in self._uncounted
+        return RETRY if uncounted and key not in self._core.pool.chunks else PENDING
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         medium = MEDIUM.CPU if key in self._core.pool.chunks else MEDIUM.STORAGE

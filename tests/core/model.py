@@ -362,16 +362,20 @@ class World:
         core, deferred = self.core, False
         for count, key in enumerate(client.keys):
             chunk = core.pool.chunks.get(key)
-            hit = core.streak.whose is client and chunk is not None and chunk.state >= READY
-            if hit and count % 2:
-                core.streak.hit(key)
+            streak, told = core.streak, False
+            own: bool | None = None
+            if streak.whose is client:
+                own = chunk is not None and chunk.state >= READY
+                told = own or (chunk is None and key in streak.below)
+            if told and count % 2:
+                streak.note(key)
+                deferred |= not own
                 continue
             answer = core.lookup(key, client.id)
-            assert answer or not hit, f"{client.id} would have answered a hit that is none"
-            if answer:
-                core.go_on(client)
-            elif answer is False:
+            assert not told or answer is (own or None), f"{client.id} would have answered otherwise"
+            if answer is False:
                 return None if deferred else count
+            core.go_on(client)
             deferred |= answer is None
         return None if deferred else len(client.keys)
 

@@ -1,4 +1,4 @@
-"""Hits in a row that a server answers itself."""
+"""Answers in a row that a server gives itself."""
 
 from __future__ import annotations
 
@@ -71,6 +71,49 @@ def test_what_a_server_has_answered_itself_can_be_loaded_until_the_step_ends() -
     rig.core.lookup(KEYS[0], "r")
     rig.core.go_on(CONTEXT)
     for key in KEYS[1:]:
-        rig.core.streak.hit(key)
+        rig.core.streak.note(key)
     rig.core.prepare_store(chain("b", 4), "others")
     assert len(rig.core.prepare_load(KEYS, "r")) == 4
+
+
+def deferred(on: Sequence[bytes], asked: bytes) -> Rig:
+    """A request that was told "ask again" of a key that a tier has, and goes on."""
+    rig = Rig(on=(on,))
+    assert rig.core.lookup(asked, "r") is None
+    rig.core.go_on(CONTEXT)
+    return rig
+
+
+def test_a_streak_of_deferrals_knows_what_is_fetched_if_the_request_asks() -> None:
+    rig = deferred(KEYS[:3], KEYS[0])
+    assert rig.core.streak.whose is CONTEXT
+    assert [key in rig.core.streak.below for key in KEYS] == [True, True, True, False]
+    for key in KEYS[1:3]:
+        rig.core.streak.note(key)
+    rig.settle()
+    assert [rig.core.lookup(key, "r") for key in KEYS] == [True, True, True, False]
+
+
+def test_after_hits_alone_nothing_is_said_to_be_fetched() -> None:
+    rig = stored(KEYS)
+    rig.core.lookup(KEYS[0], "r")
+    rig.core.go_on(CONTEXT)
+    assert not any(key in rig.core.streak.below for key in KEYS)
+
+
+def test_a_request_that_waits_has_no_streak() -> None:
+    rig = deferred(KEYS, KEYS[0])
+    rig.step()
+    assert rig.core.lookup(KEYS[0], "r") is None
+    rig.core.go_on(CONTEXT)
+    assert rig.core.streak.whose is None
+
+
+def test_who_was_answered_once_is_told_of_no_further_deferrals_by_a_streak() -> None:
+    rig = deferred(KEYS[:2], KEYS[0])
+    rig.settle()
+    assert rig.core.lookup(KEYS[0], "r") is True
+    assert rig.core.lookup(KEYS[1], "r") is None, "a second round of the same wait"
+    rig.core.go_on(CONTEXT)
+    assert rig.core.streak.whose is CONTEXT
+    assert KEYS[1] not in rig.core.streak.below
