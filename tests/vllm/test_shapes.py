@@ -52,8 +52,9 @@ def engine(
     }
     environment = ONE_PROCESS
     if workers > 1:
-        # The scheduler in the process of the engine: a process of its own is killed by vLLM
-        # unless it ends within five seconds, whatever it still has to copy.
+        # Workers that wait spin on every core: the threads of the kernel that end a write may
+        # not run for seconds. vLLM kills an engine in a process of its own unless it ends within
+        # five, whatever it still has to copy; one in the process that asks has its time.
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED, **ONE_PROCESS}
     return run_engine(folder / "run", scenario, environment, launcher=launcher).rounds
 
