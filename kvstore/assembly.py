@@ -8,7 +8,8 @@ from typing import Any
 
 from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config, DiskConfig, TierConfig
-from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
+from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
+from kvstore.core.answers import MOST_ANSWERS
 from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
@@ -174,6 +175,10 @@ def open_tiers(
                 if recovered.entries:
                     parts.append(f"{tier.description} with {len(recovered.entries)} chunks")
                 continue
+            if tier.is_store:
+                views.append(_asked(len(views), recovered, tier_config, in_flight, chunk_bytes))
+                parts.append(f"{tier.description}, {tier_config.flow.value}")
+                continue
             view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes)
             if isinstance(tier_config, DiskConfig):
                 view.compact_at(tier_config.compaction_rate / region.row_bytes)
@@ -221,6 +226,27 @@ def _tiers_of(
         share_after_reset=config.share_after_reset,
     )
     return [disk, PeerLanes(disk)] if config.share else [disk]
+
+
+def _asked(
+    number: int,
+    recovered: RecoveredTier,
+    config: DiskConfig | TierConfig,
+    in_flight: int,
+    chunk_bytes: int,
+) -> AskedTier:
+    """What the core knows of a store.
+
+    Raises:
+        ConfigError: if something is wanted of it that only its own engine decides.
+    """
+    if config.eviction_policy != "lru" or config.flow is Flow.EXCLUSIVE:
+        raise ConfigError(
+            f"tier {recovered.name}: eviction_policy and the flow 'exclusive' are not for a store, "
+            "which others use too and which decides itself what leaves"
+        )
+    filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes)
+    return AskedTier(number, recovered, in_flight, filters, config.flow)
 
 
 def _view(

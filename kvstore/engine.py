@@ -203,6 +203,9 @@ class Engine:
         if move.op is Op.CASCADE:
             done = await tier.write(move.keys, move.slots, move.rows)
             return Completion(move.id, done.ok, error=done.error)
+        if move.op is Op.ASK:
+            done = await tier.holds(move.keys)
+            return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.GROW:
             segment, error = await tier.grow()
             return Completion(move.id, [], [] if segment is None else [segment], error)

@@ -9,30 +9,15 @@ imported first, by an entry point in the group ``kvstore.tiers``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvstore.types import TierPlace
 from policies.registry import Registry
 from tiers.base import Tier
 
 __all__ = ["TierPlace", "check_tier", "create_tier", "register_tier", "tier_names"]
 
 _T = TypeVar("_T", bound=type[Tier])
-
-
-@dataclass(frozen=True, slots=True)
-class TierPlace:
-    """What a tier is made for.
-
-    Attributes:
-        namespace: name of what may be exchanged: chunks of another namespace are never right.
-        identity: the same in full: model, dtype, layout and the like.
-        chunk_bytes: size of a chunk.
-    """
-
-    namespace: str
-    identity: Mapping[str, Any]
-    chunk_bytes: int
 
 
 _kinds: Registry[Tier] = Registry("tier", Tier, "kvstore.tiers")  # type: ignore[type-abstract]

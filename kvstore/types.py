@@ -9,8 +9,9 @@ both are plain integers.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.errors import BlockKeyError
 
@@ -23,6 +24,7 @@ __all__ = [
     "Move",
     "Op",
     "RecoveredTier",
+    "TierPlace",
     "check_key",
     "group_of",
 ]
@@ -74,6 +76,8 @@ class Op(enum.Enum):
     """Copy slots of a slower tier to other slots of it."""
     SHRINK = "shrink"
     """Give an empty segment of a slower tier back."""
+    ASK = "ask"
+    """Say which of some chunks a store has."""
     ERASE = "erase"
     """Let nothing be found of some chunks on a slower tier when it is opened again."""
 
@@ -83,8 +87,8 @@ class Move:
     """One unit of work that the core asks of the engine.
 
     `keys`, `rows` and `slots` run in parallel, for RELOCATE `keys`, `slots` and
-    `targets`; ERASE names `keys` alone, the others carry none. LIST and SHRINK name a `segment`.
-    The rows and slots of a move stay reserved until its `Completion` comes
+    `targets`; ERASE and ASK name `keys` alone, the others carry none. LIST and SHRINK name a
+    `segment`. The rows and slots of a move stay reserved until its `Completion` comes
     back, whatever happens meanwhile.
     """
 
@@ -111,10 +115,10 @@ class Completion:
     cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
     (key, slot), which may name chunks that were displaced. `unread` are the places of
     blocks that PROMOTE or RELOCATE could not read or copy this time, but that may be whole; a
-    block that failed and is not among them is lost. `error` says in words what went wrong, for
-    one log line. `changes` of a tier that others write to (number `tier`) come as the completion
-    of no move: `move_id` is NO_MOVE. `ended` is when it ended, by the clock of the core; None where
-    nobody knows better than who takes it in.
+    block that failed and is not among them is lost. Those of ASK are keys without an answer.
+    `error` says in words what went wrong, for one log line. `changes` of a tier that others write
+    to (number `tier`) come as the completion of no move: `move_id` is NO_MOVE. `ended` is when it
+    ended, by the clock of the core; None where nobody knows better than who takes it in.
     """
 
     move_id: int
@@ -179,3 +183,18 @@ class RecoveredTier:
     max_segments: int
     stripes: int = 1
     relocation_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """What a tier is made for.
+
+    Attributes:
+        namespace: name of what may be exchanged: chunks of another namespace are never right.
+        identity: the same in full: model, dtype, layout and the like.
+        chunk_bytes: size of a chunk.
+    """
+
+    namespace: str
+    identity: Mapping[str, Any]
+    chunk_bytes: int

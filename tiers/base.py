@@ -21,6 +21,10 @@ The tier guarantees:
   also when this process is killed right after;
 * neither raises because the medium is slow, full or broken;
 * its event loop is never blocked.
+
+A *store* is a tier of another kind: a remote engine that others write to as well, and that
+decides itself where a chunk lies and how long it stays. Slots mean nothing to it. `open` reports
+no chunk; `holds` says which it has. What `write` says has been written may leave at any time.
 """
 
 from __future__ import annotations
@@ -62,9 +66,11 @@ class Tier(ABC):
     Attributes:
         is_peer: whether others write to it: it is only read, and the engine calls `refresh` now
             and then.
+        is_store: whether it has to be asked what it has.
     """
 
     is_peer = False
+    is_store = False
 
     @abstractmethod
     def open(self, region: PinnedRegion) -> RecoveredTier:
@@ -85,6 +91,13 @@ class Tier(ABC):
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
         """Copy `rows` to `slots` under `keys`. What the slots held before is lost."""
+
+    async def holds(self, keys: Sequence[bytes]) -> Transfer:
+        """For a store: which of `keys`, in the order of a prompt, it has now.
+
+        `Transfer.unread` are the places of keys of which that could not be known.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def grow(self) -> tuple[int | None, str | None]:

@@ -1,5 +1,6 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
+from kvstore.core.asked import AskedTier
 from kvstore.core.core import Core
 from kvstore.core.durations import AGES, BOUNDS, Durations
 from kvstore.core.flow import Flow
@@ -14,6 +15,7 @@ __all__ = [
     "AGES",
     "BOUNDS",
     "UNBOUNDED",
+    "AskedTier",
     "Core",
     "CoreStats",
     "Durations",

@@ -168,7 +168,12 @@ class Cascades:
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
         while len(found) < most and (keys := target.dequeue(most - len(found))):
             for chunk in filter(None, map(chunk_of, keys)):
-                if chunk.unsaved & bit:
+                if not chunk.unsaved & bit:
+                    continue
+                if chunk.key in target.entries:
+                    # Others were faster, and a store has said so.
+                    self._pool.dequeue(chunk, target.number)
+                else:
                     found[chunk.key] = chunk
         return found
 

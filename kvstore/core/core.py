@@ -36,6 +36,7 @@ from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.prefetches import Prefetches
+from kvstore.core.questions import Questions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.recompute import Average
 from kvstore.core.removals import Removal, Removals
@@ -157,6 +158,7 @@ class Core:
             self.budget,
             self.pins,
         )
+        self._questions = Questions(pool, self.tiers, self.queue, self.hidden)
         self.overtaken = Overtaken(pool)
         self.lookup = self._lookups.lookup
         self.go_on, self.streak = self._lookups.go_on, self._lookups.streak
@@ -223,6 +225,8 @@ class Core:
                 changes = some
             budget.absorb(len(completion.ok) if changes is None else len(changes))
             self._stray += not self.transfers.complete(completion, self.now)
+        if self._questions and self.queue.waiting:
+            self._questions.pass_over(self.now)
         self.queue.pass_on(self.now)
 
     def flush(self, now: float) -> list[Move]:
@@ -234,6 +238,8 @@ class Core:
         if self.queue.waiting:
             self.grants.link_some()
         moves: list[Move] = []
+        if self._questions:
+            moves += [self.transfers.ask(*due, now) for due in self._questions.take()]
         if self.hidden:
             self._lookups.keep_hits()
             self._removals.go_on()
@@ -270,6 +276,8 @@ class Core:
                 self._deferrals += request.since is None
                 self.queue.join(request, now)
                 self.grants.link(request)
+                if self._questions:
+                    self._questions.add(request)
             elif request.state is not RequestState.WAITING:
                 request.forget_keys()
                 self._requests.drop_if_idle(request)
@@ -512,6 +520,7 @@ class Core:
         self.demotions.reset()
         self.prefetches.reset()
         self._removals.reset()
+        self._questions.reset()
         self.transfers.reset((row for _, row in late), close_tiers=close_tiers)
         self._victims.reset()
 

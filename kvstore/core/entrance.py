@@ -131,7 +131,10 @@ class Entrance:
                 pool.put_back(back)
             else:
                 entering[key] = None
-        if not all_asked or (own and from_head):
+        # One by recency alone does not say which end of a prompt is worth more.
+        by_recency = pool.policy.spares_latest and bool(given_up)
+        fills = by_recency and _fills_a_hole(keys, entering, given_up)
+        if not all_asked or fills or (own and from_head):
             entering = self._from_the_head(keys, unwanted, entering, given_up)
         for chunk in given_up.values():
             pool.put_back(chunk)
@@ -179,6 +182,14 @@ class Entrance:
             else:
                 entering[key] = None
         return dict.fromkeys(sorted(entering, key=position_of.__getitem__, reverse=True))
+
+
+def _fills_a_hole(
+    keys: Sequence[bytes], entering: Collection[bytes], given_up: Collection[bytes]
+) -> bool:
+    """Whether the first of `keys` that enters stands before one that was here and is given up."""
+    first = next((key for key in keys if key in entering or key in given_up), None)
+    return first in entering
 
 
 def _may_leave(chunk: Chunk, step: int) -> bool:

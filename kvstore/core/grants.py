@@ -41,11 +41,13 @@ class _Plan:
         reach: how many of its keys are looked at and need not be looked at again.
         missing: positions of keys that are to be fetched, each with its tier.
         waits_for: the tier from which the rest waits until less is under way; -1 for none.
+        awaits_answer: a store is being asked about the key at `reach`.
     """
 
     reach: int
     missing: list[tuple[int, TierView]] = field(default_factory=list)
     waits_for: int = -1
+    awaits_answer: bool = False
 
 
 class Grants:
@@ -70,6 +72,7 @@ class Grants:
         self._pins = pins
         self._hidden = hidden
         self._tiers = tiers
+        self._stores = [store for tier in tiers if (store := tier.store) is not None]
         self._queue = queue
         self._room = room
         self._chains = chains
@@ -125,7 +128,7 @@ class Grants:
                     if request.granted > before:
                         request.movement(now)
                         request.stick(-1)
-                if budget.granted <= 0:
+                if budget.granted <= 0 or request.awaits_answer:
                     pass
                 elif request.waits_for >= 0:
                     left = pool.rows - len(request.leases)
@@ -190,6 +193,7 @@ class Grants:
                 chunks = pool.reserve(its, tier.number)
                 self._queue.expect(request, chunks)
                 grants.append((tier, chunks, tier.index.begin_reads(its)))
+        request.await_answer(plan.awaits_answer and room == len(missing))
         if room < len(missing):
             request.wait_for_tier(-1)
             request.grant(missing[room][0], needs_rows=True, short_of_rows=True)
@@ -243,7 +247,11 @@ class Grants:
                     plan.reach, plan.waits_for = position, tier.number
                     break
             if tier is None:
-                continue
+                if not self._is_asked(key):
+                    continue
+                # What lies behind is not fetched before it is known whether this one comes.
+                plan.reach, plan.awaits_answer = position, True
+                break
             left = left or self._left()
             if not left[tier.number] or not left[-1]:
                 # The rest follows as promotions end: rows are left for others.
@@ -269,6 +277,10 @@ class Grants:
         left = {tier.number: max(0, most - len(tier.index.reading)) for tier in tiers}
         left[-1] = max(0, rows - share - sum(len(tier.index.reading) for tier in tiers))
         return left
+
+    def _is_asked(self, key: bytes) -> bool:
+        """Whether a store is being asked for the chunk that is worth waiting for."""
+        return any(store.worth_asking and key in store.answers.asked for store in self._stores)
 
     def _overloaded_holder(self, key: bytes) -> TierView | None:
         """A tier that has the chunk, and more to read than is worth beginning to wait for."""

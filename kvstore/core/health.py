@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from kvstore.core.absence import Absence
 from kvstore.core.in_flight import InFlight
 from kvstore.core.recompute import Average, Recompute
 
@@ -28,12 +29,13 @@ class Health:
     """What is known of how one tier does.
 
     Attributes:
-        alive: whether it is in use and answers in time: it is none of the next three.
+        alive: whether it is in use and answers in time: it is none of the next four.
         readable: whether a promotion from it is worth waiting for: it is alive, and not outpaced.
         closed: it is not used any more.
         stalled: nothing came back for longer than two deadlines: its chunks are misses.
         congested: what is asked of it already takes longer than anybody would wait.
         slow: it answers, but copies to it or its growth took seconds of late.
+        absence: whether calls to it fail, so that it is left alone for a while.
         pace: how long promotions take. recompute: whether computing its chunks again is sooner.
         store_after: no copy to it is begun before this time; 0 when the last copy went well.
 
@@ -51,6 +53,7 @@ class Health:
         self.recompute = Recompute()
         self.pace = Average()
         self.store_after = 0.0
+        self.absence = Absence(name)
         self._heard = False
         # Seconds, as far as anybody watched, for which it has not answered.
         self._silent = 0.0
@@ -70,7 +73,8 @@ class Health:
 
     def accepts(self, now: float) -> bool:
         """Whether it is worth copying anything to it."""
-        return not (self.closed or self.stalled) and now >= self.store_after
+        away = self.closed or self.stalled or self.absence.away
+        return not away and now >= self.store_after
 
     @property
     def cautious(self) -> bool:
@@ -104,6 +108,19 @@ class Health:
         self.stalled = False
         self._sum_up()
         return f"tier {self._name} answers again"
+
+    def failed(self, now: float, error: str | None) -> str | None:
+        """A call failed as a whole. Returns a line for the log, if there is one."""
+        message = self.absence.failed(now, error)
+        self._sum_up()
+        return message
+
+    def went_well(self) -> str | None:
+        """A call went well. Returns a line for the log, if there is one."""
+        message = self.absence.ended()
+        if message is not None:
+            self._sum_up()
+        return message
 
     def arrived(self, chunks: int, started: float, ended: float) -> None:
         """The promotion of so many chunks went on from `started` to `ended`."""
@@ -140,6 +157,7 @@ class Health:
             "stalled": self.stalled,
             "congested": self.congested,
             "slow": self.slow,
+            "away": self.absence.away,
             "outpaced": self.recompute.outpaced,
             "read_pace": self.pace.per_chunk,
         }
@@ -169,6 +187,8 @@ class Health:
             Lines for the log, and whether those who wait for it shall wait no longer.
         """
         messages: list[str] = []
+        if self.absence.watch(now):
+            self._sum_up()
         if reading or elapsed >= deadline:
             self._unhindered = now
         if not in_flight and self._calm:
@@ -183,7 +203,7 @@ class Health:
             self._arrived = 0
             self._measured = max(self._measured, self._arrived_by)
         heard = self._heard
-        if heard or not in_flight.rows:
+        if heard or not (in_flight.rows or in_flight.asking):
             self._silent = 0.0
         else:
             self._silent += min(elapsed, deadline / 2)
@@ -232,7 +252,8 @@ class Health:
         return gives_up
 
     def _sum_up(self) -> None:
-        self.alive = not (self.closed or self.stalled or self.congested)
+        away = self.closed or self.stalled or self.congested or self.absence.away
+        self.alive = not away
         self.readable = self.alive and not self.recompute.avoided
 
     @property

@@ -13,15 +13,17 @@ class InFlight:
 
     Attributes:
         rows: rows of host memory that they read or write.
-        reads, writes: how long promotions and copies took, from when they were handed out to
-            when their ends were heard of.
+        asking: questions to a store among them.
+        reads, writes, asks: how long promotions, copies and questions took, from when they were
+            handed out to when their ends were heard of.
     """
 
     def __init__(self) -> None:
         self._moves: dict[int, tuple[Move, float]] = {}
-        self.rows = 0
+        self.rows = self.asking = 0
         self.reads = Durations()
         self.writes = Durations()
+        self.asks = Durations()
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -30,6 +32,7 @@ class InFlight:
         """The move is handed out."""
         self._moves[move.id] = (move, now)
         self.rows += len(move.rows)
+        self.asking += move.op is Op.ASK
 
     def end(self, move: Move, now: float) -> float:
         """The move has ended; returns when it was handed out."""
@@ -39,6 +42,9 @@ class InFlight:
             self.reads.add(now - started)
         elif move.op is Op.CASCADE:
             self.writes.add(now - started)
+        elif move.op is Op.ASK:
+            self.asking -= 1
+            self.asks.add(now - started)
         return started
 
     @property

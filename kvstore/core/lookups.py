@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
@@ -13,6 +13,7 @@ from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.streak import Streak
 from kvstore.core.tier import TierView
+from kvstore.core.turns import Turns
 
 __all__ = ["Lookups"]
 
@@ -63,14 +64,13 @@ class Lookups:
         self._now = 0.0
         # What those tiers hold whose chunks were worth waiting for when the step began.
         self._readable = [tier.entries for tier in tiers]
+        # Stores may have more than is known, but for what is absent from those worth asking.
+        self._stores = [store for tier in tiers if (store := tier.store) is not None]
+        self._absent: Sequence[Container[bytes]] = ()
         self._outpaced: list[TierView] = []
-        # Requests that were looked up in this step, and those that shall ask again in the next.
+        # Requests that were looked up in this step.
         self._asked: list[Request] = []
-        self._unseen: set[str] = set()
-        # Requests that have asked in vain for a turn, longest first; the first has it in the
-        # present step, however many ask before it.
-        self._line: dict[str, None] = {}
-        self._turn: str | None = None
+        self._turns = Turns()
         self._deferred = False
         # The request that asks at present; the keys, still growing, of the last that began.
         self._asking = _NOBODY
@@ -90,14 +90,11 @@ class Lookups:
         self._now = now
         self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
         self._outpaced = [tier for tier in self._tiers if tier.health.recompute.avoided]
+        self._absent = [store.answers.absent for store in self._stores if store.worth_asking]
         self.pause()
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
-        self._unseen.clear()
-        if self._turn is not None:
-            # It did not ask any more.
-            del self._line[self._turn]
-        self._turn = next(iter(self._line), None)
+        self._turns.begin_step()
 
     def pause(self) -> None:
         """Something else happens: the request that asks next has to be found anew."""
@@ -109,8 +106,7 @@ class Lookups:
         self.pause()
         self._asked.clear()
         self._listed.clear()
-        self._line.clear()
-        self._turn = None
+        self._turns.reset()
 
     # -- answers ---------------------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class Lookups:
             return request.state is _WAITING
         known = self._requests.get(request_id)
         waits = known is not None and known.state is _WAITING
-        return waits or request_id in self._unseen
+        return waits or request_id in self._turns.unseen
 
     def renew(self, request_id: str) -> None:
         """The request waits still: its leases last as if it had asked again."""
@@ -200,12 +196,9 @@ class Lookups:
         if request is None or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
-            if self._looked_up >= self._budget.asked and request_id != self._turn:
+            if self._looked_up >= self._budget.asked and not self._turns.has(request_id):
                 return self._answer_later(request_id, request)
-            if request_id in self._line:
-                del self._line[request_id]
-                if request_id == self._turn:
-                    self._turn = None
+            self._turns.take(request_id)
             request = self._requests.open(request_id)
             self._asking_keys = request.keys
             request.ask(self._now, step)
@@ -220,8 +213,7 @@ class Lookups:
         """The request shall ask again in the next step: this one has looked up enough."""
         if request is not None:
             request.ask(self._now)
-        self._unseen.add(request_id)
-        self._line.setdefault(request_id)
+        self._turns.put_off(request_id)
         self._asking = Request(request_id, _WAITING)
         return self._asking
 
@@ -235,12 +227,19 @@ class Lookups:
                 if key in entries:
                     break
             else:
+                if self._absent and any(key not in absent for absent in self._absent):
+                    return self._ask_again(key, request)
                 if self._outpaced:
                     self.outpaced += any(key in tier.entries for tier in self._outpaced)
                 return self._miss(key, request)
         elif chunk.origin >= 0 and self._tiers[chunk.origin].health.hopeless:
             # On its way from a tier that does not answer, or not in time.
             return self._miss(key, request)
+        return self._ask_again(key, request)
+
+    def _ask_again(self, key: bytes, request: Request) -> bool | None:
+        """The answer for a key that may come: a request that has waited for it waits no more."""
+        state = request.state
         if state is _ANSWERED and (key in request.tried or self._queue.overdue(request, self._now)):
             return self._miss(key, request)
         if state is _WAITING:

@@ -35,6 +35,8 @@ class OwnedTier:
         copies_queued: chunks that ever waited for their copies to it.
     """
 
+    store = None
+
     def __init__(
         self,
         number: int,

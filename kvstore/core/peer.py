@@ -15,7 +15,7 @@ from kvstore.types import Changes, Completion, Move, Op, RecoveredTier
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy, Protected
 
-__all__ = ["PeerTier"]
+__all__ = ["PeerTier", "Unordered"]
 
 
 class PeerTier:
@@ -26,6 +26,7 @@ class PeerTier:
     """
 
     target = None
+    store = None
     admission: AdmissionFilter | None = None
     flow = Flow.WRITE_THROUGH
     copies_queued = copies_ended = 0
@@ -35,7 +36,7 @@ class PeerTier:
         self.name = recovered.name
         self.medium = recovered.medium
         self.max_rows_in_flight = max_rows_in_flight
-        self.index = Index(recovered.entries, _Unordered(1))
+        self.index = Index(recovered.entries, Unordered(1))
         self.entries = self.index.entries
         self.health = Health(self.name)
         self.clearing = False
@@ -140,7 +141,7 @@ class PeerTier:
         )
 
 
-class _Unordered(EvictionPolicy):
+class Unordered(EvictionPolicy):
     """Stands where a policy is asked for and nobody is ever evicted."""
 
     name = "none"

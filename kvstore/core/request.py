@@ -45,6 +45,7 @@ class Request:
         store_deferred: whether its last store is to be offered again.
         needs_rows: whether some of what is not granted has no row yet.
         waits_for: the tier from which no more may be under way for now, or -1.
+        awaits_answer: a store is being asked about the first key that is not granted.
         short_of_rows: what is not granted waits for rows.
         stuck: the last step in which only its own leases stood in its way.
     """
@@ -52,6 +53,7 @@ class Request:
     __slots__ = (
         "asked",
         "asked_step",
+        "awaits_answer",
         "deferring",
         "granted",
         "id",
@@ -89,6 +91,7 @@ class Request:
         self.deferring = False
         self.store_deferred = False
         self.waits_for = -1
+        self.awaits_answer = False
         self.short_of_rows = False
         self.stuck = -1
 
@@ -137,6 +140,7 @@ class Request:
         self.moved = now
         self.needs_rows = needs_rows
         self.waits_for = -1
+        self.awaits_answer = False
         self.short_of_rows = False
 
     def end_wait(self) -> None:
@@ -184,6 +188,10 @@ class Request:
     def wait_for_tier(self, tier: int) -> None:
         """What is not granted waits until less is under way from this tier; -1 for none."""
         self.waits_for = tier
+
+    def await_answer(self, awaits: bool) -> None:
+        """Whether a store is being asked about the first key that is not granted."""
+        self.awaits_answer = awaits
 
     def grant(self, up_to: int, *, needs_rows: bool | None, short_of_rows: bool) -> None:
         """So many of its keys were leased, fetched or given up; what the rest lacks, if known."""

@@ -25,7 +25,8 @@ class TierStats:
 
     Attributes:
         name, medium: the tier. owned: whether its slots are this process's to give; of others'
-            tiers what only their owners know is 0.
+            tiers what only their owners know is 0. store: whether it has to be asked what it has;
+            its `chunks` are those of which that is known.
         chunks: entries now. free: ready slots that hold nothing, now. room: chunks that still
             fit before others have to leave, now.
         segments, max_segments: now.
@@ -40,18 +41,21 @@ class TierStats:
             to it, reading: chunks that are being read from it, now.
         pinned: entries that do not leave for others, now.
         relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
-        closed, stalled, congested, slow, outpaced: see `Health`, now.
+        asking: keys about which a store is being asked, now. asked: all of them. found: those
+            that it had. unanswered: those of which it did not say so, or not in time.
+        closed, stalled, congested, slow, away, outpaced: see `Health`, now.
         read_pace: seconds in which a chunk is read, of late; 0 where nothing was.
         errors: moves that reported an error.
         read_bytes, written_bytes: those of `promoted` and `written`.
         used_bytes, free_bytes: those of `chunks` and `room`.
-        reads, writes: how long moves took that read or wrote chunks, failed ones included, from
-            when they were handed out to when their ends were heard of.
+        reads, writes, asks: how long moves took that read or wrote chunks, or asked for some,
+            failed ones included, from when they were handed out to when their ends were heard of.
     """
 
     name: str
     medium: str
     owned: bool = _now(True)
+    store: bool = _now(False)
     chunks: int = _now()
     free: int = _now()
     room: int = _now()
@@ -76,15 +80,21 @@ class TierStats:
     stalled: bool = _now(False)
     congested: bool = _now(False)
     slow: bool = _now(False)
+    away: bool = _now(False)
     outpaced: bool = _now(False)
     read_pace: float = _now(0.0)
     errors: int = 0
+    asking: int = _now()
+    asked: int = 0
+    found: int = 0
+    unanswered: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     used_bytes: int = _now()
     free_bytes: int = _now()
     reads: Durations = field(default_factory=Durations)
     writes: Durations = field(default_factory=Durations)
+    asks: Durations = field(default_factory=Durations)
     ages: Durations = field(default_factory=_ages)
 
     def complete(self, loaded: int, chunk_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """What the core knows of a slower tier: one protocol for every kind of tier.
 
 `OwnedTier`: its slots are ours to give. `PeerTier`: others write to it and it is only
-read. There is room for a third, a remote engine that has to be asked whether it has a
-key: its answer to "does it hold this?" would itself be deferred.
+read. `AskedTier`: a store, a remote engine that others write to as well and that has to be
+asked whether it has a key.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvstore.core.answers import Answers
 from kvstore.core.chunk import Chunk
 from kvstore.core.flow import Flow
 from kvstore.core.health import Health
@@ -20,7 +21,7 @@ from kvstore.types import Changes, Completion, Move
 from policies.admission import AdmissionFilter
 from policies.table import OrderedTable
 
-__all__ = ["CopyTarget", "TierView"]
+__all__ = ["CopyTarget", "Store", "TierView"]
 
 
 class TierView(Protocol):
@@ -49,6 +50,10 @@ class TierView(Protocol):
     @property
     def target(self) -> CopyTarget | None:
         """The tier itself if chunks are ever copied to it."""
+
+    @property
+    def store(self) -> Store | None:
+        """The tier itself if it has to be asked what it holds."""
 
     @property
     def copies_ended(self) -> int:
@@ -171,3 +176,26 @@ class CopyTarget(TierView, Protocol):
 
     def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
         """Copies of these chunks to these slots failed."""
+
+
+class Store(TierView, Protocol):
+    """A tier that has to be asked what it holds.
+
+    Attributes:
+        answers: what it has said, and what it is being asked.
+    """
+
+    answers: Answers
+
+    @property
+    def worth_asking(self) -> bool:
+        """Whether it is to be asked, and its answers waited for."""
+
+    def unknown(self, key: bytes) -> bool:
+        """Whether nobody knows if it has the chunk."""
+
+    def ask(self, keys: Sequence[bytes], now: float) -> Move:
+        """The question whether it has these, without its number."""
+
+    def ended(self, move: Move, completion: Completion, now: float) -> str | None:
+        """A question or a promotion has ended. Returns a line for the log, if there is one."""

@@ -15,7 +15,7 @@ from kvstore.core.pins import Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.removals import Removals
-from kvstore.core.tier import CopyTarget, TierView
+from kvstore.core.tier import CopyTarget, Store, TierView
 from kvstore.types import NO_MOVE, Completion, Move, Op
 
 __all__ = ["Transfers"]
@@ -114,6 +114,10 @@ class Transfers:
                 moves.append(self._hand_out(compaction, tier, now))
         return moves
 
+    def ask(self, store: Store, keys: Sequence[bytes], now: float) -> Move:
+        """The question whether a store has these."""
+        return self._hand_out(store.ask(keys, now), store, now)
+
     def erase(self, now: float) -> list[Move]:
         """Erasures that are due."""
         return [self._hand_out(m, self._tiers[m.tier], now) for m in self._removals.due()]
@@ -152,6 +156,10 @@ class Transfers:
         if completion.error is not None:
             tier.count("errors")
         overtaken = move.id in self.orphans
+        if tier.store is not None and not overtaken and move.op in (Op.ASK, Op.PROMOTE):
+            message = tier.store.ended(move, completion, now)
+            if message is not None:
+                self._log(message)
         if overtaken:
             self.orphans.discard(move.id)
             self._pool.release_held(move.rows)
@@ -161,6 +169,8 @@ class Transfers:
             tier.compacted(move, completion, now, overtaken)
         elif overtaken:
             pass
+        elif move.op is Op.ASK:
+            self._queue.told(now)
         elif move.op is Op.ERASE:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:

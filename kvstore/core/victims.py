@@ -119,7 +119,9 @@ class Victims:
                 chunk.state == READY and chunk.step != step and (shed_unsaved or not chunk.unsaved)
             ):
                 return False
-            if bounded and not self._budget.ask():
+            # Some policies ask twice about what they set aside.
+            met = chunk.aside and self._sets_aside
+            if bounded and not met and not self._budget.ask():
                 return LATER
             chunk.set_aside(True)
             if chunk.state == READY:

@@ -17,7 +17,7 @@ PREFIX = "vllm:kvstore_"
 
 TIER_LABEL = "tier"
 """Names a slower tier: `disk`, `disk-2` for the second disk of `tiers`. `disk:others` are the lanes
-of other processes on the paths of `disk`."""
+of other processes on the paths of `disk`. A store is `remote`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Metric:
 
     Attributes:
         name: without `PREFIX`, and without what Prometheus adds to it (`_total`, `_bucket`, ...).
-        of: what it is of: the core as a whole, a slower tier, or one whose slots are this
-            engine's to give.
+        of: what it is of: the core as a whole, a slower tier, one that chunks are copied to, or one
+            whose slots are this engine's to give.
         take: its value. text: what Prometheus says of it.
         bounds: of a histogram's buckets.
     """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
-    of: Literal["core", "tier", "owned tier"]
+    of: Literal["core", "tier", "target", "owned tier"]
     take: Callable[[Any], Any]
     text: str
     bounds: tuple[float, ...] = ()
@@ -58,6 +58,10 @@ def _tier(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
     return Metric(name, "counter", "tier", take, text)
 
 
+def _target(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
+    return Metric(name, "counter", "target", take, text)
+
+
 def _owned(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
     return Metric(name, "counter", "owned tier", take, text)
 
@@ -68,6 +72,10 @@ def _core_now(name: str, take: Callable[[CoreStats], float], text: str) -> Metri
 
 def _tier_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
     return Metric(name, "gauge", "tier", take, text)
+
+
+def _target_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
+    return Metric(name, "gauge", "target", take, text)
 
 
 def _owned_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
@@ -182,12 +190,12 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s.shed,
         "Chunks evicted from host memory before their copy to a slower tier.",
     ),
-    _owned(
+    _target(
         "disk_refused_chunks",
         lambda t: t.refused,
         "Chunks not copied because the tier could not take copies then.",
     ),
-    _owned(
+    _target(
         "disk_declined_chunks",
         lambda t: t.declined,
         "Chunks that the tier's admission filter did not let in.",
@@ -203,35 +211,35 @@ METRICS: tuple[Metric, ...] = (
         "How long reads took, of any number of chunks, time in the queue included.",
         BOUNDS,
     ),
-    _owned("disk_written_chunks", lambda t: t.written, "Chunks written to the tier."),
-    _owned("disk_written_bytes", lambda t: t.written_bytes, "Bytes of those."),
+    _target("disk_written_chunks", lambda t: t.written, "Chunks written to the tier."),
+    _target("disk_written_bytes", lambda t: t.written_bytes, "Bytes of those."),
     Metric(
         "disk_write_seconds",
         "histogram",
-        "owned tier",
+        "target",
         lambda t: t.writes,
         "How long copies took, of any number of chunks, time in the queue included.",
         BOUNDS,
     ),
-    _owned(
+    _target(
         "disk_failed_reads",
         lambda t: t.failed_reads,
         "Chunks that could not be read or did not match their digest.",
     ),
-    _owned(
+    _target(
         "disk_corrupt_chunks",
         lambda t: t.corrupt,
         "Those of the failed reads whose bytes were not those of the chunk.",
     ),
-    _owned("disk_failed_writes", lambda t: t.failed_writes, "Chunks that could not be written."),
+    _target("disk_failed_writes", lambda t: t.failed_writes, "Chunks that could not be written."),
     _tier("disk_errors", lambda t: t.errors, "Moves that reported an error."),
     _tier_now(
         "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from the tier now."
     ),
-    _owned_now(
+    _target_now(
         "disk_writing_chunks", lambda t: t.writing, "Chunks that are being copied to the tier now."
     ),
-    _owned_now(
+    _target_now(
         "disk_queued_chunks", lambda t: t.queued, "Chunks that wait for their copy to the tier now."
     ),
     _tier_now("disk_stalled", lambda t: int(t.stalled), "1 while the tier does not answer."),

@@ -128,7 +128,8 @@ class _Series:
                 self._takes.append((metric.take, -1))
                 continue
             for place, tier in enumerate(tiers):
-                if tier.owned or metric.of == "tier":
+                fits = tier.store if metric.of == "target" else metric.of == "tier"
+                if tier.owned or fits:
                     self._known.append((metric, (names[place],)))
                     self._takes.append((metric.take, place))
 
@@ -161,8 +162,9 @@ def _names(tiers: Iterable[TierStats]) -> list[str]:
     names: list[str] = []
     owned: Counter[str] = Counter()
     for tier in tiers:
-        owned[tier.medium] += tier.owned
+        ours = tier.owned or tier.store
+        owned[tier.medium] += ours
         number = owned[tier.medium]
         name = tier.medium if number < 2 else f"{tier.medium}-{number}"
-        names.append(name if tier.owned else f"{name}:others")
+        names.append(name if ours else f"{name}:others")
     return names

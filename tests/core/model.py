@@ -14,12 +14,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.core import Core, Flow, HostPool, OwnedTier, Pace, PeerTier
+from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerTier
+from kvstore.core.answers import Answers
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
 from kvstore.core.grants import LEFT_TO_OTHERS
 from kvstore.core.queue import FORGET_AFTER
 from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
+from kvstore.core.tier import TierView
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 from policies import Protected, create_policy
 
@@ -39,7 +41,7 @@ Content = tuple[bytes, int]
 
 GARBAGE: Content = (b"", -1)
 
-MEDIA = ("disk", "remote", "far")
+MEDIA = ("disk", "remote", "far", "farther")
 
 
 def chain(prompt: int, length: int) -> list[bytes]:
@@ -128,6 +130,8 @@ class World:
         relocation: most chunks that compaction copies at once; 0 without compaction.
         flow: between host memory and every tier; `reserve` rows are kept ahead of need.
         followed: whether there is one tier more, which a neighbour writes to.
+        asked: whether there is a store behind all of them, which others write to as well.
+        lasts: seconds for which an answer of the store counts.
         deadline, max_wait, lease: of the core, in seconds.
         faults: the fraction of moves that fail, or some of their blocks.
         reports: whether the server reports copies that a reset has overtaken, one by one;
@@ -141,6 +145,8 @@ class World:
         segment_slots: int = 8,
         tiers: int = 1,
         followed: bool = False,
+        asked: bool = False,
+        lasts: float = 5.0,
         in_flight: int = 12,
         policy: str = "lru",
         flow: Flow = Flow.WRITE_THROUGH,
@@ -164,6 +170,14 @@ class World:
         self.rows: list[Content] = [GARBAGE] * rows
         self.slots = [[GARBAGE] * slots for _ in range(tiers + followed)]
         self.followed = tiers if followed else -1
+        self.asked = tiers + followed if asked else -1
+        self.lasts = lasts
+        self.shared: dict[int, dict[bytes, int]] = {}
+        """What stores have, with the weights of each chunk, for processes that began with some."""
+        self.store_has: dict[bytes, int] = {}
+        """What the store has for this process."""
+        if asked:
+            self.slots.append([])
         self.their_epochs = [0] * slots
         """Of what the neighbour's slots hold."""
         self.gossip = Changes()
@@ -177,7 +191,7 @@ class World:
         self.flow = flow
         self.reserve = reserve
         self.pace = pace or Pace()
-        self.demotes = flow is not Flow.WRITE_THROUGH and tiers > 0
+        self.demotes = flow is not Flow.WRITE_THROUGH and tiers + asked > 0
         self.timing = {"deadline": deadline, "max_wait": max_wait, "lease": lease}
         self.now = 0.0
         self.moved = 0.0
@@ -203,10 +217,14 @@ class World:
         self.looked_for: dict[int, int] = {}
         """The epoch that each promotion from the neighbour was begun in."""
         self.row_owner: list[object | None] = [None] * rows
-        directories: list[OwnedTier] = []
+        directories: list[TierView] = []
+        self.store_has = self.shared.setdefault(self.weights, {})
         self.segment_ids = segments
         for index, entries in enumerate(found):
             slots = len(self.slots[index])
+            if index == self.asked:
+                directories.append(self._store(index))
+                continue
             if index == self.followed:
                 shared = RecoveredTier(
                     "neighbour",
@@ -244,6 +262,12 @@ class World:
         self.told: list[set[bytes]] = [set(), *(set(entries) for entries in found)]
         """What a listener to the events believes to be in host memory and on each tier."""
         self.core.poll(self.now)
+
+    def _store(self, index: int) -> AskedTier:
+        opened = RecoveredTier("store", MEDIA[index], [], 1, [], 0)
+        flow = Flow.WRITE_THROUGH if self.flow is Flow.EXCLUSIVE else self.flow
+        answers = Answers(2 * len(self.rows), self.lasts)
+        return AskedTier(index, opened, self.in_flight, flow=flow, answers=answers)
 
     # -- the clock and the server ------------------------------------------------------
 
@@ -299,7 +323,8 @@ class World:
         core = self.core
         if key in core.hidden:
             return False
-        return key in core.pool.chunks or any(key in tier.entries for tier in core.tiers)
+        held = any(key in tier.entries for tier in core.tiers)
+        return held or key in core.pool.chunks or key in self.store_has
 
     def take_in(self) -> None:
         """The core hears of moves that have ended, in the middle of a step."""
@@ -326,7 +351,7 @@ class World:
         answered = before is not None and before.state is RequestState.ANSWERED
         answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
         client.asked = self.now
-        if answer is None and client.id in core._lookups._unseen:
+        if answer is None and client.id in core._lookups._turns.unseen:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
             if not held:
@@ -395,6 +420,11 @@ class World:
         chunk = self.core.pool.chunks.get(key)
         if chunk is not None:
             return chunk.state == FILLING and chunk.origin not in stalled
+        if self.asked >= 0 and self.asked not in stalled:
+            store = self.core.tiers[self.asked].store
+            assert store is not None
+            if store.unknown(key):
+                return True
         return any(key in tier.entries for tier in self.core.tiers if tier.number not in stalled)
 
     def _ready(self, keys: list[bytes]) -> int:
@@ -557,7 +587,8 @@ class World:
             erased = left - removal.left - {*removal.unerased}
             left &= removal.left
             for tier in self.core.tiers if erased else ():
-                if tier.number != self.followed:
+                # What is removed others may store again.
+                if tier.number not in (self.followed, self.asked):
                     held = contents_of(self.slots[tier.number])
                     assert not erased & held.keys(), "removed, and kept"
         self.removals = [each for each in self.removals if not each[0].done]
@@ -614,12 +645,12 @@ class World:
     def restart(self) -> None:
         """The process is killed; the next one finds what the slots hold."""
         for move in self.moves:
-            if move.op is Op.CASCADE:
+            if move.op is Op.CASCADE and move.tier != self.asked:
                 for slot in move.slots:
                     self.slots[move.tier][slot] = GARBAGE
         outdated = self.followed >= 0 and self.epoch < self.newest_epoch
         for tier in self.core.tiers:
-            if tier.number == self.followed:
+            if tier.number in (self.followed, self.asked):
                 continue
             if tier.clearing or outdated:
                 # Its records are of an older epoch, or will be erased before anybody asks.
@@ -664,6 +695,11 @@ class World:
                 assert not writes or late or not {*other.keys} & {*move.keys}, "it comes back"
             self.moves.append(move)
             return
+        if move.op is Op.ASK:
+            known = [key for key in move.keys if key in self.core.pool.chunks]
+            assert not known, "it is here, and asked about"
+            self.moves.append(move)
+            return
         if move.op is Op.RELOCATE:
             for target in move.targets:
                 self.slots[move.tier][target] = GARBAGE
@@ -679,6 +715,8 @@ class World:
                 self.moved = self.now
             else:
                 assert self.rows[row] == (key, self.weights), "a copy of bytes not the key's"
+                if move.tier == self.asked:
+                    continue
                 self.slots[move.tier][slot] = GARBAGE
                 self.rotten.discard((move.tier, slot))
         self.sources[move.id] = [self.rows[row] for row in move.rows]
@@ -688,6 +726,9 @@ class World:
     def complete(self, index: int, failures: Collection[int] = ()) -> None:
         """The engine ends a move; `failures` are positions that failed."""
         move = self.moves.pop(index)
+        if move.tier == self.asked:
+            self._complete_at_store(move, failures)
+            return
         slots = self.slots[move.tier]
         ok = [position not in failures for position in range(len(move.keys))]
         segments: list[int] = []
@@ -743,6 +784,53 @@ class World:
         ]
         error = "injected" if failed else None
         self.done.append(Completion(move.id, ok, segments, error, unread=unread[::2]))
+
+    def _complete_at_store(self, move: Move, failures: Collection[int]) -> None:
+        ok = [position not in failures for position in range(len(move.keys))]
+        has, unread = self.store_has, list(failures)
+        late = move.id in self.core.transfers.orphans
+        if move.op is Op.CLEAR and not (failures or move.tier in self.cramped):
+            # An epoch of its own, of which nobody else knows.
+            self.store_has = {}
+        elif move.op is Op.CLEAR:
+            failures = (0,)
+        elif move.op is Op.ASK:
+            ok = [good and key in has for key, good in zip(move.keys, ok, strict=True)]
+        elif move.op is Op.ERASE:
+            for key, good in zip(move.keys, ok, strict=True):
+                if good:
+                    has.pop(key, None)
+        elif move.op is Op.PROMOTE:
+            for position, (key, row) in enumerate(zip(move.keys, move.rows, strict=True)):
+                assert self.row_owner[row] is move
+                self.row_owner[row] = None
+                ok[position] &= key in has
+                self.rows[row] = (key, has[key]) if ok[position] else GARBAGE
+            unread = [place for place in failures if move.keys[place] in has]
+        else:
+            assert move.op is Op.CASCADE
+            for position, (key, row) in enumerate(zip(move.keys, move.rows, strict=True)):
+                same = self.rows[row] == self.sources[move.id][position]
+                assert not ok[position] or same, "a row changed while it was copied"
+                # What a reset has overtaken goes to where it was begun for.
+                if ok[position] and not late:
+                    has.setdefault(key, self.rows[row][1])
+        if move.op in (Op.ASK, Op.PROMOTE):
+            for key, good in zip(move.keys, ok, strict=True):
+                for client in self.clients.values() if not good else ():
+                    client.failed.add(key)
+        error = "injected" if failures else None
+        self.done.append(Completion(move.id, ok, error=error, unread=unread))
+
+    def others_store(self, keys: Collection[bytes]) -> None:
+        """Other replicas store these, with weights as this process began with."""
+        if self.store_has is self.shared.get(self.weights):
+            self.store_has |= dict.fromkeys(keys, self.weights)
+
+    def store_drops(self, keys: Collection[bytes]) -> None:
+        """The store has no room for these any more, or others have removed them."""
+        for key in keys:
+            self.store_has.pop(key, None)
 
     def _complete_compaction(self, move: Move, ok: list[bool], failed: bool) -> None:
         slots = self.slots[move.tier]
@@ -922,12 +1010,26 @@ class World:
         held = {key: chunk.pins for key, chunk in core.pool.chunks.items() if chunk.pins}
         assert held == pins, "pins without an owner"
 
-    def _check_tier(self, tier: OwnedTier) -> None:
+    def _check_store(self, tier: TierView) -> None:
+        store = tier.store
+        assert store is not None
+        answers, moves = store.answers, self.core.transfers.moves.values()
+        asking = {key for m in moves if m.op is Op.ASK for key in m.keys}
+        assert answers.asked.keys() <= asking, "an answer is awaited that nobody will give"
+        assert len(answers.absent) <= 2 * len(self.rows)
+        assert set(answers._present) <= set(tier.entries) | set(tier.index.writing)
+        assert set(tier.entries) <= set(answers._present), "an entry that is believed for ever"
+
+    def _check_tier(self, tier: TierView) -> None:
         self._check_traffic(tier)
         if tier.number == self.followed:
             assert not tier.index.writing, "nobody but its owner writes to it"
             assert tier.target is None
             return
+        if tier.number == self.asked:
+            self._check_store(tier)
+            return
+        assert isinstance(tier, OwnedTier)
         contents = self.slots[tier.number]
         slots = [*tier.entries.values(), *tier.index.writing.values()]
         assert len(set(slots)) == len(slots), "two keys in one slot"
@@ -942,7 +1044,7 @@ class World:
                 in_use += len(move.targets) if move.id not in self.core.transfers.orphans else 0
             assert in_use == tier.slots.segments * self.segment_slots, "slots leaked"
 
-    def _check_traffic(self, tier: OwnedTier) -> None:
+    def _check_traffic(self, tier: TierView) -> None:
         rows: Counter[Op] = Counter()
         reading: Counter[bytes] = Counter()
         for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
@@ -1016,8 +1118,10 @@ class World:
         evicted = sum(tier.index.evicted for tier in core.tiers)
         known = 0
         for key in client.keys:
-            held = [self.slots[t.number][t.entries[key]] for t in core.tiers if key in t.entries]
-            if key not in core.pool.chunks and (not held or held[0][0] != key):
+            held = [self._held(t, key) for t in core.tiers if key in t.entries]
+            if self.asked >= 0 and key in self.store_has:
+                held.append(key)
+            if key not in core.pool.chunks and (not held or held[0] != key):
                 break
             known += 1
         answer = self.ask(client)
@@ -1034,6 +1138,12 @@ class World:
             assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
+
+    def _held(self, tier: TierView, key: bytes) -> bytes:
+        """The key of what lies where the tier's entry of `key` says."""
+        if tier.number == self.asked:
+            return key if key in self.store_has else b""
+        return self.slots[tier.number][tier.entries[key]][0]
 
 
 def _watch_pins(tier: OwnedTier) -> None:
@@ -1059,6 +1169,8 @@ def random_world(rng: random.Random) -> World:
         slots=segment_slots * rng.choice((1, 2, 3, 6)),
         tiers=rng.choice((0, 1, 1, 1, 2)),
         followed=rng.random() < 0.3,
+        asked=rng.random() < 0.3,
+        lasts=rng.choice((0.05, 5.0, 60.0)),
         in_flight=rng.choice((1, 3, rows)),
         max_wait=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),
@@ -1080,7 +1192,7 @@ def scatter(world: World, rng: random.Random) -> None:
     found: list[dict[bytes, int]] = [{} for _ in world.slots]
     segments = [{0} for _ in world.slots]
     for tier, contents in enumerate(world.slots):
-        if tier != world.followed:
+        if tier not in (world.followed, world.asked):
             segments[tier] = set(range(len(contents) // world.segment_slots))
             keys = list(dict.fromkeys(key for n in range(64) for key in chain(n, 12)))
             for slot in range(len(contents)):
@@ -1112,7 +1224,7 @@ def random_act(world: World, rng: random.Random) -> None:
         if rng.random() < world.faults:
             failures = {p for p in range(max(size, 1)) if rng.random() < 0.5}
         world.complete(index, failures)
-    elif 0.75 <= roll < 0.755:
+    elif 0.75 <= roll < 0.7525 or (0.75 <= roll < 0.755 and world.asked < 0):
         rare_act(world, rng)
     elif 0.798 <= roll < 0.8 or (0.78 <= roll < 0.79 and world.followed < 0):
         keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
@@ -1132,6 +1244,13 @@ def random_act(world: World, rng: random.Random) -> None:
             world.pin(keys, rng.choice((0.01, 1.0, 30.0, math.inf)), host=rng.random() < 0.6)
         else:
             world.core.pins.end(keys)
+    elif 0.7525 <= roll < 0.755 and world.asked >= 0:
+        keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
+        keys = keys[: rng.randrange(len(keys)) + 1]
+        if rng.random() < 0.6:
+            world.others_store(keys)
+        else:
+            world.store_drops(keys)
     elif 0.755 <= roll < 0.76:
         world.silent.clear()
         world.cramped.clear()
@@ -1174,7 +1293,8 @@ def rare_act(world: World, rng: random.Random) -> None:
         world.core.computed(rng.choice((10, 10_000)), rng.choice((1.0, 1000.0, 1e6)))
     elif roll < 0.55:
         tier = rng.choice([tier for tier in tiers if tier != world.followed] or [0])
-        world.rot(tier, rng.randrange(len(world.slots[tier])))
+        if world.slots[tier]:
+            world.rot(tier, rng.randrange(len(world.slots[tier])))
     elif roll < 0.8:
         world.silent ^= {rng.choice(tiers)}
     else:

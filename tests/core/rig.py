@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvstore.core import Core, CoreStats, HostPool, OwnedTier
+from kvstore.core import AskedTier, Core, CoreStats, HostPool, OwnedTier
+from kvstore.core.answers import Answers
 from kvstore.core.chunk import READY
+from kvstore.core.tier import TierView
 from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import EvictionPolicy, Protected, create_policy
 from policies.lru import LRU
@@ -42,6 +44,7 @@ class Rig:
         segment_slots, segments, max_segments: geometry of every tier.
         in_flight: most rows on their way to one tier.
         policy, tier_policy: order host memory and the tiers; LRU unless told.
+        store: what is known of a store behind the tiers; None where there is no store.
         timing: deadline, max_wait and lease of the core.
     """
 
@@ -58,11 +61,12 @@ class Rig:
         tier_policy: EvictionPolicy | None = None,
         stripes: int = 1,
         relocation_chunks: int = 0,
+        store: Answers | None = None,
         **timing: Any,
     ) -> None:
         most = segments if max_segments is None else max_segments
         slots = segment_slots * most
-        directories = [
+        directories: list[TierView] = [
             OwnedTier(
                 index,
                 RecoveredTier(
@@ -80,6 +84,9 @@ class Rig:
             )
             for index, held in enumerate(on)
         ]
+        if store is not None:
+            opened = RecoveredTier("store", "remote", [], 1, [], 0)
+            directories.append(AskedTier(len(directories), opened, in_flight, answers=store))
         timing = {"deadline": 1.0, "max_wait": 10.0, "lease": 3.0, **timing}
         pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
         self.core = Core(pool, directories, **timing)
@@ -129,12 +136,13 @@ class Rig:
         ok = [key not in failed for key in move.keys]
         tier = self.core.tiers[move.tier]
         made: list[int] = []
+        slots = tier.slots.segments if isinstance(tier, OwnedTier) else 0
         if segments is not None:
             made = list(segments)
         elif move.op is Op.GROW:
-            made = [tier.slots.segments]
+            made = [slots]
         elif move.op is Op.CLEAR:
-            made = [] if tier.target is None else list(range(tier.slots.segments))
+            made = list(range(slots))
         error = "injected" if failed or (segments is not None and not made) else None
         places = [move.keys.index(key) for key in unread]
         self.ended.append(Completion(move.id, ok, made, error, unread=places, ended=ended))

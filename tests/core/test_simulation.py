@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, OwnedTier
+from kvstore.core import AskedTier, Core, HostPool, OwnedTier
+from kvstore.core.answers import Answers
 from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import READY, Chunk, Life
 from kvstore.core.grants import Grants
@@ -27,6 +28,7 @@ from kvstore.core.health import Health
 from kvstore.core.index import Index
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken
+from kvstore.core.questions import Questions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.removals import Removals
 from kvstore.core.request import Request, Requests
@@ -137,6 +139,39 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("a streak ends with whatever else happens")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Streak, "end", lambda self: None)
+
+
+@breaks("a question ends")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Answers, "end", lambda self, keys: None)
+
+
+@breaks("nobody asks about what is here")
+def _(patch: pytest.MonkeyPatch) -> None:
+    init = Questions.__init__
+
+    def blind(self: Questions, *args: Any) -> None:
+        init(self, *args)
+        self._chunks = {}
+
+    patch.setattr(Questions, "__init__", blind)
+
+
+@breaks("nothing is believed of a store that is still to be cleared")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AskedTier, "worth_asking", property(lambda self: self.health.readable))
+
+
+@breaks("an older answer does not undo what was copied since")
+def _(patch: pytest.MonkeyPatch) -> None:
+    answered = AskedTier._answered
+
+    def hasty(self: AskedTier, keys: Sequence[bytes], completion: Completion, now: float) -> None:
+        answered(self, keys, completion, now)
+        lacking = [key for key, ok in zip(keys, completion.ok, strict=True) if not ok]
+        self.answers.lacks(lacking, now)
+
+    patch.setattr(AskedTier, "_answered", hasty)
 
 
 @breaks("a server defers by itself only what the core would")

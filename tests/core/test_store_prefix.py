@@ -194,3 +194,14 @@ def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
                 if chunk.step == pool.step and chunk.state == READY and not chunk.unsaved
             ]
             assert pool.marked == len(answered)
+
+
+def test_a_prompt_with_a_hole_that_does_not_fit_keeps_its_head_and_what_fills_the_hole() -> None:
+    rig = Rig(rows=5, on=())
+    keys = chain("p", 7)
+    rig.put(keys[2:5])
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[:2]
+    assert [rig.in_host(key) for key in keys[2:]] == [True, True, True, False, False]

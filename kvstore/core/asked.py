@@ -1,0 +1,299 @@
+"""A store: a tier that has to be asked whether it has a key, and that others write to as well.
+
+It has no slots of ours: its engine decides where a chunk lies, and what leaves for others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from kvstore.core.answers import Answers
+from kvstore.core.chunk import Chunk
+from kvstore.core.flow import Flow
+from kvstore.core.health import Health
+from kvstore.core.in_flight import InFlight
+from kvstore.core.index import Index
+from kvstore.core.peer import Unordered
+from kvstore.core.slots import RETRY_PAUSE
+from kvstore.core.stats import TierStats
+from kvstore.types import Changes, Completion, Move, Op, RecoveredTier
+from policies.admission import AdmissionFilter
+
+__all__ = ["NOWHERE", "AskedTier"]
+
+NOWHERE = 0
+"""Stands for the slot of each of its chunks: where they lie is the store's own affair."""
+
+_NO_DEVICE = (0,)
+
+
+class AskedTier:
+    """See `TierView`. `entries` are the keys of which it is known that the store has them.
+
+    An answer may be out of date: then the promotion fails, which is a miss. Clearing the
+    store means to ignore whatever was stored so far: others go on to use it.
+
+    Attributes:
+        answers: what it has said, and what it is being asked.
+        copies_queued: chunks that ever waited for their copies to it.
+    """
+
+    compaction_rate = 0.0
+    full_for_now = False
+
+    def __init__(
+        self,
+        number: int,
+        recovered: RecoveredTier,
+        max_rows_in_flight: int,
+        admission: AdmissionFilter | None = None,
+        flow: Flow = Flow.WRITE_THROUGH,
+        answers: Answers | None = None,
+    ) -> None:
+        self.number = number
+        self.name = recovered.name
+        self.medium = recovered.medium
+        self.flow = flow
+        self.admission = admission
+        self.max_rows_in_flight = max_rows_in_flight
+        self.index = Index((), Unordered(1))
+        self.entries = self.index.entries
+        self.answers = Answers() if answers is None else answers
+        self.health = Health(self.name)
+        self.in_flight = InFlight()
+        self.clearing = False
+        self.copies_queued = 0
+        # Of the step, for calls that do not tell it.
+        self._now = 0.0
+        self._retry_after = 0.0
+        self._queue: deque[bytes] = deque()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def target(self) -> AskedTier:
+        """Itself: chunks are copied to it."""
+        return self
+
+    @property
+    def store(self) -> AskedTier:
+        """Itself: it has to be asked."""
+        return self
+
+    # -- questions -----------------------------------------------------------------------
+
+    @property
+    def worth_asking(self) -> bool:
+        """Whether it is to be asked, and its answers waited for."""
+        return self.health.readable and not self.clearing
+
+    def unknown(self, key: bytes) -> bool:
+        """Whether nobody knows if the store has the chunk."""
+        return key not in self.entries and key not in self.answers.absent
+
+    def ask(self, keys: Sequence[bytes], now: float) -> Move:
+        """The question whether it has these, without its number."""
+        self.answers.ask(keys, now)
+        self.count("asked", len(keys))
+        return Move(-1, Op.ASK, self.number, list(keys))
+
+    def ended(self, move: Move, completion: Completion, now: float) -> str | None:
+        """A question or a promotion has ended. Returns a line for the log, if there is one."""
+        self._now = now
+        if move.op is Op.ASK:
+            self._answered(move.keys, completion, now)
+        if len(completion.unread) == len(move.keys) > 0:
+            return self.health.failed(now, completion.error)
+        return self.health.went_well()
+
+    def _answered(self, keys: Sequence[bytes], completion: Completion, now: float) -> None:
+        answers = self.answers
+        # What was given up as overdue meanwhile is known all the same.
+        answers.end(keys)
+        unread = set(completion.unread)
+        ends = list(zip(keys, completion.ok, strict=True))
+        found = [key for key, ok in ends if ok]
+        lacking = [key for n, (key, ok) in enumerate(ends) if not ok and n not in unread]
+        self.count("found", len(found))
+        self.count("unanswered", len(unread))
+        # Of what was copied to it meanwhile more is known than it could say.
+        writing, entries = self.index.writing, self.entries
+        answers.lacks([key for key in lacking if key not in entries and key not in writing], now)
+        found = [key for key in found if key not in writing]
+        self.index.appear((key, NOWHERE) for key in found)
+        self._forget_entries(answers.has(found, now))
+
+    def _forget_entries(self, keys: Iterable[bytes]) -> None:
+        self.index.disappear(keys)
+
+    # -- copies to it ------------------------------------------------------------------
+
+    def accepts(self, now: float) -> bool:
+        """Whether copies to it are wanted at present."""
+        return not self.clearing and self.health.accepts(now)
+
+    @property
+    def queued(self) -> int:
+        """Chunks that wait for their copies to it, and keys of some that have left."""
+        return len(self._queue)
+
+    def unsaved_keys(self) -> set[bytes]:
+        """The keys of `unsaved`."""
+        return {*self._queue, *self.index.writing}
+
+    @property
+    def unsaved(self) -> int:
+        """Chunks that wait for their copies to it, or are being copied."""
+        return len(self._queue) + len(self.index.writing)
+
+    @property
+    def copies_ended(self) -> int:
+        """Chunks of `copies_queued` that have arrived, or will not come."""
+        return self.copies_queued - self.unsaved
+
+    def enqueue(self, keys: Sequence[bytes]) -> None:
+        """These chunks of host memory wait for their copies to it, in this order."""
+        self.copies_queued += len(keys)
+        self._queue.extend(keys)
+
+    def dequeue(self, count: int) -> list[bytes]:
+        """Up to `count` keys that wait longest; they wait no longer."""
+        return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+
+    def requeue(self, keys: Sequence[bytes]) -> None:
+        """These, just taken from the queue, are the first in it again."""
+        self._queue.extendleft(reversed(keys))
+
+    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that are not known to be here, nor on their way here."""
+        entries, writing = self.entries, self.index.writing
+        return [c for c in chunks if c.key not in entries and c.key not in writing]
+
+    def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        """As many as are wanted: what there is no room for, the store refuses."""
+        return [NOWHERE] * count
+
+    def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Copies of these chunks, tail first, went well."""
+        self.index.written(keys)
+        self._forget_entries(self.answers.has(keys, self._now))
+        self.health.stored(_NO_DEVICE)
+        self.count("written", len(keys))
+
+    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
+        """Copies of these chunks failed."""
+        for key, _ in entries:
+            self.index.not_written(key)
+        self.health.refused(_NO_DEVICE, now)
+        self.count("failed_writes", len(entries))
+
+    # -- promotions from it --------------------------------------------------------------
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """These chunks were read, whole and right."""
+        self.index.read_well(keys)
+        known = [key for key in keys if key in self.entries]
+        self._forget_entries(self.answers.has(known, self._now))
+        self.count("promoted", len(keys))
+
+    def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
+        """The chunk could not be read: it is tried again a few times, if it may be whole."""
+        if not perhaps_whole:
+            self.index.disappear((key,))
+            self.answers.lacks((key,), self._now)
+        elif not self.index.unread(key):
+            self.forget((key,))
+        self.count("failed_reads")
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Nobody knows any more whether the store has these."""
+        self.index.disappear(keys)
+        self.answers.forget(keys)
+
+    def learn(self, changes: Changes) -> None:
+        """Nothing: the store tells of nothing unasked."""
+
+    # -- what it needs for itself --------------------------------------------------------
+
+    @property
+    def gave_up_clearing(self) -> bool:
+        """Whether it failed to be cleared, and waits before it is tried again."""
+        return self.clearing and self._retry_after > 0
+
+    def due(self, now: float, *, after_owned: bool) -> Move | None:
+        """A move that clears it, if it has to be cleared."""
+        if not self.clearing or self.in_flight or now < self._retry_after:
+            return None
+        return Move(-1, Op.CLEAR, self.number)
+
+    def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
+        """A move that clears it has ended."""
+        if error is None:
+            self.clearing = False
+        else:
+            self._retry_after = now + RETRY_PAUSE
+
+    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
+        """It never grows."""
+        raise AssertionError(f"tier {self.name} is not this process's to grow")
+
+    def compaction(self, now: float) -> Move | None:
+        """Never: it has no segments."""
+        return None
+
+    def compact_at(self, chunks_per_second: float) -> None:
+        """It has no segments."""
+
+    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
+        """It is never compacted."""
+        raise AssertionError(f"tier {self.name} is not this process's to compact")
+
+    def watch(
+        self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
+    ) -> tuple[list[str], bool]:
+        """Notice how it does, once a step: see `Health.watch`. Old answers are forgotten."""
+        self._now = now
+        answers, index = self.answers, self.index
+        if answers.asked:
+            # Nobody waits for these any longer.
+            self.count("unanswered", len(answers.overdue(now - deadline)))
+        self._forget_entries(answers.expire(now))
+        reading, writing = len(index.reading), bool(index.writing)
+        moves = self.in_flight
+        return self.health.watch(now, elapsed, deadline, max_wait, moves, reading, writing, compute)
+
+    def reset(self) -> None:
+        """Forget everything, and believe nothing until the store is cleared."""
+        self.index.reset()
+        self.answers.reset()
+        self._queue.clear()
+        self.clearing = True
+        self._retry_after = 0.0
+
+    def close(self) -> None:
+        """Forget everything and use the store no more."""
+        self.index.reset()
+        self.answers.reset()
+        self._queue.clear()
+        self.health.close()
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to one of its counters in `TierStats`."""
+        self._counts[what] += number
+
+    def stats(self) -> TierStats:
+        """Counters and gauges, up to date."""
+        moves = self.in_flight
+        return TierStats(
+            self.name,
+            self.medium,
+            owned=False,
+            store=True,
+            queued=len(self._queue),
+            asking=len(self.answers.asked),
+            reads=moves.reads.copy(),
+            writes=moves.writes.copy(),
+            asks=moves.asks.copy(),
+            **self.index.counts(),
+            **self.health.gauges() | self._counts,
+        )

@@ -1,0 +1,353 @@
+"""The contract of a store (`tiers.base`) as a test suite.
+
+A store's own tests inherit it, and say how a tier is built and how its engine is treated badly:
+
+    class TestMyStore(StoreContract):
+        def new_tier(self, place):
+            return MyTier(place, url=...)
+
+The suite needs pytest and pytest-asyncio. It moves real bytes to a real engine and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+
+from kvstore.testing.tier import TierBench, key_of
+from kvstore.types import MAX_KEY_BYTES, TierPlace
+from tiers.base import Tier, Transfer
+
+__all__ = ["StoreContract"]
+
+
+class StoreContract(ABC):
+    """What every store promises. Inherit it and give what is abstract."""
+
+    rows = 16
+    row_bytes = 8192
+    chunk_bytes = 8000
+    """Less than a row: a payload need not fill it."""
+
+    seconds = 20.0
+    """How long a call may take whose engine does not answer."""
+
+    pytestmark = pytest.mark.asyncio
+
+    @abstractmethod
+    def new_tier(self, place: TierPlace) -> Tier:
+        """A tier, not opened, over the engine of these tests."""
+
+    @abstractmethod
+    def values(self) -> Mapping[str, bytes]:
+        """All values that the engine has, by name; none when a test begins."""
+
+    @abstractmethod
+    def put(self, name: str, value: bytes) -> None:
+        """Give this value that name, whatever it had before."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the engine, without a word."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the engine again, where it was. What it had may be lost."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """The engine takes calls and does not answer, until `start`."""
+
+    @pytest.fixture
+    def place(self) -> TierPlace:
+        """What the tier of this test is made for: nobody has stored anything there."""
+        return TierPlace("contract", {"test": uuid4().hex}, self.chunk_bytes)
+
+    @pytest.fixture
+    def benches(self) -> Iterator[list[TierBench]]:
+        """Every bench of this test; what the test leaves open is let go of."""
+        benches: list[TierBench] = []
+        yield benches
+        for bench in benches:
+            bench.abandon()
+
+    def open(self, place: TierPlace, benches: list[TierBench]) -> TierBench:
+        """A process that uses the store."""
+        bench = TierBench(self.new_tier(place), self.rows, self.row_bytes, place.chunk_bytes)
+        benches.append(bench)
+        return bench
+
+    def named(self, key: bytes) -> str:
+        """The name of the value that was stored under `key`."""
+        (name,) = (name for name in self.values() if name.endswith(f"/{key.hex()}"))
+        return name
+
+    # -- what it is ------------------------------------------------------------------------
+
+    async def test_it_is_opened_empty_and_says_what_it_is(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        assert bench.tier.is_store
+        assert not bench.opening.entries
+        assert not bench.opening.segments
+        assert bench.opening.medium == "remote"
+        assert bench.opening.name
+        assert bench.tier.description.strip()
+        assert "\n" not in bench.tier.description
+
+    # -- right bytes -------------------------------------------------------------------------
+
+    async def test_what_was_written_is_held_and_read_byte_for_byte(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(n) for n in range(8)]
+        assert (await bench.tier.holds(keys)).ok == [False] * 8
+        assert (await _store(bench, keys)).ok == [True] * 8
+        told = await bench.tier.holds(keys)
+        assert (told.ok, told.error, list(told.unread)) == ([True] * 8, None, [])
+        assert await _fetch(bench, keys) == [True] * 8
+
+    async def test_another_process_finds_it(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        keys = [key_of(n) for n in range(4)]
+        await _store(self.open(place, benches), keys)
+        other = self.open(place, benches)
+        assert (await other.tier.holds(keys)).ok == [True] * 4
+        assert await _fetch(other, keys) == [True] * 4
+
+    async def test_it_says_of_each_key_whether_it_has_it(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(n) for n in range(6)]
+        await _store(bench, [keys[0], keys[1], keys[4]])
+        expected = [True, True, False, False, True, False]
+        assert (await bench.tier.holds(keys)).ok == expected
+        assert (await bench.tier.holds(keys[::-1])).ok == expected[::-1]
+
+    @pytest.mark.parametrize(
+        "key",
+        [b"k", b"\0", b"k" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"ends in zeros\0\0\0\0"],
+        ids=["shortest", "one-nul", "longest", "all-nul", "nul-at-end"],
+    )
+    async def test_any_key_of_allowed_length_works(
+        self, place: TierPlace, benches: list[TierBench], key: bytes
+    ) -> None:
+        bench = self.open(place, benches)
+        await _store(bench, [key])
+        assert (await bench.tier.holds([key, key + b"\0" if len(key) < 9 else b"x"])).ok == [
+            True,
+            False,
+        ]
+        assert await _fetch(bench, [key]) == [True]
+
+    async def test_a_chunk_that_it_does_not_have_is_a_miss_of_that_chunk_alone(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(n) for n in range(3)]
+        await _store(bench, [keys[0], keys[2]])
+        assert await _fetch(bench, keys) == [True, False, True]
+        done = await bench.tier.read([keys[1]], [0], [0])
+        assert done.error
+        assert list(done.unread) == [], "it is lost, not unreadable"
+
+    async def test_what_another_namespace_has_stored_is_not_there(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        keys = [key_of(n) for n in range(2)]
+        await _store(self.open(place, benches), keys)
+        for other in (
+            replace(place, identity={**place.identity, "dtype": "fp8"}),
+            replace(place, namespace="another"),
+        ):
+            stranger = self.open(other, benches)
+            assert (await stranger.tier.holds(keys)).ok == [False] * 2
+            assert await _fetch(stranger, keys) == [False] * 2
+
+    async def test_a_call_may_name_nothing_or_one_key_twice(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        assert (await bench.tier.holds([])).ok == []
+        assert (await bench.tier.read([], [], [])).ok == []
+        assert (await bench.tier.write([], [], [])).ok == []
+        keys = [key_of(1), key_of(2), key_of(1)]
+        assert (await _store(bench, keys)).ok == [True] * 3
+        assert (await bench.tier.holds(keys)).ok == [True] * 3
+        assert await _fetch(bench, keys) == [True] * 3
+
+    async def test_what_is_there_already_stays_as_it_is(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        before = self.values()[self.named(key_of(1))]
+        again = self.open(place, benches)
+        assert (await _store(again, [key_of(1), key_of(2)])).ok == [True, True]
+        assert self.values()[self.named(key_of(1))] == before
+
+    async def test_many_calls_at_once_each_get_their_own(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(n) for n in range(16)]
+        await _store(bench, keys)
+        reads = [bench.tier.read([key], [0], [row]) for row, key in enumerate(keys)]
+        asks = [bench.tier.holds([key, key_of(99)]) for key in keys]
+        done = await asyncio.gather(*reads, *asks)
+        assert [told.ok for told in done[:16]] == [[True]] * 16
+        assert [told.ok for told in done[16:]] == [[True, False]] * 16
+        assert all(bench.holds(row, key) for row, key in enumerate(keys))
+
+    # -- what others have made of it ---------------------------------------------------------
+
+    @pytest.mark.parametrize("damage", ["empty", "torn", "longer", "payload", "record"])
+    async def test_a_value_that_is_not_what_was_stored_is_a_miss_of_that_chunk_alone(
+        self, place: TierPlace, benches: list[TierBench], damage: str
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(n) for n in range(3)]
+        await _store(bench, keys)
+        name = self.named(keys[1])
+        value = self.values()[name]
+        flipped = bytearray(value)
+        flipped[-1 if damage == "payload" else 40] ^= 1
+        self.put(
+            name,
+            {"empty": b"", "torn": value[:-7], "longer": value + b"\0"}.get(damage, bytes(flipped)),
+        )
+        done = await bench.tier.read(keys, [0] * 3, [0, 1, 2])
+        assert done.ok == [True, False, True]
+        assert list(done.unread) == []
+        assert done.error
+        assert bench.holds(0, keys[0])
+        assert bench.holds(2, keys[2])
+
+    async def test_the_value_of_another_chunk_is_a_miss(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [key_of(1), key_of(2)]
+        await _store(bench, keys)
+        self.put(self.named(keys[0]), self.values()[self.named(keys[1])])
+        assert await _fetch(bench, keys) == [False, True]
+
+    async def test_the_value_of_another_namespace_is_a_miss(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        theirs = self.open(replace(place, namespace="another"), benches)
+        await _store(theirs, [key_of(1)])
+        value = self.values()[self.named(key_of(1))]
+        before = set(self.values())
+        bench = self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        (name,) = set(self.values()) - before
+        self.put(name, value)
+        assert await _fetch(bench, [key_of(1)]) == [False]
+
+    # -- forgetting --------------------------------------------------------------------------
+
+    async def test_after_it_was_cleared_nothing_is_there_and_nobody_else_is_bothered(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench, other = self.open(place, benches), self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        assert await bench.tier.clear() == []
+        assert (await bench.tier.holds([key_of(1)])).ok == [False]
+        assert await _fetch(other, [key_of(1)]) == [True]
+        # What it stores from now on is its own.
+        assert (await _store(bench, [key_of(2)])).ok == [True]
+        assert await _fetch(bench, [key_of(2)]) == [True]
+        assert (await other.tier.holds([key_of(2)])).ok == [False]
+        await other.tier.clear()
+        assert (await other.tier.holds([key_of(2)])).ok == [False]
+
+    async def test_what_is_erased_is_gone_for_all(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench, other = self.open(place, benches), self.open(place, benches)
+        await _store(bench, [key_of(1), key_of(2)])
+        assert await bench.tier.erase([key_of(1), key_of(3)]) is None
+        assert (await other.tier.holds([key_of(1), key_of(2)])).ok == [False, True]
+
+    # -- an engine that is not there ---------------------------------------------------------
+
+    async def test_it_opens_while_its_engine_is_away_and_serves_when_it_comes(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        self.stop()
+        try:
+            bench = self.open(place, benches)
+            await self._is_away(bench)
+        finally:
+            self.start()
+        assert (await _store(bench, [key_of(1)])).ok == [True]
+        assert await _fetch(bench, [key_of(1)]) == [True]
+
+    @pytest.mark.parametrize("how", ["stop", "freeze"])
+    async def test_calls_fail_while_its_engine_does_not_answer_and_go_well_afterwards(
+        self, place: TierPlace, benches: list[TierBench], how: str
+    ) -> None:
+        bench = self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        {"stop": self.stop, "freeze": self.freeze}[how]()
+        try:
+            await self._is_away(bench)
+        finally:
+            self.start()
+        async with asyncio.timeout(self.seconds):
+            # A connection that was cut is noticed by the call that meets it.
+            while (await bench.tier.holds([key_of(7)])).error:
+                pass
+        assert (await _store(bench, [key_of(2)])).ok == [True]
+        assert await _fetch(bench, [key_of(2)]) == [True]
+
+    async def test_it_can_be_closed_while_a_call_waits(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        self.freeze()
+        try:
+            call = asyncio.create_task(bench.tier.read([key_of(1)], [0], [0]))
+            await asyncio.sleep(0.05)
+            bench.tier.detach()
+            async with asyncio.timeout(self.seconds):
+                assert (await call).ok == [False]
+        finally:
+            self.start()
+        await bench.close()
+
+    async def _is_away(self, bench: TierBench) -> None:
+        keys = [key_of(1), key_of(2)]
+        began = time.monotonic()
+        for call in (
+            bench.tier.holds(keys),
+            bench.tier.read(keys, [0, 0], [0, 1]),
+            _store(bench, keys),
+        ):
+            told = await call
+            assert told.ok == [False, False]
+            assert told.error
+            assert list(told.unread) == [0, 1]
+        assert await bench.tier.erase(keys)
+        assert time.monotonic() - began < self.seconds
+        assert await bench.tier.clear() == [], "it needs nobody for that"
+
+
+async def _store(bench: TierBench, keys: Sequence[bytes]) -> Transfer:
+    return await bench.store(keys, [0] * len(keys))
+
+
+async def _fetch(bench: TierBench, keys: Sequence[bytes]) -> list[bool]:
+    return await bench.fetch(keys, [0] * len(keys))

@@ -1,0 +1,347 @@
+"""A store: a tier that has to be asked what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from kvstore.core.absence import FIRST_PAUSE, LAST_PAUSE
+from kvstore.core.answers import Answers
+from kvstore.core.questions import MOST_KEYS
+from kvstore.types import NO_MOVE, Completion, Move, Op
+from tests.core.rig import Rig, chain
+
+KEYS = chain("a", 6)
+
+
+def with_store(
+    on: Sequence[Sequence[bytes]] = (), *, most: int = 1000, lasts: float = 60.0, rows: int = 8
+) -> Rig:
+    return Rig(rows=rows, on=on, store=Answers(most, lasts), deadline=1.0, lease=3.0)
+
+
+def questions(rig: Rig) -> list[Move]:
+    return rig.under_way(Op.ASK, len(rig.core.tiers) - 1)
+
+
+def question(rig: Rig) -> list[bytes]:
+    """The keys of the only question under way."""
+    (move,) = questions(rig)
+    return move.keys
+
+
+def answer(rig: Rig, has: Collection[bytes] = ()) -> None:
+    """The store says of each question under way that it has these alone."""
+    for move in questions(rig):
+        rig.moves.remove(move)
+        rig.ended.append(Completion(move.id, [key in has for key in move.keys]))
+
+
+def fail(rig: Rig) -> None:
+    """No call under way is answered."""
+    for move in list(rig.moves):
+        rig.end(move, failed=move.keys, unread=move.keys)
+
+
+def told(rig: Rig, keys: Sequence[bytes], has: Collection[bytes], request: str = "r") -> int:
+    """What a request gets, from a store that answers at once and has these."""
+    for _ in range(100):
+        found = rig.ask(keys, request)
+        if found is not None:
+            return found
+        rig.step()
+        answer(rig, has)
+        for move in [move for move in rig.moves if move.op is not Op.ASK]:
+            rig.end(move)
+        rig.step()
+    raise AssertionError(f"{request} is deferred for ever")
+
+
+# -- questions -------------------------------------------------------------------------------
+
+
+def test_a_key_of_which_nobody_knows_is_asked_about_and_the_lookup_deferred() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    assert question(rig) == KEYS, "in the order of the prompt, in one question"
+    assert rig.ask(KEYS) is None
+
+
+def test_what_the_store_has_comes_and_what_it_does_not_have_is_a_miss() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    answer(rig, has=KEYS[:4])
+    rig.step()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    assert rig.promotion.keys == KEYS[:4]
+    rig.end(rig.promotion)
+    rig.step()
+    assert rig.ask(KEYS) == 4
+    assert rig.stats.tiers[0].asked == 6
+    assert rig.stats.tiers[0].found == 4
+
+
+def test_a_miss_of_the_store_costs_no_further_question_while_the_answer_counts() -> None:
+    rig = with_store(lasts=60.0)
+    assert told(rig, KEYS, has=()) == 0
+    rig.core.on_request_finished("r")
+    rig.step(30.0)
+    assert rig.ask(KEYS, "later") == 0
+    rig.core.on_request_finished("later")
+    rig.step(31.0)
+    assert rig.ask(KEYS, "much later") is None
+
+
+def test_what_the_store_had_is_asked_about_again_when_the_answer_counts_no_more() -> None:
+    rig = with_store(lasts=60.0)
+    assert rig.ask(KEYS) is None
+    rig.step()
+    answer(rig, has=KEYS)
+    rig.step()
+    assert rig.core.contains_prefix(KEYS) == 6
+    for _ in range(61):
+        rig.step(1.0)
+    assert KEYS[5] not in rig.core.tiers[0].entries
+
+
+def test_two_requests_with_the_same_keys_ask_once() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS[:4], "one") is None
+    assert rig.ask(KEYS, "two") is None
+    rig.step()
+    assert [move.keys for move in questions(rig)] == [KEYS[:4], KEYS[4:]]
+    assert rig.ask(KEYS, "three") is None
+    rig.step()
+    assert len(questions(rig)) == 2
+    answer(rig)
+    rig.step()
+    assert [rig.ask(KEYS, name) for name in ("one", "two", "three")] == [0, 0, 0]
+
+
+def test_nobody_asks_about_what_another_tier_has() -> None:
+    rig = with_store([KEYS[:3]])
+    assert rig.ask(KEYS) is None
+    rig.step()
+    assert question(rig) == KEYS[3:]
+    assert rig.promotion.keys == KEYS[:3], "which comes meanwhile"
+    answer(rig, has=KEYS[3:5])
+    rig.end(rig.promotion)
+    rig.step()
+    rig.step()
+    (rest,) = rig.under_way(Op.PROMOTE, 1)
+    assert rest.keys == KEYS[3:5]
+    rig.end(rest)
+    rig.step()
+    assert rig.ask(KEYS) == 5
+
+
+def test_a_long_prompt_is_asked_about_in_portions() -> None:
+    rig = with_store()
+    keys = chain("long", MOST_KEYS + 1)
+    assert rig.ask(keys) is None
+    rig.step()
+    assert [len(move.keys) for move in questions(rig)] == [MOST_KEYS, 1]
+
+
+def test_only_so_many_answers_are_kept() -> None:
+    rig = with_store(most=4)
+    keys = chain("many", 12)
+    assert told(rig, keys, has=keys[:2]) == 2
+    store = rig.core.tiers[0].store
+    assert store is not None
+    assert len(store.answers.absent) == 4
+    assert told(rig, chain("more", 8), has=chain("more", 8), request="s") == 4
+    assert len(store.entries) == 4
+
+
+# -- stores ------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_copied_to_the_store_once() -> None:
+    rig = with_store()
+    rig.put(KEYS[:2])
+    rig.step()
+    (copy,) = rig.under_way(Op.CASCADE)
+    assert copy.keys == KEYS[:2]
+    rig.end(copy)
+    rig.step()
+    assert rig.core.contains_prefix(KEYS) == 2
+    assert rig.core.unsaved == 0
+    rig.put(KEYS[:2], "again")
+    rig.step()
+    assert not rig.under_way(Op.CASCADE)
+
+
+def test_what_was_said_to_be_absent_is_there_once_it_was_copied() -> None:
+    rig = with_store(rows=8)
+    assert told(rig, KEYS, has=()) == 0
+    rig.put(KEYS, "r")
+    rig.settle()
+    for other in ("b", "c"):
+        rig.put(chain(other, 8), other)
+        rig.settle()
+    assert not rig.in_host(KEYS[0])
+    assert rig.ask(KEYS, "later") is None
+    rig.step()
+    assert not questions(rig)
+    assert rig.promotion.keys == KEYS
+
+
+def test_an_answer_that_comes_when_the_chunk_was_copied_meanwhile_does_not_undo_that() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS[:2]) is None
+    rig.step()
+    rig.put(KEYS[:2], "w")
+    rig.step()
+    (copy,) = rig.under_way(Op.CASCADE)
+    rig.end(copy)
+    rig.step()
+    answer(rig, has=())
+    rig.step()
+    assert KEYS[0] in rig.core.tiers[0].entries
+
+
+# -- a store that fails --------------------------------------------------------------------------
+
+
+def test_a_question_without_an_answer_ends_with_the_deadline() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.wait(0.9)
+    assert rig.ask(KEYS) is None
+    rig.wait(0.3)
+    assert rig.ask(KEYS) == 0
+
+
+def test_what_others_wait_for_does_not_prolong_it() -> None:
+    rig = with_store([chain("disk", 40)], rows=8)
+    assert rig.ask(KEYS, "asks") is None
+    for number in range(12):
+        rig.ask(chain("disk", 40)[number * 3 : number * 3 + 3], f"r{number}")
+        rig.step(0.1)
+        for move in rig.under_way(Op.PROMOTE):
+            rig.end(move)
+        rig.ask(KEYS, "asks")
+    rig.step()
+    assert rig.ask(KEYS, "asks") == 0
+
+
+def test_a_store_whose_calls_fail_is_left_alone_for_longer_and_longer() -> None:
+    rig = with_store()
+    pauses = []
+    for attempt in range(8):
+        name = f"try-{attempt}"
+        assert rig.ask(chain(name, 3), name) is None
+        rig.step()
+        fail(rig)
+        rig.step()
+        assert rig.ask(chain(name, 3), name) == 0
+        assert rig.stats.tiers[0].away
+        waited = 0.0
+        while rig.ask(chain(f"{name}-{waited}", 3), f"{name}-{waited}") == 0:
+            assert not questions(rig)
+            rig.step(0.5)
+            waited += 0.5
+        rig.core.on_request_finished(f"{name}-{waited}")
+        pauses.append(waited)
+    assert pauses[0] == pytest.approx(FIRST_PAUSE, abs=0.5)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LAST_PAUSE, abs=0.5)
+    assert [line for line in rig.log if "is away" in line] == rig.log, "one line"
+    assert len(rig.log) == 1
+
+
+def test_a_store_that_answers_again_is_used_again() -> None:
+    rig = with_store()
+    rig.ask(KEYS)
+    rig.step()
+    fail(rig)
+    rig.step()
+    rig.step(FIRST_PAUSE)
+    assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
+    assert [line for line in rig.log if "is back" in line]
+    assert not rig.stats.tiers[0].away
+
+
+def test_nothing_is_copied_to_a_store_that_is_left_alone() -> None:
+    rig = with_store()
+    rig.ask(KEYS)
+    rig.step()
+    fail(rig)
+    rig.step()
+    rig.put(chain("b", 2), "w")
+    rig.step()
+    assert not rig.under_way(Op.CASCADE)
+    assert rig.stats.tiers[0].refused == 2
+
+
+def test_a_store_that_says_nothing_at_all_makes_nobody_wait_for_long() -> None:
+    rig = with_store()
+    for number in range(4):
+        rig.ask(chain(f"p{number}", 3), f"p{number}")
+        rig.wait(1.2)
+    assert rig.stats.tiers[0].stalled
+    assert rig.ask(KEYS) == 0
+    for move in list(rig.moves):
+        rig.end(move, failed=move.keys, unread=move.keys)
+    rig.step()
+    rig.step(FIRST_PAUSE)
+    assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
+
+
+def test_a_chunk_that_has_left_the_store_is_a_miss_and_not_asked_about_again() -> None:
+    rig = with_store()
+    rig.ask(KEYS)
+    rig.step()
+    answer(rig, has=KEYS)
+    rig.step()
+    rig.step()
+    rig.end(rig.promotion, failed=KEYS[2:])
+    rig.step()
+    assert rig.ask(KEYS) == 2
+    rig.core.on_request_finished("r")
+    rig.step()
+    assert rig.ask(KEYS, "later") == 2
+    rig.step()
+    assert not questions(rig)
+
+
+# -- a reset -------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_is_asked_before_the_store_is_cleared() -> None:
+    rig = with_store()
+    rig.ask(KEYS, "early")
+    rig.step()
+    (late,) = questions(rig)
+    rig.core.reset()
+    rig.step()
+    rig.moves.remove(late)
+    rig.ended.append(Completion(late.id, [True] * 6))
+    rig.step()
+    assert KEYS[0] not in rig.core.tiers[0].entries
+    rig.step()
+    (clear,) = rig.under_way(Op.CLEAR)
+    assert rig.ask(KEYS) == 0
+    rig.end(clear)
+    rig.step()
+    assert rig.ask(KEYS, "later") is None
+
+
+def test_a_closed_store_is_not_asked() -> None:
+    rig = with_store()
+    rig.core.reset(close_tiers=True)
+    rig.step()
+    assert rig.ask(KEYS) == 0
+    assert rig.core.flush(rig.now) == []
+
+
+def test_no_move_is_unknown() -> None:
+    rig = with_store()
+    rig.ended.append(Completion(NO_MOVE, []))
+    rig.step()
+    assert rig.stats.stray == 1

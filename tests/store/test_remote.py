@@ -1,0 +1,189 @@
+"""A library over a store that others share: real Redis, killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.config import Config
+from kvstore.errors import ConfigError
+from kvstore.store import Store
+from tests.patience import PATIENCE
+from tests.store.support import keys_of, payloads, small
+from tests.tiers.store.servers import RedisServer, redis_server
+
+pytestmark = pytest.mark.asyncio
+
+KEYS = keys_of("prompt", 6)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+def host(folder: Path, server: RedisServer, *, disk: int = 0, **more: Any) -> dict[str, Any]:
+    """One host: its memory, perhaps a disk of its own, and the store behind them."""
+    config = small(folder, disk=disk)
+    store = {"type": "redis", "url": server.url, "timeout_s": 0.5}
+    return {**config, "tiers": [*config["tiers"], store], **more}
+
+
+async def saved(store: Store) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await store.flush()
+
+
+async def test_what_one_host_has_stored_is_a_hit_on_another(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with kvstore.open(host(tmp_path / "one", server, disk=32)) as one:
+        assert await one.put(KEYS[:4], payloads(KEYS[:4])) == 4
+        await saved(one)
+        async with kvstore.open(host(tmp_path / "other", server, disk=32)) as other:
+            assert other.lookup_prefix(KEYS) is None, "it has to ask"
+            assert await other.resolve(KEYS) == 4
+            async with other.get(KEYS) as chunks:
+                assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
+                assert set(chunks.sources) == {"remote"}
+
+
+async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_rest_in_the_store(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with kvstore.open(host(tmp_path / "one", server, disk=32)) as one:
+        await one.put(KEYS[:3], payloads(KEYS[:3]))
+        await saved(one)
+    async with kvstore.open(host(tmp_path / "other", server, disk=32)) as other:
+        await other.put(KEYS, payloads(KEYS))
+        await saved(other)
+    async with kvstore.open(host(tmp_path / "one", server, disk=32)) as again:
+        assert await again.resolve(KEYS) == 6
+        async with again.get(KEYS) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
+            assert list(chunks.sources) == ["disk"] * 3 + ["remote"] * 3
+
+
+async def test_what_nobody_has_stored_is_a_miss_after_one_question(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with kvstore.open(host(tmp_path, server)) as store:
+        assert await store.resolve(KEYS) == 0
+        assert store.lookup_prefix(KEYS) == 0, "the answer is known"
+        (tier,) = store.stats().tiers
+        assert (tier.asked, tier.found, tier.unanswered) == (6, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["stop", "freeze"])
+async def test_a_store_that_is_away_is_a_miss_soon_and_serves_when_it_is_back(
+    tmp_path: Path, server: RedisServer, how: str
+) -> None:
+    async with kvstore.open(host(tmp_path, server)) as store:
+        await store.put(KEYS, payloads(KEYS))
+        await saved(store)
+        getattr(server, how)()
+        began = time.monotonic()
+        assert await store.resolve(keys_of("others", 6)) == 0
+        assert store.stats().tiers[0].away
+        assert await store.resolve(KEYS) == 6, "host memory has them"
+        # While the store is left alone, nobody asks it.
+        asked = store.stats().tiers[0].asked
+        assert await store.resolve(keys_of("more", 6)) == 0
+        assert store.stats().tiers[0].asked == asked
+        await store.put(keys_of("new", 2), payloads(keys_of("new", 2)))
+        await saved(store)
+        assert time.monotonic() - began < PATIENCE
+        server.start()
+        async with asyncio.timeout(PATIENCE):
+            while store.stats().tiers[0].away:
+                await asyncio.sleep(0.05)
+                await store.resolve(keys_of(f"try {time.monotonic()}", 1))
+        await store.put(keys_of("after", 2), payloads(keys_of("after", 2)))
+        async with asyncio.timeout(PATIENCE):
+            # Copies that failed are tried again after a pause.
+            while store.stats().tiers[0].written < 8:
+                await asyncio.sleep(0.1)
+                late = keys_of(f"late {time.monotonic()}", 1)
+                await store.put(late, payloads(late))
+
+
+async def test_it_opens_and_closes_while_the_store_is_away(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    server.freeze()
+    began = time.monotonic()
+    async with kvstore.open(host(tmp_path, server)) as store:
+        await store.put(KEYS, payloads(KEYS))
+        assert await store.resolve(keys_of("others", 3)) == 0
+    assert time.monotonic() - began < PATIENCE
+
+
+async def test_after_a_reset_a_host_shares_no_longer_and_takes_nothing_from_others(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with (
+        kvstore.open(host(tmp_path / "one", server)) as one,
+        kvstore.open(host(tmp_path / "other", server)) as other,
+    ):
+        await one.put(KEYS, payloads(KEYS))
+        await saved(one)
+        await one.reset()
+        assert await one.resolve(KEYS) == 0
+        new = keys_of("new", 2)
+        await one.put(new, payloads(new))
+        await saved(one)
+        assert await other.resolve(KEYS) == 6
+        assert await other.resolve(new) == 0
+
+
+async def test_what_is_removed_is_gone_for_others_too(tmp_path: Path, server: RedisServer) -> None:
+    async with kvstore.open(host(tmp_path / "one", server)) as one:
+        await one.put(KEYS, payloads(KEYS))
+        await saved(one)
+        await one.remove(KEYS[2:])
+        async with kvstore.open(host(tmp_path / "other", server)) as other:
+            assert await other.resolve(KEYS) == 2
+
+
+async def test_a_chunk_that_was_tampered_with_ends_the_prefix(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    redis = pytest.importorskip("redis")
+    async with kvstore.open(host(tmp_path / "one", server)) as one:
+        await one.put(KEYS, payloads(KEYS))
+        await saved(one)
+    with redis.Redis(port=server.port) as client:
+        (name,) = client.scan_iter(match=f"*{KEYS[3].hex()}")
+        value = bytearray(client.get(name))
+        value[1000] ^= 1
+        client.set(name, bytes(value))
+    async with kvstore.open(host(tmp_path / "other", server)) as other:
+        assert await other.resolve(KEYS) == 3
+        async with other.get(KEYS) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:3])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"eviction_policy": "arc"}, "eviction_policy"),
+        ({"flow": "exclusive"}, "exclusive"),
+        ({"url": "http://x"}, "redis://"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_what_is_not_for_a_store_is_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=said):
+        tiers = [{"type": "redis", **more}]
+        async with kvstore.open(Config.from_mapping({**small(tmp_path), "tiers": tiers})):
+            pass

@@ -1,0 +1,132 @@
+"""The Redis store against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.store import StoreContract
+from kvstore.testing.tier import TierBench, key_of
+from kvstore.types import TierPlace
+from tests.tiers.store.servers import RedisServer, redis_server
+from tiers.base import Tier
+
+redis = pytest.importorskip("redis")
+
+from tiers.store.redis import PASSWORD, RedisTier  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+class TestRedis(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _use(self, server: RedisServer) -> Iterator[None]:
+        self.server = server
+        self.client = redis.Redis(port=server.port)
+        self.client.flushall()
+        yield
+        self.client.close()
+
+    def new_tier(self, place: TierPlace) -> Tier:
+        return RedisTier(place, url=self.server.url, timeout_s=1.0)
+
+    def values(self) -> Mapping[str, bytes]:
+        names = list(self.client.scan_iter())
+        return {name.decode(): self.client.get(name) for name in names}
+
+    def put(self, name: str, value: bytes) -> None:
+        self.client.set(name, value)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def start(self) -> None:
+        self.server.start()
+
+    def freeze(self) -> None:
+        self.server.freeze()
+
+
+PLACE = TierPlace("place", {"model": "tiny"}, 8000)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"url": "http://host"}, "must begin with redis://"),
+        ({"url": "redis://user:secret@host"}, "belong into KVSTORE_REDIS_USERNAME"),
+        ({"url": "redis://host:port"}, "port"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"expire_s": -1.0}, "expire_s"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_once(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        RedisTier(PLACE, **parameters)
+    assert "secret" not in str(raised.value)
+
+
+async def bench_of(tier: Tier) -> TierBench:
+    return TierBench(tier, 16, 8192, 8000)
+
+
+@pytest.mark.asyncio
+async def test_a_password_comes_from_the_environment_and_is_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server("--requirepass", "s3cret") as locked:
+        bench = await bench_of(RedisTier(PLACE, url=locked.url))
+        told = await bench.tier.holds([key_of(1)])
+        assert told.error
+        assert list(told.unread) == [0]
+        await bench.close()
+        monkeypatch.setenv(PASSWORD, "s3cret")
+        bench = await bench_of(RedisTier(PLACE, url=locked.url))
+        assert (await bench.tier.holds([key_of(1)])).error is None
+        assert "s3cret" not in bench.tier.description + bench.opening.name
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_full_refuses_and_still_serves() -> None:
+    with redis_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as full:
+        bench = await bench_of(RedisTier(PLACE, url=full.url))
+        refused = []
+        for first in range(0, 640, 16):
+            keys = [key_of(n) for n in range(first, first + 16)]
+            done = await bench.store(keys, [0] * 16)
+            refused += [key for key, ok in zip(keys, done.ok, strict=True) if not ok]
+            if refused:
+                assert "memory" in str(done.error)
+                assert list(done.unread) == []
+                break
+        assert refused
+        assert await bench.fetch([key_of(0), refused[-1]], [0, 0]) == [True, False]
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_values_expire_if_that_is_wanted(server: RedisServer) -> None:
+    bench = await bench_of(RedisTier(PLACE, url=server.url, expire_s=100.0))
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+    await bench.store([key_of(1)], [0])
+    with redis.Redis(port=server.port) as client:
+        (name,) = client.scan_iter(match=f"*{key_of(1).hex()}")
+        assert 90_000 < client.pttl(name) <= 100_000
+    await bench.close()
+
+
+def test_the_package_is_named_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tiers.store.redis.client", None)
+    with pytest.raises(ValueError, match=r"pip install kvstore\[redis\]"):
+        RedisTier(PLACE)

@@ -1,0 +1,46 @@
+"""What a store tier asks of the client of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["StoreClient", "StoreError"]
+
+
+class StoreError(Exception):
+    """A call that could not be made, or was not answered: nothing is known of what it named."""
+
+
+class StoreClient(Protocol):
+    """A client of one engine, used from one event loop.
+
+    A value is a record of `tiers.store.record.RECORD_BYTES` bytes with a payload behind it. Every
+    call raises `StoreError`, and nothing else, where the engine does not answer as it should. It
+    may be cancelled: when it has ended, however it did, it uses no memory of its caller's.
+    """
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Whether there is a value of each name."""
+
+    async def put(
+        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        """Store values; for each why that could not be, or None.
+
+        Of a name that has a value already nothing is stored: it is the same one.
+        """
+
+    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
+        """Read the payload of each value into the memory given for it.
+
+        Returns:
+            The records; None where there is no value, or one of another size. Then the memory may
+            hold anything.
+        """
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Let there be no values of these names."""
+
+    async def close(self) -> None:
+        """Let go of all connections. Never raises."""

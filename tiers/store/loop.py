@@ -1,0 +1,109 @@
+"""A loop of its own for the client of a store: no other has to wait for its copies and digests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tiers.store.client import StoreError
+
+__all__ = ["ClientLoop"]
+
+_T = TypeVar("_T")
+
+JOIN_SECONDS = 5.0
+"""How long the thread gets to end."""
+
+
+class ClientLoop:
+    """An event loop in a daemon thread. What has begun is cancelled at its end."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` there, and wait for its end, cancelled or not: it may use memory until then.
+
+        When the waiting is cancelled, the work is.
+
+        Raises:
+            StoreError: if the work was cancelled by somebody else, or `end` was called before.
+        """
+        home = asyncio.get_running_loop()
+        ended: asyncio.Future[_T] = home.create_future()
+        tasks: list[asyncio.Task[_T]] = []
+
+        def tell(task: asyncio.Task[_T]) -> None:
+            # Once that loop is closed nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                home.call_soon_threadsafe(_pass_on, task, ended)
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(tell)
+
+        with self._lock:
+            if self._ended:
+                work.close()
+                raise StoreError("the client is closed")
+            self._loop.call_soon_threadsafe(begin)
+        cancelled: asyncio.CancelledError | None = None
+        while not ended.done():
+            try:
+                await asyncio.wait([ended])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+        if cancelled is not None:
+            # What it raised, if it did, nobody asks for.
+            ended.exception()
+            raise cancelled
+        return ended.result()
+
+    def cancel_all(self) -> None:
+        """Whoever waits for anything that runs there is told so."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def end(self) -> bool:
+        """Cancel what runs and end; False if the thread has not ended within a few seconds."""
+        with self._lock:
+            self._ended = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_SECONDS)
+        return not self._thread.is_alive()
+
+    def _cancel(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._cancel()
+            left = asyncio.all_tasks(self._loop)
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left, timeout=JOIN_SECONDS / 2))
+        finally:
+            self._loop.close()
+
+
+def _pass_on(task: asyncio.Task[_T], ended: asyncio.Future[_T]) -> None:
+    if task.cancelled():
+        ended.set_exception(StoreError("the call was given up"))
+        return
+    error = task.exception()
+    if error is not None:
+        ended.set_exception(error)
+    else:
+        ended.set_result(task.result())

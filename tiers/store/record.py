@@ -1,0 +1,56 @@
+"""What stands before a payload in a store, so that nobody takes it for anything else.
+
+128 bytes, little-endian:
+
+    0    4 B   b"kvs1"
+    4    u32   key length k, 1 to 56
+    8    u64   payload length
+    16   16 B  xxh3-128 of the payload
+    32   56 B  key, its first k bytes
+    88   36 B  zero
+    124  u32   CRC32C of bytes 0 to 123, seeded with that of the place: namespace and epoch
+
+The seed ties a record to its place: under another namespace it is invalid.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from crc32c import crc32c
+
+from kvstore.types import MAX_KEY_BYTES
+
+__all__ = ["RECORD_BYTES", "decode", "encode", "seed_of"]
+
+RECORD_BYTES = 128
+_MAGIC = b"kvs1"
+_PACKED = struct.Struct(f"<4sIQ16s{MAX_KEY_BYTES}s36x")
+_CRC = struct.Struct("<I")
+assert _PACKED.size + _CRC.size == RECORD_BYTES
+
+
+def seed_of(place: str) -> int:
+    """The seed of records at this place."""
+    seed: int = crc32c(place.encode())
+    return seed
+
+
+def encode(key: bytes, length: int, digest: bytes, seed: int) -> bytes:
+    """The record of a payload of `length` bytes with this digest."""
+    packed = _PACKED.pack(_MAGIC, len(key), length, digest, key)
+    return packed + _CRC.pack(crc32c(packed, seed))
+
+
+def decode(record: bytes, key: bytes, length: int, seed: int) -> bytes | None:
+    """The digest of the payload; None unless the record is that of `key` and of that length."""
+    if len(record) != RECORD_BYTES:
+        return None
+    packed = record[: _PACKED.size]
+    if _CRC.unpack(record[_PACKED.size :])[0] != crc32c(packed, seed):
+        return None
+    magic, key_length, found, digest, padded = _PACKED.unpack(packed)
+    if magic != _MAGIC or found != length or padded[:key_length] != key:
+        return None
+    told: bytes = digest
+    return told

@@ -1,0 +1,163 @@
+"""Redis and Valkey, through `redis.asyncio`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvstore.types import TierPlace
+from tiers.store.client import StoreClient, StoreError
+from tiers.store.record import RECORD_BYTES
+from tiers.store.tier import StoreTier
+
+try:
+    import redis.asyncio as client
+    from redis.exceptions import RedisError
+except ImportError:  # pragma: no cover
+    client = None  # type: ignore[assignment]
+
+__all__ = ["PASSWORD", "USERNAME", "RedisTier"]
+
+USERNAME, PASSWORD = "KVSTORE_REDIS_USERNAME", "KVSTORE_REDIS_PASSWORD"
+"""Environment variables with what the server wants to know."""
+
+MOST_CONNECTIONS = 8
+
+
+class RedisTier(StoreTier):
+    """A Redis or Valkey server, shared by all who name it.
+
+    Memory and eviction are the server's: set `maxmemory` and a policy such as `allkeys-lru` there.
+
+    Args:
+        url: `redis://host:port/db`, `rediss://` with TLS, or `unix:///path?db=0`. Name and password
+            come from the environment: `KVSTORE_REDIS_USERNAME` and `KVSTORE_REDIS_PASSWORD`.
+        timeout_s: seconds after which a call has failed.
+        expire_s: seconds after which the server drops a value; 0 for never.
+
+    Raises:
+        ValueError: for a URL that cannot be used, or without the package `redis`.
+    """
+
+    name = "redis"
+
+    def __init__(
+        self,
+        place: TierPlace,
+        *,
+        url: str = "redis://127.0.0.1:6379/0",
+        timeout_s: float = 1.0,
+        expire_s: float = 0.0,
+    ) -> None:
+        if client is None:
+            raise ValueError("needs the package redis: pip install kvstore[redis]")
+        if expire_s < 0:
+            raise ValueError("expire_s must not be negative")
+        parts = urlsplit(url)
+        if parts.username or parts.password:
+            raise ValueError(f"url: name and password belong into {USERNAME} and {PASSWORD}")
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError(f"url = {url!r}: must begin with redis://, rediss:// or unix://")
+        self._url = url
+        self._expire_ms = round(expire_s * 1000)
+        super().__init__(place, timeout_s=timeout_s)
+        # A bad port or database is told at once.
+        self.connect()
+
+    @property
+    def address(self) -> str:
+        parts = urlsplit(self._url)
+        return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+    def connect(self) -> StoreClient:
+        pool = client.BlockingConnectionPool.from_url(
+            self._url,
+            username=os.environ.get(USERNAME),
+            password=os.environ.get(PASSWORD),
+            max_connections=MOST_CONNECTIONS,
+            socket_connect_timeout=self._timeout,
+            timeout=self._timeout,
+        )
+        return _Client(client.Redis.from_pool(pool), self._expire_ms)
+
+
+class _Client:
+    """See `StoreClient`."""
+
+    def __init__(self, server: Any, expire_ms: int) -> None:
+        self._server = server
+        self._expire_ms = expire_ms or None
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        # All or none of a prompt is there more often than a part.
+        (count,) = await self._calls([("EXISTS", *names)])
+        if isinstance(count, Exception):
+            raise _fault(count)
+        if count in (0, len(names)):
+            return [bool(count)] * len(names)
+        found = await self._calls([("EXISTS", name) for name in names])
+        return [answer == 1 for answer in found]
+
+    async def put(
+        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        there = await self.exists(names)
+        lacking = [place for place, known in enumerate(there) if not known]
+        options = () if self._expire_ms is None else ("PX", self._expire_ms)
+        answers = await self._calls(
+            [
+                ("SET", names[place], b"".join((records[place], payloads[place])), "NX", *options)
+                for place in lacking
+            ]
+        )
+        told: list[str | None] = [None] * len(names)
+        for place, answer in zip(lacking, answers, strict=True):
+            # None: somebody else was faster.
+            if isinstance(answer, Exception):
+                told[place] = str(answer)
+        return told
+
+    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
+        records: list[bytes | None] = []
+        answers = await self._calls([("GET", name) for name in names])
+        for answer, payload in zip(answers, payloads, strict=True):
+            if not isinstance(answer, bytes) or len(answer) != RECORD_BYTES + len(payload):
+                records.append(None)
+                continue
+            # Without the GIL, which the assignment to a slice holds.
+            np.copyto(
+                np.frombuffer(payload, np.uint8), np.frombuffer(answer, np.uint8)[RECORD_BYTES:]
+            )
+            records.append(answer[:RECORD_BYTES])
+        return records
+
+    async def remove(self, names: Sequence[str]) -> None:
+        (answer,) = await self._calls([("UNLINK", *names)])
+        if isinstance(answer, Exception):
+            raise _fault(answer)
+
+    async def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._server.aclose()
+
+    async def _calls(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answers to all commands, sent together; one that the server refuses is an exception."""
+        if not commands:
+            return []
+        pipe = self._server.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        except (RedisError, OSError) as error:
+            raise _fault(error) from error
+        return answers
+
+
+def _fault(error: Exception) -> StoreError:
+    return StoreError(f"{type(error).__name__}: {error}")

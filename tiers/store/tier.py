@@ -1,0 +1,218 @@
+"""A tier over the client of a remote engine: names, records, digests, deadlines.
+
+A chunk is a value named by namespace, epoch and key: a record and the payload. The record and the
+digest are checked before a chunk is used, so whatever the engine hands out, it is the right bytes
+or a miss.
+
+A process begins in epoch 0 and shares what it stores with every process whose namespace is the
+same. When its tier is cleared, it moves to an epoch that is its own: what was stored before stays
+with those who use it, and nobody ever takes what it stores from then on for theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvstore.types import RecoveredTier, TierPlace
+from tiers.base import Tier, Transfer, error_of
+from tiers.disk.digest import digest
+from tiers.disk.namespace import Namespace
+from tiers.pinned import PinnedRegion
+from tiers.store.client import StoreClient, StoreError
+from tiers.store.loop import ClientLoop
+from tiers.store.record import decode, encode, seed_of
+
+__all__ = ["StoreTier"]
+
+_T = TypeVar("_T")
+
+_Move = Callable[[Sequence[bytes], Sequence[memoryview]], Coroutine[Any, Any, Sequence[str | None]]]
+"""Moves chunks of these keys from or to this memory: for each what went wrong, or None."""
+
+BATCH_BYTES = 16 * 2**20
+"""Most payload bytes that one call to the client names, a single chunk excepted."""
+
+DIGEST_LETTERS = 32
+"""Of the digest of an identity, in names."""
+
+GONE = "the store has none of them"
+WRONG = "a value is not what was stored under its key"
+
+
+class StoreTier(Tier):
+    """See the module's text. A kind of store says how it is reached, by `connect`.
+
+    Args:
+        place: what the tier is made for.
+        timeout_s: seconds after which a call to the engine has failed. A call names a few
+            megabytes at most.
+    """
+
+    is_store = True
+
+    def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise ValueError("timeout_s must be above 0")
+        # A namespace may be named by hand; its identity is never left out.
+        digest = Namespace(place.namespace, place.identity).digest
+        self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
+        self._chunk_bytes = place.chunk_bytes
+        self._timeout = timeout_s
+        self._client: StoreClient | None = None
+        self._begin_epoch("0")
+
+    @abstractmethod
+    def connect(self) -> StoreClient:
+        """A client, made on the loop on which it is used. It need not reach its engine yet."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Kind and address of the engine, without anything secret."""
+
+    # -- the tier ------------------------------------------------------------------------
+
+    def open(self, region: PinnedRegion) -> RecoveredTier:
+        """An engine that cannot be reached now may be reached later."""
+        self._region = region
+        self._loop = ClientLoop(f"kvstore-{self.address}")
+        return RecoveredTier(self.address, "remote", [], 1, [], 0)
+
+    @property
+    def description(self) -> str:
+        return f"store {self.address}, {self._place}"
+
+    async def holds(self, keys: Sequence[bytes]) -> Transfer:
+        async def ask() -> list[bool]:
+            return await self._in_time(self._reached().exists(self._names(keys)))
+
+        try:
+            return Transfer(await self._loop.run(ask()))
+        except StoreError as fault:
+            return _nothing(len(keys), str(fault))
+
+    async def read(
+        self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+    ) -> Transfer:
+        return await self._in_batches(self._read, keys, rows)
+
+    async def write(
+        self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+    ) -> Transfer:
+        return await self._in_batches(self._write, keys, rows)
+
+    async def grow(self) -> tuple[int | None, str | None]:
+        return None, "a store has no segments"
+
+    async def clear(self) -> list[int] | None:
+        # A number that two processes might come to by themselves would not do.
+        self._begin_epoch(secrets.token_hex(8))
+        return []
+
+    async def erase(self, keys: Sequence[bytes]) -> str | None:
+        async def remove() -> None:
+            await self._in_time(self._reached().remove(self._names(keys)))
+
+        try:
+            await self._loop.run(remove())
+        except StoreError as fault:
+            return str(fault)
+        return None
+
+    async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
+        async def close() -> None:
+            if self._client is not None:
+                await self._client.close()
+
+        try:
+            await self._loop.run(close())
+        finally:
+            self._loop.end()
+
+    def detach(self) -> None:
+        self._loop.cancel_all()
+
+    def abandon(self) -> None:
+        self._loop.end()
+
+    # -- inside --------------------------------------------------------------------------
+
+    async def _in_batches(
+        self, move: _Move, keys: Sequence[bytes], rows: Sequence[int]
+    ) -> Transfer:
+        """Move chunks, a few at a time, until a call fails as a whole."""
+        done = Transfer([])
+        errors: list[str] = []
+        unread: list[int] = []
+        size = max(1, BATCH_BYTES // self._chunk_bytes)
+        for start in range(0, len(keys), size):
+            part = slice(start, start + size)
+            try:
+                told = await self._loop.run(move(keys[part], self._payloads(rows[part])))
+            except StoreError as fault:
+                # The rest would take as long to fail.
+                left = range(start, len(keys))
+                done.ok += [False] * len(left)
+                unread += left
+                errors.append(str(fault))
+                break
+            done.ok += [error is None for error in told]
+            errors += filter(None, told)
+        done.unread = unread
+        done.error = error_of(errors[0] if errors else None, done.ok)
+        return done
+
+    async def _read(
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        records = await self._in_time(self._reached().get(self._names(keys), payloads))
+        seed, size = self._seed, self._chunk_bytes
+        told: list[str | None] = []
+        for key, record, payload in zip(keys, records, payloads, strict=True):
+            if record is None:
+                told.append(GONE)
+                continue
+            expected = decode(record, key, size, seed)
+            told.append(None if expected == digest(payload) else WRONG)
+        return told
+
+    async def _write(
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        size, seed = self._chunk_bytes, self._seed
+        records = [
+            encode(key, size, digest(payload), seed)
+            for key, payload in zip(keys, payloads, strict=True)
+        ]
+        return await self._in_time(self._reached().put(self._names(keys), records, payloads))
+
+    async def _in_time(self, call: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await call
+        except TimeoutError as error:
+            raise StoreError(f"no answer within {self._timeout:g} s") from error
+
+    def _reached(self) -> StoreClient:
+        if self._client is None:
+            self._client = self.connect()
+        return self._client
+
+    def _payloads(self, rows: Sequence[int]) -> list[memoryview]:
+        return [self._region.row(row)[: self._chunk_bytes] for row in rows]
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [f"{self._prefix}{key.hex()}" for key in keys]
+
+    def _begin_epoch(self, epoch: str) -> None:
+        self._prefix = f"{self._place}/{epoch}/"
+        self._seed = seed_of(self._prefix)
+
+
+def _nothing(count: int, error: str) -> Transfer:
+    """The outcome of a call that failed as a whole."""
+    return Transfer([False] * count, error, range(count))
