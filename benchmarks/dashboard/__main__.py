@@ -3,10 +3,11 @@
     python -m benchmarks.dashboard FOLDER --minutes 8            # serve, scrape, draw
     python -m benchmarks.dashboard FOLDER --minutes 0            # draw again what was scraped
 
-A server on the CPU (needs vLLM) with a tiny model, host memory for nine conversations and a disk
-for thirty answers conversations of three turns; a third of them are held again later. Debian's
-`prometheus` scrapes it. What is drawn is the answer of that Prometheus to the queries of the
-panels, read from `docs/grafana/kvstore.json`: a rendering of our own, not Grafana's.
+A server on the CPU (needs vLLM) with a tiny model answers conversations of three turns; a third
+of them are held again later. It has host memory for nine of them, a disk for thirty, and behind it
+a Redis server (Debian's `redis-server`). Debian's `prometheus` scrapes it. What is drawn is the
+answer of that Prometheus to the queries of the panels, read from `docs/grafana/kvstore.json`: a
+rendering of our own, not Grafana's.
 
 Besides the picture, the names of all metrics that the server has told are written, by which
 the tests know what a dashboard can ask for: `docs/grafana/metrics.txt`.
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.dashboard.picture import draw
 from benchmarks.dashboard.prometheus import Prometheus
+from benchmarks.redis_server import RedisServer
 from benchmarks.serving.clients import Talk, hold
 from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
@@ -64,6 +66,8 @@ def scrape(folder: Path, seconds: float, names: Path) -> tuple[float, float]:
     extra = offload("kvstore", 9 * conversation, 30 * conversation, folder / "cache")
     assert extra is not None
     extra["tiers"][0]["segment_bytes"] = 2 * conversation
+    redis = RedisServer(folder, "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru")
+    extra["tiers"].append({"type": "redis", "url": redis.url})
     server = Server(
         "kvstore",
         model,
@@ -89,6 +93,7 @@ def scrape(folder: Path, seconds: float, names: Path) -> tuple[float, float]:
         told = server.metrics()
     finally:
         server.stop()
+        redis.stop()
     kinds = sorted(line.removeprefix("# TYPE ") for line in told.splitlines() if "# TYPE" in line)
     names.write_text("".join(f"{line}\n" for line in kinds if line.startswith("vllm:")))
     return start, end

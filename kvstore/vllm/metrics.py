@@ -26,15 +26,15 @@ class Metric:
 
     Attributes:
         name: without `PREFIX`, and without what Prometheus adds to it (`_total`, `_bucket`, ...).
-        of: what it is of: the core as a whole, a slower tier, one that chunks are copied to, or one
-            whose slots are this engine's to give.
+        of: what it is of: the core as a whole, a slower tier, one that chunks are copied to, one
+            whose slots are this engine's to give, or one that has to be asked what it has.
         take: its value. text: what Prometheus says of it.
         bounds: of a histogram's buckets.
     """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
-    of: Literal["core", "tier", "target", "owned tier"]
+    of: Literal["core", "tier", "target", "owned tier", "store"]
     take: Callable[[Any], Any]
     text: str
     bounds: tuple[float, ...] = ()
@@ -76,6 +76,14 @@ def _tier_now(name: str, take: Callable[[TierStats], float], text: str) -> Metri
 
 def _target_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
     return Metric(name, "gauge", "target", take, text)
+
+
+def _store(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
+    return Metric(name, "counter", "store", take, text)
+
+
+def _store_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
+    return Metric(name, "gauge", "store", take, text)
 
 
 def _owned_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
@@ -282,6 +290,30 @@ METRICS: tuple[Metric, ...] = (
         "disk_segments_removed",
         lambda t: t.removed_segments,
         "Segment files that compaction emptied and removed.",
+    ),
+    # -- is the store well? ------------------------------------------------------------------
+    _store("store_asked_chunks", lambda t: t.asked, "Chunks about which the store was asked."),
+    _store("store_found_chunks", lambda t: t.found, "Those of them that it had."),
+    _store(
+        "store_unanswered_chunks",
+        lambda t: t.unanswered,
+        "Those of them of which it did not say so, or not in time.",
+    ),
+    Metric(
+        "store_answer_seconds",
+        "histogram",
+        "store",
+        lambda t: t.asks,
+        "How long answers took, of any number of chunks, time in the queue included.",
+        BOUNDS,
+    ),
+    _store_now(
+        "store_asking_chunks", lambda t: t.asking, "Chunks about which the store is asked now."
+    ),
+    _store_now(
+        "store_away",
+        lambda t: int(t.away),
+        "1 while the store is left alone because a call to it failed.",
     ),
     # -- hints, and what should not be --------------------------------------------------------
     _core("hints", lambda s: s.hints, "Hints that requests came with."),

@@ -128,10 +128,19 @@ class _Series:
                 self._takes.append((metric.take, -1))
                 continue
             for place, tier in enumerate(tiers):
-                fits = tier.store if metric.of == "target" else metric.of == "tier"
-                if tier.owned or fits:
+                if metric.of in _kinds(tier):
                     self._known.append((metric, (names[place],)))
                     self._takes.append((metric.take, place))
+
+
+def _kinds(tier: TierStats) -> set[str]:
+    """What metrics are of that this tier has."""
+    kinds = {"tier"}
+    if tier.owned:
+        kinds |= {"target", "owned tier"}
+    if tier.store:
+        kinds |= {"target", "store"}
+    return kinds
 
 
 def observations(before: Durations, after: Durations) -> list[float]:

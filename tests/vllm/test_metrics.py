@@ -19,7 +19,9 @@ from kvstore.vllm.reporter import Reporter, observations
 NOT_TOLD = {
     # What other fields are made of, or say in other words.
     "CoreStats": {"free_rows", "chunk_bytes", "loaded", "pins", "tiers"},
-    "TierStats": {"name", "medium", "owned", "free", "room", "segments", "max_segments"},
+    "TierStats": {
+        *("name", "medium", "owned", "store", "free", "room", "segments", "max_segments"),
+    },
 }
 ELSEWHERE = {
     # vLLM counts these bytes itself: `vllm:kv_offload_load_bytes`, `vllm:kv_offload_store_bytes`.
@@ -96,7 +98,8 @@ def test_every_counter_is_told_at_first_and_then_what_has_grown() -> None:
     reporter = Reporter()
     stats = CoreStats(rows=10, misses=3, tiers=[disk(written=5)])
     first = values(reporter.increments(stats))
-    assert len(first) == sum(metric.kind == "counter" for metric in METRICS)
+    counters = [metric for metric in METRICS if metric.kind == "counter"]
+    assert len(first) == sum(metric.of != "store" for metric in counters)
     assert (first["missed_keys",], first["disk_written_chunks", "disk"]) == (3, 5)
     assert first["timeouts",] == 0
     assert reporter.increments(stats) == []
@@ -161,3 +164,13 @@ def test_a_time_that_came_alone_is_told_as_it_was() -> None:
     ages.add(5000.0)
     told = values(reporter.observed(CoreStats(rows=1, waits=waits, ages=ages)))
     assert told == {("host_eviction_age_seconds",): [pytest.approx(5000.0)]}
+
+
+def test_a_store_has_metrics_of_its_own_and_of_what_is_copied_to_it() -> None:
+    reporter = Reporter()
+    store = TierStats("redis://host", "remote", owned=False, store=True, written=5, asked=7)
+    told = values(reporter.increments(CoreStats(rows=10, tiers=[disk(), store])))
+    assert told["store_asked_chunks", "remote"] == 7
+    assert told["disk_written_chunks", "remote"] == 5
+    assert ("store_asked_chunks", "disk") not in told
+    assert ("disk_evicted_chunks", "remote") not in told
