@@ -93,7 +93,7 @@ def test_panels_lie_side_by_side_in_rows_that_ask_a_question() -> None:
         assert not covered & cells, panel["title"]
         cells |= covered
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(title.endswith("?") for title in rows)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 

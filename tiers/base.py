@@ -23,7 +23,8 @@ The tier guarantees:
 * its event loop is never blocked.
 
 A *store* is a tier of another kind: a remote engine that others write to as well, and that
-decides itself where a chunk lies and how long it stays. Slots mean nothing to it. `open` reports
+decides itself where a chunk lies and how long it stays. Slots mean nothing to it, and no call
+names a key twice. `open` reports
 no chunk; `holds` says which it has. What `write` says has been written may leave at any time.
 """
 

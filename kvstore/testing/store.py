@@ -58,7 +58,7 @@ class StoreContract(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the engine again, where it was. What it had may be lost."""
+        """Start the engine again, where it was; it can store. What it had may be lost."""
 
     @abstractmethod
     def freeze(self) -> None:
@@ -174,17 +174,13 @@ class StoreContract(ABC):
             assert (await stranger.tier.holds(keys)).ok == [False] * 2
             assert await _fetch(stranger, keys) == [False] * 2
 
-    async def test_a_call_may_name_nothing_or_one_key_twice(
+    async def test_a_call_may_name_nothing(
         self, place: TierPlace, benches: list[TierBench]
     ) -> None:
         bench = self.open(place, benches)
         assert (await bench.tier.holds([])).ok == []
         assert (await bench.tier.read([], [], [])).ok == []
         assert (await bench.tier.write([], [], [])).ok == []
-        keys = [key_of(1), key_of(2), key_of(1)]
-        assert (await _store(bench, keys)).ok == [True] * 3
-        assert (await bench.tier.holds(keys)).ok == [True] * 3
-        assert await _fetch(bench, keys) == [True] * 3
 
     async def test_what_is_there_already_stays_as_it_is(
         self, place: TierPlace, benches: list[TierBench]
@@ -291,6 +287,7 @@ class StoreContract(ABC):
             await self._is_away(bench)
         finally:
             self.start()
+        await self._is_back(bench)
         assert (await _store(bench, [key_of(1)])).ok == [True]
         assert await _fetch(bench, [key_of(1)]) == [True]
 
@@ -305,10 +302,7 @@ class StoreContract(ABC):
             await self._is_away(bench)
         finally:
             self.start()
-        async with asyncio.timeout(self.seconds):
-            # A connection that was cut is noticed by the call that meets it.
-            while (await bench.tier.holds([key_of(7)])).error:
-                pass
+        await self._is_back(bench)
         assert (await _store(bench, [key_of(2)])).ok == [True]
         assert await _fetch(bench, [key_of(2)]) == [True]
 
@@ -327,6 +321,15 @@ class StoreContract(ABC):
         finally:
             self.start()
         await bench.close()
+
+    async def _is_back(self, bench: TierBench) -> None:
+        async with asyncio.timeout(self.seconds):
+            # A connection that was cut is noticed by the call that meets it.
+            while True:
+                told = await bench.tier.holds([key_of(7)])
+                if told.error is None:
+                    return
+                await asyncio.sleep(0.05)
 
     async def _is_away(self, bench: TierBench) -> None:
         keys = [key_of(1), key_of(2)]

@@ -14,8 +14,8 @@ __all__ = ["ClientLoop"]
 
 _T = TypeVar("_T")
 
-JOIN_SECONDS = 5.0
-"""How long the thread gets to end."""
+JOIN_SECONDS = 60.0
+"""How long what was cancelled gets to end: it may use its caller's memory until then."""
 
 
 class ClientLoop:
@@ -74,7 +74,7 @@ class ClientLoop:
             self._loop.call_soon_threadsafe(self._cancel)
 
     def end(self) -> bool:
-        """Cancel what runs and end; False if the thread has not ended within a few seconds."""
+        """Cancel what runs and end; False if the thread has not ended within a minute."""
         with self._lock:
             self._ended = True
         with contextlib.suppress(RuntimeError):
@@ -93,7 +93,7 @@ class ClientLoop:
             self._cancel()
             left = asyncio.all_tasks(self._loop)
             if left:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=JOIN_SECONDS / 2))
+                self._loop.run_until_complete(asyncio.wait(left, timeout=JOIN_SECONDS))
         finally:
             self._loop.close()
 

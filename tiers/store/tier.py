@@ -39,6 +39,9 @@ BATCH_BYTES = 16 * 2**20
 DIGEST_LETTERS = 32
 """Of the digest of an identity, in names."""
 
+MOST_CHUNKS = 1024
+"""Most chunks of such a call."""
+
 GONE = "the store has none of them"
 WRONG = "a value is not what was stored under its key"
 
@@ -87,6 +90,9 @@ class StoreTier(Tier):
         return f"store {self.address}, {self._place}"
 
     async def holds(self, keys: Sequence[bytes]) -> Transfer:
+        if not keys:
+            return Transfer([])
+
         async def ask() -> list[bool]:
             return await self._in_time(self._reached().exists(self._names(keys)))
 
@@ -124,12 +130,8 @@ class StoreTier(Tier):
         return None
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
-        async def close() -> None:
-            if self._client is not None:
-                await self._client.close()
-
         try:
-            await self._loop.run(close())
+            await self._loop.run(self._close())
         finally:
             self._loop.end()
 
@@ -148,7 +150,7 @@ class StoreTier(Tier):
         done = Transfer([])
         errors: list[str] = []
         unread: list[int] = []
-        size = max(1, BATCH_BYTES // self._chunk_bytes)
+        size = max(1, min(BATCH_BYTES // self._chunk_bytes, MOST_CHUNKS))
         for start in range(0, len(keys), size):
             part = slice(start, start + size)
             try:
@@ -201,6 +203,11 @@ class StoreTier(Tier):
         if self._client is None:
             self._client = self.connect()
         return self._client
+
+    async def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
 
     def _payloads(self, rows: Sequence[int]) -> list[memoryview]:
         return [self._region.row(row)[: self._chunk_bytes] for row in rows]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 
-__all__ = ["RedisServer", "redis_server"]
+__all__ = ["MooncakeMaster", "RedisServer", "mooncake_master", "redis_server"]
 
 
 @contextlib.contextmanager
@@ -27,3 +28,16 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
             yield server
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def mooncake_master() -> Iterator[MooncakeMaster]:
+    """A master for a while; skips the test where the package cannot be used."""
+    # Without Debian's libibverbs1, libnl and librdmacm1 it is there and cannot be loaded.
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    with tempfile.TemporaryDirectory() as folder:
+        master = MooncakeMaster(Path(folder))
+        try:
+            yield master
+        finally:
+            master.stop()

@@ -1,0 +1,307 @@
+"""Mooncake Store: memory of many hosts as one pool, read and written without a copy in between.
+
+Rows of host memory are registered with its transfer engine once; payloads go from them, and into
+them, as they are. Records have a small region of their own beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import mmap
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from kvstore.types import TierPlace
+from tiers.pinned import PinnedRegion
+from tiers.store.client import StoreClient, StoreError
+from tiers.store.record import RECORD_BYTES
+from tiers.store.tier import MOST_CHUNKS, StoreTier
+
+try:
+    from mooncake.store import MooncakeDistributedStore as Engine
+except ImportError:  # pragma: no cover
+    Engine = None
+
+__all__ = ["MooncakeTier"]
+
+_T = TypeVar("_T")
+
+RECORDS = 4 * MOST_CHUNKS
+"""Records of all calls under way."""
+
+BUFFER_BYTES = 16 * 2**20
+"""What the engine has for itself."""
+
+CONNECT_SECONDS = 5.0
+
+UNREACHED = -900
+"""Codes from here down say that a call was not answered."""
+
+CODES = {-200: "the pool has no room", -704: "it has no such value", -800: "the transfer failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    master: str
+    host: str
+    protocol: str
+    devices: str
+    metadata: str
+    contributed: int
+
+
+class MooncakeTier(StoreTier):
+    """The pool of a Mooncake master, shared by all who name it.
+
+    Args:
+        master: host and port of `mooncake_master`.
+        host: address under which others reach this process; by default the one that leads to the
+            master.
+        protocol: "tcp" or "rdma". devices: RDMA devices, separated by commas.
+        metadata: metadata server of the transfer engine, or P2PHANDSHAKE for none.
+        contribute_bytes: memory of this host that is given to the pool. What it holds is lost when
+            the process ends. 0: it only uses what others give.
+        timeout_s: seconds after which a question has failed. A transfer that has begun cannot be
+            given up: the engine itself ends it.
+
+    Raises:
+        ValueError: for what cannot be used, or without the package `mooncake`.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self,
+        place: TierPlace,
+        *,
+        master: str = "127.0.0.1:50051",
+        host: str = "",
+        protocol: str = "tcp",
+        devices: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        contribute_bytes: int = 0,
+        timeout_s: float = 1.0,
+    ) -> None:
+        if Engine is None:
+            raise ValueError(
+                "needs the package mooncake: pip install mooncake-transfer-engine on hosts with "
+                "CUDA, mooncake-transfer-engine-non-cuda elsewhere"
+            )
+        name, colon, port = master.rpartition(":")
+        if not (colon and name and port.isdigit()):
+            raise ValueError(f"master = {master!r}: must be a host and a port, as cache:50051")
+        if protocol not in ("tcp", "rdma"):
+            raise ValueError(f"protocol = {protocol!r}: must be tcp or rdma")
+        if contribute_bytes < 0:
+            raise ValueError("contribute_bytes must not be negative")
+        self._settings = _Settings(master, host, protocol, devices, metadata, contribute_bytes)
+        super().__init__(place, timeout_s=timeout_s)
+
+    @property
+    def address(self) -> str:
+        return f"mooncake://{self._settings.master}"
+
+    def connect(self) -> StoreClient:
+        return _Client(self._settings, self._region)
+
+
+class _Client:
+    """See `StoreClient`. Its calls block, so each has a thread."""
+
+    def __init__(self, settings: _Settings, region: PinnedRegion) -> None:
+        self._settings = settings
+        self._region = region
+        self._engine: Any = None
+        self._starting: asyncio.Future[Any] | None = None
+        self._memory = mmap.mmap(-1, RECORDS * RECORD_BYTES)
+        self._records_at = _address(memoryview(self._memory))
+        self._free = list(range(RECORDS))
+        self._turn = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        engine = await self._reached()
+        # It uses no memory of ours, so nobody has to wait for its end.
+        told = await _in_thread(lambda: engine.batch_is_exist(list(names)))
+        _check(told)
+        return [code == 1 for code in told]
+
+    async def put(
+        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        engine = await self._reached()
+        async with self._borrowed(len(names)) as places:
+            for place, record in zip(places, records, strict=True):
+                self._memory[place * RECORD_BYTES : (place + 1) * RECORD_BYTES] = record
+            addresses, sizes = self._buffers(places, payloads)
+            told = await _to_the_end(
+                lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes)
+            )
+        _check(told)
+        return [None if code == 0 else _said(code) for code in told]
+
+    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
+        engine = await self._reached()
+        async with self._borrowed(len(names)) as places:
+            addresses, sizes = self._buffers(places, payloads)
+            told = await _to_the_end(
+                lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes)
+            )
+            records = [
+                self._memory[place * RECORD_BYTES : (place + 1) * RECORD_BYTES] for place in places
+            ]
+        _check(told)
+        return [
+            record if code == sum(size) else None
+            for record, code, size in zip(records, told, sizes, strict=True)
+        ]
+
+    async def remove(self, names: Sequence[str]) -> None:
+        engine = await self._reached()
+        # By force: somebody who has just read it holds a lease.
+        told = await _in_thread(lambda: engine.batch_remove(list(names), True))
+        _check(told)
+        failed = [code for code in told if code not in (0, -704)]
+        if failed:
+            raise StoreError(_said(failed[0]))
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            with contextlib.suppress(Exception):
+                await _to_the_end(engine.close)
+
+    # -- inside --------------------------------------------------------------------------
+
+    async def _reached(self) -> Any:
+        """The engine, once it has found its master: that may take longer than anybody waits."""
+        if self._engine is None:
+            if self._starting is None:
+                self._starting = _in_thread(self._start)
+            try:
+                self._engine = await asyncio.shield(self._starting)
+            except StoreError:
+                self._starting = None
+                raise
+        return self._engine
+
+    def _start(self) -> Any:
+        settings = self._settings
+        own = _own_address(settings.master)
+        engine = Engine()
+        failed = engine.setup(
+            settings.host or own,
+            settings.metadata,
+            settings.contributed,
+            BUFFER_BYTES,
+            settings.protocol,
+            settings.devices,
+            settings.master,
+        )
+        if failed:
+            raise StoreError(f"the master cannot be reached ({failed})")
+        for address, size in (
+            (self._region.address, self._region.size),
+            (self._records_at, RECORDS * RECORD_BYTES),
+        ):
+            failed = engine.register_buffer(address, size)
+            if failed:
+                raise StoreError(f"host memory cannot be registered ({failed})")
+        return engine
+
+    @asynccontextmanager
+    async def _borrowed(self, count: int) -> AsyncIterator[list[int]]:
+        """Places for records, until the call that uses them has ended."""
+        async with self._turn:
+            while len(self._free) < count:
+                self._returned.clear()
+                await self._returned.wait()
+            places = [self._free.pop() for _ in range(count)]
+        try:
+            yield places
+        finally:
+            self._free += places
+            self._returned.set()
+
+    def _buffers(
+        self, places: Sequence[int], payloads: Sequence[memoryview]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes of the two parts of each value."""
+        addresses = [
+            [self._records_at + place * RECORD_BYTES, _address(payload)]
+            for place, payload in zip(places, payloads, strict=True)
+        ]
+        return addresses, [[RECORD_BYTES, len(payload)] for payload in payloads]
+
+
+def _in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
+    """What a blocking call returns. Nobody waits for its thread, not even the interpreter."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[_T] = loop.create_future()
+
+    def work() -> None:
+        tell: Callable[[], None]
+        try:
+            tell = partial(ended.set_result, call())
+        except StoreError as error:
+            tell = partial(ended.set_exception, error)
+        except Exception as error:
+            tell = partial(ended.set_exception, StoreError(repr(error)))
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: None if ended.done() else tell())
+
+    threading.Thread(target=work, name="kvstore-mooncake", daemon=True).start()
+    return ended
+
+
+async def _to_the_end(call: Callable[[], _T]) -> _T:
+    """What a blocking call returns, cancelled or not: it uses memory until it has ended."""
+    running = _in_thread(call)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            # Of a task everybody could be cancelled; a future only its thread ends.
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        # What it raised, if it did, nobody asks for.
+        running.exception()
+        raise cancelled
+    return running.result()
+
+
+def _check(codes: Sequence[int]) -> None:
+    if codes and all(code <= UNREACHED for code in codes):
+        raise StoreError(_said(codes[0]))
+
+
+def _said(code: int) -> str:
+    return CODES.get(code, f"mooncake says {code}")
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _own_address(master: str) -> str:
+    """This machine's address on the way to the master.
+
+    Raises:
+        StoreError: if the master does not take connections. The engine itself would try for
+            a minute and a half.
+    """
+    name, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((name, int(port)), CONNECT_SECONDS) as probe:
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError as error:
+        raise StoreError(f"{master}: {error.strerror or error}") from error
