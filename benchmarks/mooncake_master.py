@@ -47,7 +47,7 @@ class MooncakeMaster:
                 [
                     str(Path(sys.executable).parent / "mooncake_master"),
                     *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
-                    *(f"--metrics_port={self._admin}", "--default_kv_lease_ttl=200"),
+                    f"--metrics_port={self._admin}",
                 ],
                 stdout=log,
                 stderr=log,

@@ -176,7 +176,7 @@ class AskedTier:
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies of these chunks, tail first, went well."""
         self.index.written(keys)
-        self._forget_entries(self.answers.has(keys, self._now))
+        self._forget_entries(self.answers.has(keys[::-1], self._now))
         self.health.stored(_NO_DEVICE)
         self.count("written", len(keys))
 

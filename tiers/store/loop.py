@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tiers.store.client import StoreError
@@ -17,12 +17,20 @@ _T = TypeVar("_T")
 JOIN_SECONDS = 60.0
 """How long what was cancelled gets to end: it may use its caller's memory until then."""
 
+LAST_SECONDS = 5.0
+"""How long `at_end` gets."""
+
 
 class ClientLoop:
-    """An event loop in a daemon thread. What has begun is cancelled at its end."""
+    """An event loop in a daemon thread. What has begun is cancelled at its end.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        at_end: the last thing that runs there.
+    """
+
+    def __init__(self, name: str, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop = asyncio.new_event_loop()
+        self._at_end = at_end
         self._lock = threading.Lock()
         self._ended = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -94,6 +102,8 @@ class ClientLoop:
             left = asyncio.all_tasks(self._loop)
             if left:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=JOIN_SECONDS))
+            with contextlib.suppress(Exception):
+                self._loop.run_until_complete(asyncio.wait_for(self._at_end(), LAST_SECONDS))
         finally:
             self._loop.close()
 

@@ -12,6 +12,7 @@ with those who use it, and nobody ever takes what it stores from then on for the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -82,7 +83,7 @@ class StoreTier(Tier):
     def open(self, region: PinnedRegion) -> RecoveredTier:
         """An engine that cannot be reached now may be reached later."""
         self._region = region
-        self._loop = ClientLoop(f"kvstore-{self.address}")
+        self._loop = ClientLoop(f"kvstore-{self.address}", self._close)
         return RecoveredTier(self.address, "remote", [], 1, [], 0)
 
     @property
@@ -130,10 +131,10 @@ class StoreTier(Tier):
         return None
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
-        try:
+        with contextlib.suppress(StoreError):
             await self._loop.run(self._close())
-        finally:
-            self._loop.end()
+        # Nothing is left to wait for.
+        self._loop.end()
 
     def detach(self) -> None:
         self._loop.cancel_all()

@@ -44,13 +44,16 @@ def host(master: MooncakeMaster) -> Iterator[Any]:
 
 
 class TestMooncake(StoreContract):
+    seconds = PATIENCE
+
     @pytest.fixture(autouse=True)
     def _use(self, master: MooncakeMaster, host: Any) -> None:
         self.master, self.host = master, host
         host.remove_all(True)
 
     def new_tier(self, place: TierPlace) -> Tier:
-        return MooncakeTier(place, master=self.master.address, timeout_s=1.0)
+        # The engine's own limit comes first; to reach its master may take longer.
+        return MooncakeTier(place, master=self.master.address, timeout_s=6.0)
 
     def values(self) -> Mapping[str, bytes]:
         return {name: self.host.get(name) for name in self.master.names()}

@@ -11,6 +11,7 @@ import pytest
 from kvstore.testing.store import StoreContract
 from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
+from tests.patience import PATIENCE
 from tests.tiers.store.servers import RedisServer, redis_server
 from tiers.base import Tier
 
@@ -26,6 +27,8 @@ def server() -> Iterator[RedisServer]:
 
 
 class TestRedis(StoreContract):
+    seconds = PATIENCE
+
     @pytest.fixture(autouse=True)
     def _use(self, server: RedisServer) -> Iterator[None]:
         self.server = server
@@ -35,7 +38,7 @@ class TestRedis(StoreContract):
         self.client.close()
 
     def new_tier(self, place: TierPlace) -> Tier:
-        return RedisTier(place, url=self.server.url, timeout_s=1.0)
+        return RedisTier(place, url=self.server.url, timeout_s=3.0)
 
     def values(self) -> Mapping[str, bytes]:
         names = list(self.client.scan_iter())

@@ -1,0 +1,183 @@
+"""Stores beside their own clients: the same payloads, in one run, in turns.
+
+    python benchmarks/store.py [--stores redis,mooncake] [--rounds N] [--sizes 256KiB,2MiB]
+
+Engines run on this machine, on the loopback: what is measured is what kvstore adds (records,
+digests, checks, hops between threads), not a network. One JSON row for each store, size and
+direction: GB/s of the store tier, of the native client, and the ratio; medians of the rounds.
+The native clients move payloads alone: Mooncake's between registered memory, Redis's by pipelined
+SET and GET of bytes, which it makes and hands over itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.mooncake_master import MooncakeMaster
+from benchmarks.redis_server import RedisServer
+from kvstore.sizes import parse_size
+from kvstore.types import TierPlace
+from tiers.base import Tier
+from tiers.pinned import PinnedRegion
+
+BATCH_BYTES = 64 * 2**20
+"""Moved by each call."""
+
+POOL_BYTES = 2**31
+
+HOST = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+host = MooncakeDistributedStore()
+pool = int(sys.argv[2])
+print(host.setup("127.0.0.1", "P2PHANDSHAKE", pool, 2**24, "tcp", "", sys.argv[1]), flush=True)
+time.sleep(3600)
+"""
+
+Native = Callable[[Sequence[str], bool], Awaitable[None]]
+"""Moves all rows under these names, to the store or back (True)."""
+
+
+@contextmanager
+def redis(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
+    from redis.asyncio import Redis
+
+    from tiers.store.redis import RedisTier
+
+    server = RedisServer(
+        folder, "--maxmemory", str(POOL_BYTES), "--maxmemory-policy", "allkeys-lru"
+    )
+    client = Redis(port=server.port)
+
+    async def native(names: Sequence[str], load: bool) -> None:
+        pipe = client.pipeline(transaction=False)
+        for row, name in enumerate(names):
+            if load:
+                pipe.get(name)
+            else:
+                pipe.set(name, bytes(region.row(row)))
+        for row, value in enumerate(await pipe.execute()):
+            if load:
+                region.row(row)[:] = value
+
+    try:
+        yield RedisTier(place, url=server.url, timeout_s=30), native
+    finally:
+        server.stop()
+
+
+@contextmanager
+def mooncake(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
+    from mooncake.store import MooncakeDistributedStore
+
+    from tiers.store.mooncake import MooncakeTier
+
+    master = MooncakeMaster(folder)
+    # Its memory is another process's, as another host's would be.
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, master.address, str(POOL_BYTES)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == b"0\n"
+    engine = MooncakeDistributedStore()
+    failed = engine.setup("127.0.0.1", "P2PHANDSHAKE", 0, 2**24, "tcp", "", master.address)
+    assert not failed, failed
+    assert not engine.register_buffer(region.address, region.size)
+    sizes = [region.row_bytes] * region.rows
+    addresses = [region.address + row * region.row_bytes for row in range(region.rows)]
+
+    async def native(names: Sequence[str], load: bool) -> None:
+        move: Any = engine.batch_get_into if load else engine.batch_put_from
+        told = await asyncio.to_thread(move, list(names), addresses, sizes)
+        assert min(told) >= 0, told
+
+    try:
+        yield MooncakeTier(place, master=master.address, timeout_s=30), native
+    finally:
+        engine.close()
+        host.kill()
+        host.wait()
+        master.stop()
+
+
+STORES = {"redis": redis, "mooncake": mooncake}
+
+
+async def compare(
+    tier: Tier, native: Native, region: PinnedRegion, rounds: int
+) -> dict[str, dict[str, float]]:
+    """GB/s of both, by direction: medians of all rounds but the first."""
+    tier.open(region)
+    rows = list(range(region.rows))
+    speeds: dict[tuple[str, str], list[float]] = {}
+
+    async def ours(keys: Sequence[bytes], load: bool) -> None:
+        move = tier.read if load else tier.write
+        done = await move(keys, [0] * len(keys), rows)
+        assert all(done.ok), done.error
+
+    for number in range(rounds + 1):
+        keys = [b"%d-%d" % (number, row) for row in rows]
+        names = [f"native/{number}/{row}" for row in rows]
+        for direction in ("write", "read"):
+            for who in ("kvstore", "native") if number % 2 else ("native", "kvstore"):
+                began = time.perf_counter()
+                if who == "kvstore":
+                    await ours(keys, direction == "read")
+                else:
+                    await native(names, direction == "read")
+                speed = region.size / (time.perf_counter() - began) / 1e9
+                if number:
+                    # In the first one connections and pages are made.
+                    speeds.setdefault((direction, who), []).append(speed)
+        await tier.erase(keys)
+    await tier.close([])
+    return {
+        direction: {who: statistics.median(speeds[direction, who]) for who in ("kvstore", "native")}
+        for direction in ("write", "read")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stores", default="redis,mooncake")
+    parser.add_argument("--sizes", default="256KiB,2MiB")
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
+    for name in options.stores.split(","):
+        for text in options.sizes.split(","):
+            size = parse_size(text)
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                region = PinnedRegion.private(BATCH_BYTES // size, size)
+                region.array[:] = np.random.default_rng(0).integers(
+                    0, 256, region.array.shape, np.uint8
+                )
+                place = TierPlace("bench", {}, size)
+                tier, native = stack.enter_context(STORES[name](place, region, folder))
+                found = asyncio.run(compare(tier, native, region, options.rounds))
+            for direction, fast in found.items():
+                row = {"store": name, "size": text, "direction": direction}
+                row |= {f"{who}_gb_s": round(speed, 2) for who, speed in fast.items()}
+                row["ratio"] = round(fast["kvstore"] / fast["native"], 2)
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
