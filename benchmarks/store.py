@@ -1,12 +1,13 @@
 """Stores beside their own clients: the same payloads, in one run, in turns.
 
-    python benchmarks/store.py [--stores redis,mooncake] [--rounds N] [--sizes 256KiB,2MiB]
+    python benchmarks/store.py [--stores redis,mooncake,object] [--rounds N] [--sizes 256KiB,2MiB]
 
 Engines run on this machine, on the loopback: what is measured is what kvstore adds (records,
 digests, checks, hops between threads), not a network. One JSON row for each store, size and
 direction: GB/s of the store tier, of the native client, and the ratio; medians of the rounds.
 The native clients move payloads alone: Mooncake's between registered memory, Redis's by pipelined
-SET and GET of bytes, which it makes and hands over itself.
+SET and GET of bytes, which it makes and hands over itself, obstore's by one PUT or GET of each
+payload, 32 at once, to Ceph's gateway.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.ceph_gateway import CephGateway
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 from kvstore.sizes import parse_size
@@ -116,7 +119,44 @@ def mooncake(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[t
         master.stop()
 
 
-STORES = {"redis": redis, "mooncake": mooncake}
+@contextmanager
+def s3(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
+    import obstore
+    from obstore.store import S3Store
+
+    from tiers.store.object import CONNECTIONS, ObjectTier
+
+    gateway = CephGateway(folder)
+    os.environ.update(gateway.environment)
+    client = S3Store(
+        gateway.bucket,
+        endpoint=gateway.endpoint,
+        unsigned_payload=True,
+        client_options={"allow_http": True},
+    )
+
+    async def native(names: Sequence[str], load: bool) -> None:
+        at_once = asyncio.Semaphore(CONNECTIONS)
+
+        async def one(row: int, name: str) -> None:
+            async with at_once:
+                if load:
+                    value = await (await obstore.get_async(client, name)).bytes_async()
+                    region.row(row)[:] = memoryview(value)
+                else:
+                    payload = bytes(region.row(row))
+                    await obstore.put_async(client, name, payload, use_multipart=False)
+
+        await asyncio.gather(*(one(*each) for each in enumerate(names)))
+
+    try:
+        tier = ObjectTier(place, url=gateway.url, endpoint=gateway.endpoint, timeout_s=30)
+        yield tier, native
+    finally:
+        gateway.end()
+
+
+STORES = {"redis": redis, "mooncake": mooncake, "object": s3}
 
 
 async def compare(
@@ -156,7 +196,7 @@ async def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stores", default="redis,mooncake")
+    parser.add_argument("--stores", default="redis,mooncake,object")
     parser.add_argument("--sizes", default="256KiB,2MiB")
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()

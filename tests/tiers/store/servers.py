@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ceph_gateway import CephGateway, is_installed
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 
-__all__ = ["MooncakeMaster", "RedisServer", "mooncake_master", "redis_server"]
+__all__ = [
+    "CephGateway",
+    "MooncakeMaster",
+    "RedisServer",
+    "ceph_gateway",
+    "mooncake_master",
+    "redis_server",
+]
 
 
 @contextlib.contextmanager
@@ -41,3 +49,17 @@ def mooncake_master() -> Iterator[MooncakeMaster]:
             yield master
         finally:
             master.stop()
+
+
+@contextlib.contextmanager
+def ceph_gateway() -> Iterator[CephGateway]:
+    """An S3 server for a while; skips the test where Ceph is not installed."""
+    pytest.importorskip("obstore")
+    if not is_installed():
+        pytest.skip("Ceph (ceph-mon, ceph-osd, radosgw) is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        server = CephGateway(Path(folder))
+        try:
+            yield server
+        finally:
+            server.end()

@@ -1,0 +1,221 @@
+"""Object stores: an S3 server (Ceph's gateway) and a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.store import StoreContract
+from kvstore.testing.tier import TierBench, key_of
+from kvstore.types import TierPlace
+from tests.patience import PATIENCE
+from tests.tiers.store.servers import CephGateway, ceph_gateway
+from tiers.base import Tier
+
+obstore = pytest.importorskip("obstore")
+
+from obstore.store import S3Store  # noqa: E402
+
+from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
+
+PLACE = TierPlace("place", {"model": "tiny"}, 8000)
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[CephGateway]:
+    with ceph_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def s3(gateway: CephGateway, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of the bucket; it is empty, and credentials are in the environment."""
+    for name, value in gateway.environment.items():
+        monkeypatch.setenv(name, value)
+    client = S3Store(gateway.bucket, endpoint=gateway.endpoint, client_options={"allow_http": True})
+    obstore.delete(client, _names(client))
+    return client
+
+
+def _names(client: Any) -> list[str]:
+    return [entry["path"] for entries in obstore.list(client) for entry in entries]
+
+
+class TestS3(StoreContract):
+    seconds = PATIENCE
+
+    @pytest.fixture(autouse=True)
+    def _use(self, gateway: CephGateway, s3: Any) -> None:
+        self.server, self.client = gateway, s3
+
+    def new_tier(self, place: TierPlace) -> Tier:
+        return ObjectTier(place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=3.0)
+
+    def values(self) -> Mapping[str, bytes]:
+        names = _names(self.client)
+        return {name: bytes(obstore.get(self.client, name).bytes()) for name in names}
+
+    def put(self, name: str, value: bytes) -> None:
+        obstore.put(self.client, name, value)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def start(self) -> None:
+        self.server.start()
+
+    def freeze(self) -> None:
+        self.server.freeze()
+
+
+class TestDirectory(StoreContract):
+    seconds = PATIENCE
+
+    @pytest.fixture(autouse=True)
+    def _use(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "shared"
+        self.away = tmp_path / "away"
+
+    def new_tier(self, place: TierPlace) -> Tier:
+        return ObjectTier(place, url=self.folder.as_uri())
+
+    def values(self) -> Mapping[str, bytes]:
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
+
+    def put(self, name: str, value: bytes) -> None:
+        (self.folder / name).write_bytes(value)
+
+    def stop(self) -> None:
+        """A file where the directory was: nothing can be found or made below it."""
+        if self.folder.exists():
+            self.folder.rename(self.away)
+        self.folder.write_text("")
+
+    def start(self) -> None:
+        if self.folder.is_file():
+            self.folder.unlink()
+        if self.away.exists():
+            self.away.rename(self.folder)
+
+    def freeze(self) -> None:
+        self.stop()
+
+    async def test_it_opens_while_its_engine_is_away_and_serves_when_it_comes(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        """Other than a server, a directory has to be there at the start."""
+        self.stop()
+        with pytest.raises(ValueError, match="shared"):
+            self.new_tier(place)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"url": "http://host"}, "must begin with s3"),
+        ({"url": "s3://"}, "names no bucket"),
+        ({"url": "s3://key:secret@bucket"}, "belong into the environment"),
+        ({"url": "s3://bucket?secret=1"}, "belong into the environment"),
+        ({"url": "s3://bucket", "endpoint": "http://key:secret@host"}, "into the environment"),
+        ({"url": "file:///"}, "must name a directory"),
+        ({"url": "file://host/path"}, "must name a directory"),
+        ({"url": "file:///tmp/x", "endpoint": "http://host"}, "endpoint"),
+        ({"url": "gs://bucket", "region": "eu"}, "region"),
+        ({"url": "s3://bucket", "timeout_s": 0.0}, "timeout_s"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_once(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        ObjectTier(PLACE, **parameters)
+    assert "secret" not in str(raised.value).replace("KVSTORE", "") or "begin" in said
+
+
+def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file/below"):
+        ObjectTier(PLACE, url=(tmp_path / "file" / "below").as_uri())
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.store.object.obstore", None)
+    with pytest.raises(ValueError, match=r"pip install kvstore\[object\]"):
+        ObjectTier(PLACE, url="s3://bucket")
+
+
+@pytest.mark.asyncio
+async def test_wrong_credentials_are_told_and_shown_nowhere(
+    gateway: CephGateway, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng")
+    tier = ObjectTier(PLACE, url=gateway.url, endpoint=gateway.endpoint)
+    bench = TierBench(tier, 16, 8192, 8000)
+    told = await bench.tier.holds([key_of(1)])
+    assert told.error
+    assert list(told.unread) == [0]
+    assert "wr0ng" not in told.error + bench.tier.description + bench.opening.name
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_bucket_that_is_not_there_stores_nothing_and_says_so(
+    gateway: CephGateway, s3: Any
+) -> None:
+    tier = ObjectTier(PLACE, url="s3://elsewhere", endpoint=gateway.endpoint)
+    bench = TierBench(tier, 16, 8192, 8000)
+    done = await bench.store([key_of(1)], [0])
+    assert done.ok == [False]
+    assert done.error
+    await bench.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("extra", [-200, -128, -127, 0, 5000])
+async def test_a_large_value_is_read_in_ranges(
+    gateway: CephGateway, s3: Any, tmp_path: Path, extra: int
+) -> None:
+    size = 2 * RANGE_BYTES + extra
+    row_bytes = -(-size // 4096) * 4096
+    place = TierPlace("place", {"model": "large"}, size)
+    for tier in (
+        ObjectTier(place, url=gateway.url, endpoint=gateway.endpoint),
+        ObjectTier(place, url=tmp_path.as_uri()),
+    ):
+        bench = TierBench(tier, 4, row_bytes, size)
+        keys = [key_of(n) for n in range(4)]
+        assert (await bench.store(keys, [0] * 4)).ok == [True] * 4
+        assert await bench.fetch(keys, [0] * 4) == [True] * 4
+        await bench.close()
+    (cut, *_) = [path for path in tmp_path.rglob(f"*{keys[0].hex()}") if path.is_file()]
+    value = cut.read_bytes()
+    for length in (0, 100, RANGE_BYTES, RANGE_BYTES + 1, len(value) - 1, len(value) + 1):
+        cut.write_bytes(value[:length].ljust(length, b"x"))
+        bench = TierBench(ObjectTier(place, url=tmp_path.as_uri()), 4, row_bytes, size)
+        assert await bench.fetch(keys, [0] * 4) == [False, True, True, True]
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_asked_for(
+    gateway: CephGateway, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    head = obstore.head_async
+
+    def counting(store: Any, name: str) -> Any:
+        asked.append(name)
+        return head(store, name)
+
+    monkeypatch.setattr("tiers.store.object.obstore.head_async", counting)
+    bench = TierBench(ObjectTier(PLACE, url=gateway.url, endpoint=gateway.endpoint), 16, 8192, 8000)
+    keys = [key_of(n) for n in range(200)]
+    assert (await bench.tier.holds(keys)).ok == [False] * 200
+    assert len(asked) == 4
+    await bench.store(keys[:16], [0] * 16)
+    asked.clear()
+    assert (await bench.tier.holds(keys)).ok == [True] * 16 + [False] * 184
+    assert len(asked) == 4 + 2 * CONNECTIONS, "until nothing of a wave is there"
+    await bench.close()

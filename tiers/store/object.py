@@ -1,0 +1,263 @@
+"""Object stores: S3 and what speaks it, Google Cloud Storage, Azure, a directory that hosts share.
+
+All through `obstore`. A value is one object. Large ones are read in ranges, several at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvstore.types import TierPlace
+from tiers.store.client import StoreClient, StoreError
+from tiers.store.record import RECORD_BYTES
+from tiers.store.tier import StoreTier
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import LocalStore, from_url
+except ImportError:  # pragma: no cover
+    obstore = None  # type: ignore[assignment]
+
+__all__ = ["ObjectTier"]
+
+_T = TypeVar("_T")
+
+SCHEMES = ("s3", "gs", "az", "file")
+
+CONNECTIONS = 32
+"""Requests under way at once."""
+
+RANGE_BYTES = 4 * 2**20
+"""Of a value that one request reads."""
+
+FIRST_ASKED = 4
+"""Values whose existence is asked for before those behind them."""
+
+
+class ObjectTier(StoreTier):
+    """A bucket, a container or a directory, shared by all who name it.
+
+    Room is the operator's to give: set a lifecycle rule that expires objects.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://account/container/prefix` or
+            `file:///directory`. Credentials come from the environment, or from where the client
+            finds them on such a machine, never from here.
+        endpoint: of a service that is not the scheme's own, as `http://minio:9000`.
+        region: of the bucket.
+        timeout_s: seconds after which a call has failed.
+
+    Raises:
+        ValueError: for a URL that cannot be used, or without the package `obstore`.
+    """
+
+    name = "object"
+
+    def __init__(
+        self,
+        place: TierPlace,
+        *,
+        url: str,
+        endpoint: str = "",
+        region: str = "",
+        timeout_s: float = 5.0,
+    ) -> None:
+        if obstore is None:
+            raise ValueError("needs the package obstore: pip install kvstore[object]")
+        parts = urlsplit(url)
+        if "@" in parts.netloc or "@" in urlsplit(endpoint).netloc or parts.query:
+            raise ValueError("url, endpoint: credentials belong into the environment")
+        if parts.scheme not in SCHEMES:
+            raise ValueError(f"url = {url!r}: must begin with {', '.join(SCHEMES)} and ://")
+        if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+            raise ValueError(f"url = {url!r}: must name a directory, as file:///mnt/cache")
+        if parts.scheme != "file" and not parts.netloc:
+            raise ValueError(f"url = {url!r}: names no bucket")
+        if parts.scheme in ("file", "gs") and endpoint:
+            raise ValueError(f"endpoint: not for {parts.scheme}://")
+        if parts.scheme != "s3" and region:
+            raise ValueError("region: for s3:// alone")
+        self._url = url
+        super().__init__(place, timeout_s=timeout_s)
+        options = {"endpoint": endpoint, "region": region}
+        self._options: dict[str, Any] = {key: value for key, value in options.items() if value}
+        if parts.scheme == "s3":
+            # Records have digests; the client's own would be a second, slower one.
+            self._options["unsigned_payload"] = True
+        # What the environment says wrong is told at once.
+        self._store = self._made()
+
+    @property
+    def address(self) -> str:
+        return self._url
+
+    def connect(self) -> StoreClient:
+        return _Client(self._store)
+
+    def _made(self) -> Any:
+        try:
+            if self._url.startswith("file:"):
+                return LocalStore.from_url(self._url, mkdir=True)
+            options: Any = self._options
+            return from_url(
+                self._url,
+                config=options,
+                client_options={
+                    "allow_http": options.get("endpoint", "").startswith("http://"),
+                    "connect_timeout": timedelta(seconds=self._timeout),
+                    "timeout": timedelta(seconds=self._timeout),
+                },
+                # The call as a whole has a deadline, and a store that fails is left alone.
+                retry_config={
+                    "max_retries": 2,
+                    "retry_timeout": timedelta(seconds=self._timeout),
+                },
+            )
+        except (BaseError, OSError, ValueError) as error:
+            raise ValueError(f"url = {self._url!r}: {_said(error)}") from error
+
+
+class _Client:
+    """See `StoreClient`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._free = asyncio.Semaphore(CONNECTIONS)
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """In waves, up to one without any: nothing behind a hole so long is asked for."""
+        told: list[bool] = []
+        while len(told) < len(names):
+            wave = names[len(told) :][: CONNECTIONS if told else FIRST_ASKED]
+            found = await self._together([self._size(name) for name in wave])
+            told += [size is not None for size in found]
+            if not any(size is not None for size in found):
+                break
+        return told + [False] * (len(names) - len(told))
+
+    async def put(
+        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[str | None]:
+        async def one(name: str, record: bytes, payload: memoryview) -> str | None:
+            if await self._size(name) is not None:
+                return None
+            value = b"".join((record, payload))
+            try:
+                # Of two that are as fast one replaces the other's value by the same one.
+                await self._call(
+                    lambda: obstore.put_async(self._store, name, value, use_multipart=False)
+                )
+            except (StoreError, FileNotFoundError) as error:
+                # Does it refuse this value, or serve nobody?
+                await self._size(name)
+                return str(error)
+            return None
+
+        values = zip(names, records, payloads, strict=True)
+        return await self._together([one(*value) for value in values])
+
+    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
+        async def one(name: str, payload: memoryview) -> bytes | None:
+            size = RECORD_BYTES + len(payload)
+            first = await self._range(name, 0, min(size, RANGE_BYTES))
+            if first is None or first[0] != size:
+                return None
+            record = bytes(first[1][:RECORD_BYTES])
+            _copy(first[1][RECORD_BYTES:], payload, 0)
+            rest = range(RANGE_BYTES, size, RANGE_BYTES)
+            parts = await self._together(
+                [self._range(name, start, min(size, start + RANGE_BYTES)) for start in rest]
+            )
+            for start, part in zip(rest, parts, strict=True):
+                if part is None or part[0] != size:
+                    return None
+                _copy(part[1], payload, start - RECORD_BYTES)
+            return record
+
+        return await self._together([one(*value) for value in zip(names, payloads, strict=True)])
+
+    async def remove(self, names: Sequence[str]) -> None:
+        async def one(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                await self._call(lambda: obstore.delete_async(self._store, name))
+
+        await self._together([one(name) for name in names])
+
+    async def close(self) -> None:
+        """Connections are the client's own; nothing is to be said to anybody."""
+
+    # -- inside --------------------------------------------------------------------------
+
+    async def _size(self, name: str) -> int | None:
+        """Bytes of a value; None where there is none."""
+        try:
+            found = await self._call(lambda: obstore.head_async(self._store, name))
+        except FileNotFoundError:
+            return None
+        return int(found["size"])
+
+    async def _range(self, name: str, start: int, end: int) -> tuple[int, memoryview] | None:
+        """The size of a value, and these of its bytes; None where it does not reach so far."""
+
+        async def read() -> tuple[int, memoryview]:
+            result = await obstore.get_async(self._store, name, options={"range": (start, end)})
+            return int(result.meta["size"]), memoryview(await result.bytes_async())
+
+        try:
+            size, part = await self._call(read)
+        except FileNotFoundError:
+            return None
+        except StoreError:
+            # One that is shorter has no such range, which each store says in its own words.
+            size_now = await self._size(name)
+            if size_now is None or size_now <= start:
+                return None
+            raise
+        return size, part
+
+    async def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """What a request gives, which is sent when its turn comes.
+
+        Raises:
+            FileNotFoundError: if there is no such object.
+            StoreError: for whatever else goes wrong.
+        """
+        async with self._free:
+            try:
+                return await call()
+            except FileNotFoundError:
+                raise
+            except (BaseError, OSError, ValueError) as error:
+                raise StoreError(_said(error)) from error
+
+    async def _together(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+        """All of them at once; when one raises, or this is cancelled, none goes on."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+        except* StoreError as failed:
+            first: BaseException = failed
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise StoreError(str(first)) from None
+        return [task.result() for task in tasks]
+
+
+def _copy(part: memoryview, payload: memoryview, start: int) -> None:
+    """Copy `part` to where it belongs, without the GIL, which the assignment to a slice holds."""
+    into = np.frombuffer(payload, np.uint8)[start : start + len(part)]
+    np.copyto(into, np.frombuffer(part, np.uint8))
+
+
+def _said(error: Exception) -> str:
+    """The first line of what went wrong; those behind it are for who debugs the client."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"
