@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.types import RecoveredTier, TierPlace
@@ -33,9 +34,6 @@ _T = TypeVar("_T")
 
 _Move = Callable[[Sequence[bytes], Sequence[memoryview]], Coroutine[Any, Any, Sequence[str | None]]]
 """Moves chunks of these keys from or to this memory: for each what went wrong, or None."""
-
-BATCH_BYTES = 16 * 2**20
-"""Most payload bytes that one call to the client names, a single chunk excepted."""
 
 DIGEST_LETTERS = 32
 """Of the digest of an identity, in names."""
@@ -57,6 +55,9 @@ class StoreTier(Tier):
     """
 
     is_store = True
+
+    batch_bytes = 16 * 2**20
+    """Most payload bytes that one call to the client names, a single chunk excepted."""
 
     def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
         if not timeout_s > 0:
@@ -148,24 +149,24 @@ class StoreTier(Tier):
         self, move: _Move, keys: Sequence[bytes], rows: Sequence[int]
     ) -> Transfer:
         """Move chunks, a few at a time, until a call fails as a whole."""
+        size = max(1, min(self.batch_bytes // self._chunk_bytes, MOST_CHUNKS))
+        parts = [slice(start, start + size) for start in range(0, len(keys), size)]
         done = Transfer([])
         errors: list[str] = []
-        unread: list[int] = []
-        size = max(1, min(BATCH_BYTES // self._chunk_bytes, MOST_CHUNKS))
-        for start in range(0, len(keys), size):
-            part = slice(start, start + size)
-            try:
-                told = await self._loop.run(move(keys[part], self._payloads(rows[part])))
-            except StoreError as fault:
-                # The rest would take as long to fail.
-                left = range(start, len(keys))
-                done.ok += [False] * len(left)
-                unread += left
-                errors.append(str(fault))
-                break
+
+        def note(told: Sequence[str | None]) -> None:
             done.ok += [error is None for error in told]
-            errors += filter(None, told)
-        done.unread = unread
+            errors.extend(filter(None, told))
+
+        calls = (move(keys[part], self._payloads(rows[part])) for part in parts)
+        try:
+            await self._loop.run(_two_at_once(calls, note))
+        except StoreError as fault:
+            # The rest would take as long to fail.
+            left = range(len(done.ok), len(keys))
+            done.ok += [False] * len(left)
+            done.unread = left
+            errors.append(str(fault))
         done.error = error_of(errors[0] if errors else None, done.ok)
         return done
 
@@ -219,6 +220,35 @@ class StoreTier(Tier):
     def _begin_epoch(self, epoch: str) -> None:
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
+
+
+async def _two_at_once(
+    calls: Iterable[Coroutine[Any, Any, _T]], note: Callable[[_T], None]
+) -> None:
+    """Note what each call gives, in order; the next has begun before one has ended.
+
+    So the digests of one are made while the engine moves the other. Once one raises, none goes on.
+    """
+    running: deque[asyncio.Task[_T]] = deque()
+    try:
+        for call in calls:
+            running.append(asyncio.create_task(call))
+            if len(running) == 2:
+                note(await running[0])
+                running.popleft()
+        while running:
+            note(await running[0])
+            running.popleft()
+    finally:
+        for task in running:
+            task.cancel()
+        while left := [task for task in running if not task.done()]:
+            # They use memory until they have ended, and whoever waits may be cancelled again.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(left)
+        for task in running:
+            # What they raised nobody asks for.
+            task.cancelled() or task.exception()
 
 
 def _nothing(count: int, error: str) -> Transfer:
