@@ -1,4 +1,4 @@
-"""A Mooncake master for a while, for benchmarks and tests: on the loopback."""
+"""A Mooncake master for a while, for benchmarks and tests: on the loopback, or where it is wanted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class MooncakeMaster:
     """A mooncake_master, which comes with the package `mooncake`. It holds no values itself.
 
     Args:
-        folder: for its log.
+        folder: for its log. host: the address that it listens on.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.port = free_port()
         self._admin = free_port()
         self._folder = folder
@@ -35,7 +36,7 @@ class MooncakeMaster:
     @property
     def address(self) -> str:
         """What a tier is told."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, empty, or let it go on."""
@@ -46,7 +47,7 @@ class MooncakeMaster:
             self._process = subprocess.Popen(
                 [
                     str(Path(sys.executable).parent / "mooncake_master"),
-                    *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
+                    *(f"--rpc_address={self.host}", f"--rpc_port={self.port}"),
                     f"--metrics_port={self._admin}",
                 ],
                 stdout=log,
@@ -54,7 +55,7 @@ class MooncakeMaster:
             )
         end = time.monotonic() + START_SECONDS
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port)):
                 return
             if time.monotonic() > end:
                 raise RuntimeError((self._folder / "master.log").read_text()[-2000:])

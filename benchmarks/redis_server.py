@@ -1,4 +1,4 @@
-"""A Redis server for a while, for benchmarks and tests: on the loopback, in memory alone."""
+"""A Redis server for a while, for benchmarks and tests: in memory alone, on the loopback or where it is wanted."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class RedisServer:
     """A redis-server, which has to be installed.
 
     Args:
-        folder: for its log. options: more of its command line.
+        folder: for its log. options: more of its command line. host: the address that it listens
+            on.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.port = free_port()
         self._folder = folder
         self._options = options
@@ -39,7 +41,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """What a tier is told."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.host}:{self.port}/0"
 
     def start(self) -> None:
         """Start it, empty, or let it go on."""
@@ -50,15 +52,15 @@ class RedisServer:
             self._process = subprocess.Popen(
                 [
                     "redis-server",
-                    *("--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
-                    *("--dir", str(self._folder), *self._options),
+                    *("--port", str(self.port), "--bind", self.host, "--save", ""),
+                    *("--dir", str(self._folder), "--protected-mode", "no", *self._options),
                 ],
                 stdout=log,
                 stderr=log,
             )
         end = time.monotonic() + START_SECONDS
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, self.port)):
                 return
             if time.monotonic() > end:
                 raise RuntimeError((self._folder / "redis.log").read_text())

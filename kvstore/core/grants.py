@@ -122,11 +122,13 @@ class Grants:
                 request.lack_rows(for_rows)
             if wanted and not (blocked and request.needs_rows):
                 if request.waits_for < 0 or self._may_read(request.waits_for):
-                    before = request.granted
+                    before, awaited_answer = request.granted, request.awaits_answer
                     grants += self._grant(request, now)
                     budget.grant(request.granted - before)
                     if request.granted > before:
-                        request.movement(now)
+                        # To wait for an answer and for what it has found is one wait.
+                        if not awaited_answer:
+                            request.movement(now)
                         request.stick(-1)
                 if budget.granted <= 0 or request.awaits_answer:
                     pass

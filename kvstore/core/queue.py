@@ -176,12 +176,6 @@ class WaitQueue:
             if request.pending and request.newest > order:
                 request.movement(now)
 
-    def told(self, now: float) -> None:
-        """A store has answered: that is movement for requests that wait for answers."""
-        for request in self.waiting.values():
-            if request.awaits_answer:
-                request.movement(now)
-
     # -- chunks that come ----------------------------------------------------------------
 
     def expect(self, request: Request, chunks: Sequence[Chunk]) -> None:

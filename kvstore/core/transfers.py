@@ -167,10 +167,8 @@ class Transfers:
             tier.growth_ended(completion.segments, now, overtaken)
         elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
             tier.compacted(move, completion, now, overtaken)
-        elif overtaken:
+        elif overtaken or move.op is Op.ASK:
             pass
-        elif move.op is Op.ASK:
-            self._queue.told(now)
         elif move.op is Op.ERASE:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:

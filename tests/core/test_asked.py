@@ -217,6 +217,20 @@ def test_a_question_without_an_answer_ends_with_the_deadline() -> None:
     assert rig.ask(KEYS) == 0
 
 
+def test_an_answer_does_not_prolong_the_wait_for_what_it_has_found() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.wait(0.8)
+    assert rig.ask(KEYS) is None
+    answer(rig, KEYS)
+    for _ in range(3):
+        rig.step()
+        assert rig.ask(KEYS) is None
+    assert rig.under_way(Op.PROMOTE)
+    rig.wait(0.3)
+    assert rig.ask(KEYS) == 0
+
+
 def test_what_others_wait_for_does_not_prolong_it() -> None:
     rig = with_store([chain("disk", 40)], rows=8)
     assert rig.ask(KEYS, "asks") is None

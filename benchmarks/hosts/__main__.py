@@ -1,0 +1,267 @@
+"""What one host has computed, another finds: over a good network, and over bad ones.
+
+    python -m benchmarks.hosts [--stores mooncake,redis] [--prompts N] [--tokens N]
+
+Two hosts are two network namespaces of this machine with a cable between them (`cable.py`). Each
+has an engine (that of `examples.paged_engine`), host memory and a disk of its own; on the first one
+is the store's server, too. The first host computes prompts. Then something happens, and the second
+host serves the same prompts, one after the other. Told are the prompts that it found, the median
+and the longest time to the first token, and how long after the fault it found prompts again.
+Computing a prompt and loading one from the own disk are told beside. Status 1 if a token differs,
+or if a request takes longer than computing it and the deadline. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hosts.cable import ADDRESSES, Cable, Quality
+
+NAMES = ("kvstore-one", "kvstore-two")
+
+DEADLINE_S = 1.0
+
+POOL = 512 * 2**20
+
+SLACK = 1.5
+"""A step of this machine may take so many times its median."""
+
+FOLDER = Path(__file__).resolve().parent
+
+
+class Process:
+    """A program of this folder in a namespace, told what to do line by line."""
+
+    def __init__(self, namespace: str, program: str, told: dict[str, Any], log: Path) -> None:
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                ["ip", "netns", "exec", namespace, sys.executable, str(FOLDER / program)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000"},
+            )
+        self._log = log
+        self.said = self._ask(told)
+
+    def do(self, what: str, **words: Any) -> dict[str, Any]:
+        """Let it do something, and wait for what it says."""
+        return self._ask({"do": what, **words})
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> None:
+        """Let it end by itself, or kill it after a minute."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            # Libraries print there, too.
+            with contextlib.suppress(ValueError):
+                said: dict[str, Any] = json.loads(line)
+                return said
+        raise RuntimeError(f"it has ended: {self._log.read_text()[-3000:]}")
+
+
+@dataclass
+class Scene:
+    """Two hosts, the server of their store, and the cable between them."""
+
+    options: argparse.Namespace
+    cable: Cable
+    server: Process
+    one: Process
+    two: Process
+    _next: int = 0
+
+    def fresh(self) -> list[int]:
+        """Seeds of prompts that nobody has served."""
+        self._next += self.options.prompts
+        return list(range(self._next, self._next + self.options.prompts))
+
+
+@contextmanager
+def scene(options: argparse.Namespace, store: str, room: int = POOL) -> Iterator[Scene]:
+    """Two hosts that have just started."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-hosts-")))
+        cable = Cable(NAMES)
+        stack.callback(cable.close)
+        asked = {"store": store, "host": ADDRESSES[0], "room": room}
+        server = Process(NAMES[0], "server.py", asked, folder / "server.log")
+        stack.callback(server.end)
+        hosts = []
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            tier = dict(server.said)
+            if store == "mooncake":
+                # The second one's values would be lost with it, and not tell anything.
+                tier |= {"host": address, "contribute_bytes": 0 if hosts else room}
+            told = {
+                "tokens": options.tokens,
+                "disk": str(folder / name),
+                "store": tier,
+                "deadline_s": DEADLINE_S,
+            }
+            hosts.append(Process(name, "host.py", told, folder / f"{name}.log"))
+            stack.callback(hosts[-1].end)
+        made = Scene(options, cable, server, *hosts)
+        for number, host in enumerate(hosts):
+            # Memory is touched, connections are made, and it is known how long computing takes.
+            host.do("serve", seeds=[-1, -2 - number, -4 - number])
+            host.do("settle", seconds=20)
+        yield made
+        if options.logs:
+            for log in folder.glob("*.log"):
+                print(f"== {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
+
+
+def _nothing(scene: Scene) -> None:
+    return
+
+
+def _quality(**of: float) -> Callable[[Scene], None]:
+    return lambda scene: scene.cable.set(Quality(**of))
+
+
+def _mended(scene: Scene) -> None:
+    scene.cable.set(Quality())
+
+
+def _server_stops(scene: Scene) -> None:
+    scene.server.do("stop")
+
+
+def _server_starts(scene: Scene) -> None:
+    scene.server.do("start")
+
+
+def _server_starts_again(scene: Scene) -> None:
+    _server_stops(scene)
+    _server_starts(scene)
+
+
+def _first_host_dies(scene: Scene) -> None:
+    scene.one.kill()
+
+
+FAULTS: dict[str, tuple[Callable[[Scene], None], Callable[[Scene], None]]] = {
+    "nothing": (_nothing, _nothing),
+    "200 ms of delay": (_quality(delay_s=0.1), _mended),
+    "10 Mbit/s": (_quality(bytes_per_s=1.25e6), _mended),
+    "1 % of frames lost": (_quality(loss=0.01), _mended),
+    "cable cut": (_quality(loss=1.0), _mended),
+    "server killed": (_server_stops, _server_starts),
+    "server killed and started": (_server_starts_again, _nothing),
+    "first host killed": (_first_host_dies, _nothing),
+}
+
+
+def run(options: argparse.Namespace, store: str, fault: str) -> dict[str, Any]:
+    """A row of the table."""
+    happens, mends = FAULTS[fault]
+    with scene(options, store) as made:
+        seeds = made.fresh()
+        right = made.one.do("serve", seeds=seeds)
+        made.one.do("settle", seconds=30)
+        computing = statistics.median(right["seconds"])
+        happens(made)
+        served = made.two.do("serve", seeds=seeds)
+        mends(made)
+        row = {
+            "store": store,
+            "fault": fault,
+            "found": sum(count > 0 for count in served["found"]),
+            "prompts": len(seeds),
+            "median_s": round(statistics.median(served["seconds"]), 3),
+            "longest_s": round(max(served["seconds"]), 3),
+            "computing_s": round(computing, 3),
+            "wrong": sum(a != b for a, b in zip(served["said"], right["said"], strict=True)),
+        }
+        if fault not in ("nothing", "first host killed"):
+            row["found_again_s"] = found_again(made)
+        return row
+
+
+def found_again(made: Scene, patience: float = 90.0) -> float | None:
+    """Seconds until the second host finds what the first has computed since."""
+    began = time.monotonic()
+    while time.monotonic() - began < patience:
+        seeds = made.fresh()[:1]
+        made.one.do("serve", seeds=seeds)
+        made.one.do("settle", seconds=30)
+        if made.two.do("serve", seeds=seeds)["found"][0]:
+            return round(time.monotonic() - began, 1)
+        made.one.do("idle", seconds=0.5)
+    return None
+
+
+def full(options: argparse.Namespace, store: str) -> dict[str, Any]:
+    """A store with room for about two prompts, of which some are found."""
+    with scene(options, store, room=int(2.5 * options.tokens * 8192)) as made:
+        seeds = made.fresh()
+        right = made.one.do("serve", seeds=seeds)
+        made.one.do("settle", seconds=30)
+        served = made.two.do("serve", seeds=seeds)
+        return {
+            "store": store,
+            "fault": "full",
+            "found": sum(count > 0 for count in served["found"]),
+            "prompts": len(seeds),
+            "median_s": round(statistics.median(served["seconds"]), 3),
+            "longest_s": round(max(served["seconds"]), 3),
+            "computing_s": round(statistics.median(right["seconds"]), 3),
+            "wrong": sum(a != b for a, b in zip(served["said"], right["said"], strict=True)),
+        }
+
+
+def main() -> int:
+    """Print a JSON row for each fault; 1 if a promise was not kept."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stores", default="mooncake,redis")
+    parser.add_argument("--faults", default=",".join([*FAULTS, "full"]))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--logs", action="store_true", help="what the hosts wrote, afterwards")
+    options = parser.parse_args()
+    kept = True
+    for store in options.stores.split(","):
+        for fault in options.faults.split(","):
+            row = full(options, store) if fault == "full" else run(options, store, fault)
+            row["kept"] = (
+                not row["wrong"] and row["longest_s"] <= DEADLINE_S + SLACK * row["computing_s"]
+            )
+            kept &= row["kept"]
+            print(json.dumps(row), flush=True)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
