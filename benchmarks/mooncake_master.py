@@ -1,4 +1,4 @@
-"""A Mooncake master for a while, for benchmarks and tests: on the loopback, or where it is wanted."""
+"""A Mooncake master for a while, for benchmarks and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis server for a while, for benchmarks and tests: in memory alone, on the loopback or where it is wanted."""
+"""A Redis server for a while, for benchmarks and tests: in memory alone."""
 
 from __future__ import annotations
 

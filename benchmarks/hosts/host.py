@@ -65,22 +65,31 @@ class Host:
         )
 
     def serve(self, seeds: Sequence[int]) -> dict[str, Any]:
-        """Serve a prompt of each seed, one by one: seconds, tokens found, what was said."""
-        seconds, found, said = [], [], []
+        """Serve a prompt of each seed, one by one.
+
+        Returns:
+            `seconds` until the first token and those of them that were `waited` for chunks, tokens
+            `found`, and what was `said`.
+        """
+        seconds, waited, found, said = [], [], [], []
         for seed in seeds:
             dice = random.Random(seed)
             prompt = [dice.randrange(256) for _ in range(self._tokens)]
             began = time.perf_counter()
             request = self.engine.add(prompt, NEW_TOKENS)
+            scheduled = began
             while not request.output:
+                if not request.num_computed_tokens:
+                    scheduled = time.perf_counter()
                 if not self.engine.step():
                     # It waits: others may have the processor.
                     time.sleep(0.001)
+            waited.append(scheduled - began)
             seconds.append(time.perf_counter() - began)
             self.engine.run()
             found.append(request.loaded_tokens)
             said.append(request.output)
-        return {"seconds": seconds, "found": found, "said": said}
+        return {"seconds": seconds, "waited": waited, "found": found, "said": said}
 
     def settle(self, seconds: float) -> dict[str, Any]:
         """Wait until all is stored."""
