@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.26.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py layout.py)
 
-.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak fuzz clean
+.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak fuzz store-servers clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -74,6 +74,10 @@ engine: $(READY)
 gpu: $(READY)
 	@$(BIN)/python -m pytest -rs tests/gpu
 	@$(BIN)/python benchmarks/gpu_copy.py
+
+# Redis, Mooncake and S3 on this machine, to try stores with; until Ctrl-C.
+store-servers: $(READY)
+	@$(BIN)/python benchmarks/store_servers.py
 
 # kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
 kill: $(READY)

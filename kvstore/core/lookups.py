@@ -7,13 +7,13 @@ from collections.abc import Collection, Container, Sequence
 from kvstore.core.budget import Budget
 from kvstore.core.chains import Chains
 from kvstore.core.chunk import READY, Chunk
+from kvstore.core.line import Line
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.streak import Streak
 from kvstore.core.tier import TierView
-from kvstore.core.turns import Turns
 
 __all__ = ["Lookups"]
 
@@ -70,7 +70,7 @@ class Lookups:
         self._outpaced: list[TierView] = []
         # Requests that were looked up in this step.
         self._asked: list[Request] = []
-        self._turns = Turns()
+        self._line = Line()
         self._deferred = False
         # The request that asks at present; the keys, still growing, of the last that began.
         self._asking = _NOBODY
@@ -94,7 +94,7 @@ class Lookups:
         self.pause()
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
-        self._turns.begin_step()
+        self._line.begin_step()
 
     def pause(self) -> None:
         """Something else happens: the request that asks next has to be found anew."""
@@ -106,7 +106,7 @@ class Lookups:
         self.pause()
         self._asked.clear()
         self._listed.clear()
-        self._turns.reset()
+        self._line.reset()
 
     # -- answers ---------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Lookups:
             return request.state is _WAITING
         known = self._requests.get(request_id)
         waits = known is not None and known.state is _WAITING
-        return waits or request_id in self._turns.unseen
+        return waits or request_id in self._line.unseen
 
     def renew(self, request_id: str) -> None:
         """The request waits still: its leases last as if it had asked again."""
@@ -196,9 +196,9 @@ class Lookups:
         if request is None or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
-            if self._looked_up >= self._budget.asked and not self._turns.has(request_id):
+            if self._looked_up >= self._budget.asked and not self._line.has(request_id):
                 return self._answer_later(request_id, request)
-            self._turns.take(request_id)
+            self._line.take(request_id)
             request = self._requests.open(request_id)
             self._asking_keys = request.keys
             request.ask(self._now, step)
@@ -213,7 +213,7 @@ class Lookups:
         """The request shall ask again in the next step: this one has looked up enough."""
         if request is not None:
             request.ask(self._now)
-        self._turns.put_off(request_id)
+        self._line.put_off(request_id)
         self._asking = Request(request_id, _WAITING)
         return self._asking
 

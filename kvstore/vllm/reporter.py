@@ -6,8 +6,7 @@ vLLM takes increments of counters, values of gauges, and every single observatio
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -20,8 +19,10 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvstore.core import CoreStats, Durations, TierStats
-from kvstore.vllm.metrics import METRICS, Metric
+from kvstore.core import CoreStats, Durations
+from kvstore.metrics.series import Series
+from kvstore.metrics.table import METRICS, Metric
+from kvstore.vllm.metrics import full_name
 
 __all__ = ["TIERS_ALONE", "Reporter", "definitions", "observations"]
 
@@ -37,7 +38,7 @@ TIERS_ALONE = [
 
 def definitions(metrics: Iterable[Metric]) -> dict[str, OffloadingMetricMetadata]:
     """What vLLM has to know of them before the first is reported, by full name."""
-    return {metric.full_name: _definition(metric) for metric in metrics}
+    return {full_name(metric): _definition(metric) for metric in metrics}
 
 
 def _definition(metric: Metric) -> OffloadingMetricMetadata:
@@ -52,9 +53,9 @@ class Reporter:
     """Knows what was reported last."""
 
     def __init__(self, metrics: Sequence[Metric] = METRICS) -> None:
-        self._counters = _Series("counter", metrics)
-        self._gauges = _Series("gauge", metrics)
-        self._histograms = _Series("histogram", metrics)
+        self._counters = Series("counter", metrics)
+        self._gauges = Series("gauge", metrics)
+        self._histograms = Series("histogram", metrics)
         self._counted: list[int | None] = []
         self._observed: list[Durations | None] = []
 
@@ -62,12 +63,12 @@ class Reporter:
         """All that is to be told since the last call, as vLLM takes it."""
         report = OffloadingConnectorStats()
         for metric, labels, more in self.increments(stats):
-            report.increase_counter(metric.full_name, more, labels)
+            report.increase_counter(full_name(metric), more, labels)
         for metric, labels, value in self.gauges(stats):
-            report.set_gauge(metric.full_name, value, labels)
+            report.set_gauge(full_name(metric), value, labels)
         for metric, labels, times in self.observed(stats):
             for seconds in times:
-                report.observe_histogram(metric.full_name, seconds, labels)
+                report.observe_histogram(full_name(metric), seconds, labels)
         return report
 
     def increments(self, stats: CoreStats) -> list[Sample]:
@@ -99,50 +100,6 @@ class Reporter:
         ]
 
 
-class _Series:
-    """The metrics of one kind, each with every set of labels that it has.
-
-    The tiers of a core are the same from its first statistics to its last.
-    """
-
-    def __init__(self, kind: str, metrics: Iterable[Metric]) -> None:
-        self._metrics = [metric for metric in metrics if metric.kind == kind]
-        self._known: list[tuple[Metric, tuple[str, ...]]] = []
-        self._takes: list[tuple[Callable[[Any], Any], int]] = []
-
-    def __iter__(self) -> Iterator[tuple[Metric, tuple[str, ...]]]:
-        return iter(self._known)
-
-    def values(self, stats: CoreStats) -> list[Any]:
-        """Of each series the value now."""
-        if not self._known:
-            self._find(stats.tiers)
-        sources = [*stats.tiers, stats]
-        return [take(sources[place]) for take, place in self._takes]
-
-    def _find(self, tiers: Sequence[TierStats]) -> None:
-        names = _names(tiers)
-        for metric in self._metrics:
-            if metric.of == "core":
-                self._known.append((metric, ()))
-                self._takes.append((metric.take, -1))
-                continue
-            for place, tier in enumerate(tiers):
-                if metric.of in _kinds(tier):
-                    self._known.append((metric, (names[place],)))
-                    self._takes.append((metric.take, place))
-
-
-def _kinds(tier: TierStats) -> set[str]:
-    """What metrics are of that this tier has."""
-    kinds = {"tier"}
-    if tier.owned:
-        kinds |= {"target", "owned tier"}
-    if tier.store:
-        kinds |= {"target", "store"}
-    return kinds
-
-
 def observations(before: Durations, after: Durations) -> list[float]:
     """Times that turn the one into the other: in the same buckets, and with the same sum.
 
@@ -164,16 +121,3 @@ def observations(before: Durations, after: Durations) -> list[float]:
         min(max(low + share * width, math.nextafter(low, math.inf)), high)
         for low, width, high in zip(lows, widths, highs, strict=True)
     ]
-
-
-def _names(tiers: Iterable[TierStats]) -> list[str]:
-    """A name for each tier that says nothing of the machine: see `TIER_LABEL`."""
-    names: list[str] = []
-    owned: Counter[str] = Counter()
-    for tier in tiers:
-        ours = tier.owned or tier.store
-        owned[tier.medium] += ours
-        number = owned[tier.medium]
-        name = tier.medium if number < 2 else f"{tier.medium}-{number}"
-        names.append(name if ours else f"{name}:others")
-    return names

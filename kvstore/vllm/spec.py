@@ -18,10 +18,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config
 from kvstore.errors import ConfigError
+from kvstore.metrics.table import METRICS
 from kvstore.vllm.facts import LABELS
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
-from kvstore.vllm.metrics import METRICS
 from kvstore.vllm.naming import Naming
 from kvstore.vllm.reporter import definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last

@@ -55,6 +55,28 @@ async def test_what_one_host_has_stored_is_a_hit_on_another(
                 assert set(chunks.sources) == {"remote"}
 
 
+async def test_a_directory_that_hosts_share_does_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    shared = {"type": "object", "url": (tmp_path / "shared").as_uri()}
+    hosts = [{**small(tmp_path / name, disk=0), "tiers": [shared]} for name in ("one", "other")]
+    async with kvstore.open(hosts[0]) as one:
+        await one.put(KEYS[:4], payloads(KEYS[:4]))
+        await saved(one)
+    async with kvstore.open(hosts[1]) as other:
+        assert await other.resolve(KEYS) == 4
+        async with other.get(KEYS) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
+
+
+@pytest.mark.parametrize("url", ["", "ftp://host", "s3://key:secret@bucket"])
+async def test_a_store_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, url: str) -> None:
+    pytest.importorskip("obstore")
+    config = {**small(tmp_path, disk=0), "tiers": [{"type": "object", "url": url}]}
+    with pytest.raises(ConfigError, match="tier 'object': .*url"):
+        async with kvstore.open(config):
+            pass
+
+
 async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_rest_in_the_store(
     tmp_path: Path, server: RedisServer
 ) -> None:

@@ -122,8 +122,11 @@ async def test_an_added_tier_stands_below_a_disk(open_store: Open, tmp_path: Pat
     [
         ({"type": "shelf", "boards": "two"}, "boards = 'two' must be a whole number"),
         ({"type": "shelf", "shelves": 2}, "tier 'shelf' has no parameter 'shelves'"),
-        ({"type": "tape"}, "tiers[0].type = 'tape': must be one of: disk, mooncake, redis, shelf"),
-        ({"type": ["shelf"]}, "must be one of: disk, mooncake, redis, shelf"),
+        (
+            {"type": "tape"},
+            "tiers[0].type = 'tape': must be one of: disk, mooncake, object, redis, shelf",
+        ),
+        ({"type": ["shelf"]}, "must be one of: disk, mooncake, object, redis, shelf"),
         ({"type": "shelf", "flow": "up"}, "tiers[0].flow = 'up': must be one of"),
         ({"type": "shelf", "eviction_policy": "none"}, "eviction_policy = 'none': unknown policy"),
     ],
@@ -149,7 +152,7 @@ def test_a_tier_can_be_registered_without_a_package() -> None:
         name = "own"
 
     assert tiering.register_tier(Own) is Own
-    assert tiering.tier_names() == ["disk", "mooncake", "own", "redis", "shelf"]
+    assert tiering.tier_names() == ["disk", "mooncake", "object", "own", "redis", "shelf"]
 
 
 def test_no_tier_takes_the_name_of_the_disk() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TierStats
+from kvstore.metrics.table import METRICS
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.metrics import METRICS
+from kvstore.vllm.metrics import full_name
 from kvstore.vllm.reporter import Reporter, observations
 
 NOT_TOLD = {
@@ -76,7 +77,7 @@ def test_only_what_can_become_less_is_a_gauge() -> None:
 
 
 def test_names_are_as_prometheus_wants_them() -> None:
-    names = [metric.full_name for metric in METRICS]
+    names = [full_name(metric) for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket")), metric.name
@@ -86,9 +87,9 @@ def test_names_are_as_prometheus_wants_them() -> None:
 
 def test_vllm_is_told_of_every_metric_with_its_labels() -> None:
     definitions = KVStoreOffloadingSpec.build_metric_definitions({})
-    assert list(definitions) == [metric.full_name for metric in METRICS]
+    assert list(definitions) == [full_name(metric) for metric in METRICS]
     for metric in METRICS:
-        told = definitions[metric.full_name]
+        told = definitions[full_name(metric)]
         assert (told.documentation, told.labelnames) == (metric.text, metric.labels)
         assert metric.kind in type(told).__name__.lower()
         assert getattr(told, "buckets", ()) == metric.bounds

@@ -24,7 +24,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from benchmarks.serving.clients import Talk, ask, hold, said
 from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
-from kvstore.vllm.metrics import METRICS
+from kvstore.metrics.table import METRICS
+from kvstore.vllm.metrics import full_name
 
 CHUNK = BLOCK * kv_bytes_per_token()
 HOST_CHUNKS, DISK_CHUNKS = 24, 96
@@ -178,7 +179,7 @@ def test_every_counter_and_gauge_is_there_from_the_first_request_on(seen: Seen) 
         # A store that is not there has none.
         if metric.kind != "histogram" and metric.of != "store":
             suffix = "_total" if metric.kind == "counter" else ""
-            assert metric.full_name + suffix in names, metric.name
+            assert full_name(metric) + suffix in names, metric.name
     assert seen.first["vllm:kvstore_timeouts_total", ""] == 0
 
 

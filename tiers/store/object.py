@@ -65,7 +65,7 @@ class ObjectTier(StoreTier):
         self,
         place: TierPlace,
         *,
-        url: str,
+        url: str = "",
         endpoint: str = "",
         region: str = "",
         timeout_s: float = 5.0,

@@ -1,11 +1,11 @@
-"""Whose turn it is, where a step looks up only so many keys."""
+"""The line of requests whose turn it is not yet, where a step looks up only so many keys."""
 
 from __future__ import annotations
 
-__all__ = ["Turns"]
+__all__ = ["Line"]
 
 
-class Turns:
+class Line:
     """Requests that have asked in vain, longest first: the first has its turn in the next step.
 
     Attributes:

@@ -1,0 +1,133 @@
+"""A collector of `prometheus_client`: the metrics of a store, for any server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvstore.core import CoreStats, Durations
+from kvstore.errors import KVStoreError
+from kvstore.metrics.series import Series
+from kvstore.metrics.table import METRICS, Metric
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+__all__ = ["PREFIX", "Collector"]
+
+logger = logging.getLogger("kvstore")
+
+PREFIX = "kvstore_"
+
+SECONDS = 5.0
+"""How long a scrape waits for the loop of an asyncio store."""
+
+
+class _Counted(Protocol):
+    def stats(self) -> CoreStats: ...
+
+
+class Collector:
+    """Tells Prometheus everything in `stats()` of a store, at each scrape.
+
+        prometheus_client.REGISTRY.register(Collector(store))
+
+    Scrapes may come from any thread. An asyncio store is asked on its own loop, on which the
+    collector has to be made, between two callbacks. A store that cannot tell, as it is closed or
+    its loop does not answer within 5 s, is left out of the scrape, and the log says so.
+
+    Args:
+        store: a `Store`, a `SyncStore`, or a manager of a connector.
+        prefix: of the names of all metrics.
+            Stores that share a registry need different ones.
+
+    Raises:
+        ImportError: without the package `prometheus_client`.
+    """
+
+    def __init__(self, store: _Counted, *, prefix: str = PREFIX) -> None:
+        try:
+            from prometheus_client import metrics_core
+        except ImportError as error:
+            raise ImportError(
+                "kvstore.metrics needs prometheus_client: pip install kvstore[metrics]"
+            ) from error
+        self._families = metrics_core
+        self._store = store
+        self._prefix = prefix
+        self._series = {kind: Series(kind, METRICS) for kind in ("counter", "gauge", "histogram")}
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+
+    def describe(self) -> Iterator[Family]:
+        """The metrics without values, so that nobody is asked for them when it is registered."""
+        for metric in METRICS:
+            yield self._family(metric)
+
+    def collect(self) -> Iterator[Family]:
+        """All metrics as they are now."""
+        try:
+            stats = self._stats()
+        except (KVStoreError, RuntimeError, TimeoutError) as error:
+            logger.warning("metrics cannot be told: %s", str(error) or type(error).__name__)
+            return
+        families: dict[str, Any] = {metric.name: self._family(metric) for metric in METRICS}
+        for series in self._series.values():
+            values = series.values(stats)
+            for (metric, labels), value in zip(series, values, strict=True):
+                family = families[metric.name]
+                if metric.kind == "histogram":
+                    family.add_metric(labels, _buckets(value), value.seconds)
+                else:
+                    family.add_metric(labels, value)
+        yield from families.values()
+
+    def _family(self, metric: Metric) -> Family:
+        kinds = {
+            "counter": self._families.CounterMetricFamily,
+            "gauge": self._families.GaugeMetricFamily,
+            "histogram": self._families.HistogramMetricFamily,
+        }
+        family: Family = kinds[metric.kind](
+            self._prefix + metric.name, metric.text, labels=metric.labels
+        )
+        return family
+
+    def _stats(self) -> CoreStats:
+        loop = self._loop
+        if loop is None:
+            return self._store.stats()
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is loop:
+            return self._store.stats()
+        asked = self._asked()
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asked, loop)
+        except RuntimeError:
+            asked.close()
+            raise
+        try:
+            return answer.result(SECONDS)
+        finally:
+            answer.cancel()
+
+    async def _asked(self) -> CoreStats:
+        return self._store.stats()
+
+
+def _buckets(durations: Durations) -> list[tuple[str, int]]:
+    """Counts up to each bound, as Prometheus takes them."""
+    counts: list[tuple[str, int]] = []
+    so_far = 0
+    bounds = [*map(str, durations.bounds), "+Inf"]
+    for bound, count in zip(bounds, durations.buckets, strict=True):
+        so_far += count
+        counts.append((bound, so_far))
+    return counts

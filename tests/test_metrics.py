@@ -1,0 +1,151 @@
+"""Prometheus hears of a store, whatever thread asks, with vLLM's metrics under names of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.metrics import METRICS, Collector
+from kvstore.metrics.collector import PREFIX
+from tests.store.support import keys_of, payloads, small
+
+prometheus = pytest.importorskip("prometheus_client")
+from prometheus_client.parser import text_string_to_metric_families as parsed  # noqa: E402
+
+KEYS = keys_of("prompt", 6)
+
+
+def scraped(registry: Any) -> dict[str, float]:
+    """Every sample of a scrape, as Prometheus reads it: name and labels, value."""
+    text = prometheus.generate_latest(registry).decode()
+    return {
+        sample.name.removeprefix(PREFIX) + "".join(f",{each}" for each in sample.labels.values()): (
+            sample.value
+        )
+        for family in parsed(text)
+        for sample in family.samples
+    }
+
+
+def registered(store: Any) -> Any:
+    registry = prometheus.CollectorRegistry()
+    registry.register(Collector(store))
+    return registry
+
+
+@pytest.mark.asyncio
+async def test_a_scrape_tells_what_has_happened(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path, rows=4, disk=32)) as store:
+        registry = registered(store)
+        await store.put(KEYS, payloads(KEYS))
+        await store.flush()
+        async with store.get(KEYS[:2]) as chunks:
+            assert len(chunks) == 2
+        told, stats = scraped(registry), store.stats()
+        assert told["stored_chunks_total"] == stats.stored == 6
+        assert told["disk_written_chunks_total,disk"] == stats.tiers[0].written == 6
+        assert told["wait_seconds_count"] == stats.waits.count == 1
+        assert told["wait_seconds_bucket,+Inf"] == 1
+        assert told["wait_seconds_sum"] == pytest.approx(stats.waits.seconds)
+        assert told["host_usage"] == 1.0
+
+
+@pytest.mark.asyncio
+async def test_every_metric_is_named_and_explained(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path, disk=32)) as store:
+        text = prometheus.generate_latest(registered(store)).decode()
+    for metric in METRICS:
+        suffix = "_total" * (metric.kind == "counter")
+        assert f"# TYPE {PREFIX}{metric.name}{suffix} {metric.kind}" in text
+        assert f"# HELP {PREFIX}{metric.name}{suffix} {metric.text}" in text
+
+
+@pytest.mark.asyncio
+async def test_buckets_count_all_that_took_no_longer(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path, disk=32)) as store:
+        registry = registered(store)
+        for seconds in (0.0004, 0.0015, 0.0015, 100.0):
+            store._core.queue.waits.add(seconds)
+        told = scraped(registry)
+    counts = [told[f"wait_seconds_bucket,{bound}"] for bound in ("0.0005", "0.001", "0.002")]
+    assert counts == [1, 1, 3]
+    assert told["wait_seconds_bucket,50.0"] == 3
+    assert told["wait_seconds_bucket,+Inf"] == told["wait_seconds_count"] == 4
+
+
+@pytest.mark.asyncio
+async def test_an_asyncio_store_is_scraped_from_a_thread_over_http(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path, disk=32)) as store:
+        await store.put(KEYS, payloads(KEYS))
+        server, thread = prometheus.start_http_server(
+            0, addr="127.0.0.1", registry=registered(store)
+        )
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/metrics"
+            answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=30)
+            assert "kvstore_stored_chunks_total 6.0" in answer.read().decode()
+        finally:
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            thread.join()
+
+
+def test_a_store_without_asyncio_is_scraped_from_any_thread(tmp_path: Path) -> None:
+    found: list[dict[str, float]] = []
+    with kvstore.open_sync(small(tmp_path, disk=32)) as store:
+        registry = registered(store)
+        store.put(KEYS, payloads(KEYS))
+        thread = threading.Thread(target=lambda: found.append(scraped(registry)))
+        thread.start()
+        thread.join()
+    assert found[0]["stored_chunks_total"] == 6
+
+
+def test_a_store_that_is_gone_is_left_out_of_a_scrape_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvstore.open_sync(small(tmp_path, disk=32)) as store:
+        registry = registered(store)
+    assert scraped(registry) == {}
+    assert "metrics cannot be told" in caplog.text
+
+    async def opened() -> Any:
+        async with kvstore.open(small(tmp_path, disk=32)) as other:
+            return registered(other)
+
+    caplog.clear()
+    registry = asyncio.run(opened())
+    assert scraped(registry) == {}
+    assert "metrics cannot be told" in caplog.text
+
+
+def test_stores_of_one_registry_have_prefixes_of_their_own(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    with (
+        kvstore.open_sync(small(tmp_path / "a", disk=32)) as one,
+        kvstore.open_sync(small(tmp_path / "b", disk=32)) as other,
+    ):
+        registry.register(Collector(one))
+        with pytest.raises(ValueError, match="Duplicated"):
+            registry.register(Collector(other))
+        registry.register(Collector(other, prefix="second_"))
+        text = prometheus.generate_latest(registry).decode()
+    assert "kvstore_host_usage " in text
+    assert "second_host_usage " in text
+
+
+def test_the_package_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with (
+        kvstore.open_sync(small(tmp_path, disk=32)) as store,
+        pytest.raises(ImportError, match=r"pip install kvstore\[metrics\]"),
+    ):
+        Collector(store)
