@@ -6,14 +6,16 @@ __all__ = ["FIRST_PAUSE", "LAST_PAUSE", "Absence"]
 
 FIRST_PAUSE = 1.0
 LAST_PAUSE = 30.0
-"""Seconds for which a tier is left alone whose calls fail: they double with each that fails."""
+"""Seconds before a tier whose calls fail is tried again: they double with each try that fails."""
 
 
 class Absence:
     """Of one tier, told of calls that failed as a whole, and of those that went well.
 
+    After a pause one call tries whether the tier is back. Nobody waits for it.
+
     Attributes:
-        away: it is left alone at present.
+        away: calls fail, but for that one nobody uses the tier.
 
     Args:
         name: the tier's, for messages.
@@ -23,31 +25,37 @@ class Absence:
         self._name = name
         self.away = False
         self._back_at = 0.0
-        # How many calls have failed in a row.
+        # How many tries have failed in a row.
         self._failures = 0
+        self._trying = False
 
     def failed(self, now: float, error: str | None) -> str | None:
         """A call failed. Returns a line for the log, if there is one."""
-        if self.away:
+        if self.away and not self._trying:
             # It was begun before that was known.
             return None
+        known, self.away, self._trying = self.away, True, False
         self._back_at = now + min(FIRST_PAUSE * 2 ** min(self._failures, 10), LAST_PAUSE)
         self._failures += 1
-        self.away = True
-        if self._failures > 1:
+        if known:
             return None
         return f"tier {self._name} is away: {error}; its chunks are misses until it answers"
 
     def ended(self) -> str | None:
         """A call went well. Returns a line for the log, if there is one."""
-        if not self._failures:
+        if not self.away:
             return None
         self._failures = 0
-        self.away = False
+        self.away = self._trying = False
         return f"tier {self._name} is back"
 
-    def watch(self, now: float) -> bool:
-        """Whether the pause ends now: whoever comes next tries it."""
-        over = self.away and now >= self._back_at
-        self.away &= not over
-        return over
+    def try_now(self, now: float) -> bool:
+        """Whether a call is to be made now that tries it; then none besides until it has ended."""
+        if not self.away or self._trying or now < self._back_at:
+            return False
+        self._trying = True
+        return True
+
+    def forget_try(self) -> None:
+        """Nobody will hear how the try has ended."""
+        self._trying = False

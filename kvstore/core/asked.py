@@ -69,6 +69,7 @@ class AskedTier:
         self._retry_after = 0.0
         self._queue: deque[bytes] = deque()
         self._counts: Counter[str] = Counter()
+        self._failed: list[bytes] = []  # a key of the last call that failed
 
     @property
     def target(self) -> AskedTier:
@@ -103,6 +104,7 @@ class AskedTier:
         if move.op is Op.ASK:
             self._answered(move.keys, completion, now)
         if len(completion.unread) == len(move.keys) > 0:
+            self._failed = move.keys[:1]
             return self.health.failed(now, completion.error)
         return self.health.went_well()
 
@@ -119,12 +121,8 @@ class AskedTier:
         # Of what was copied to it meanwhile more is known than it could say.
         writing, entries = self.index.writing, self.entries
         answers.lacks([key for key in lacking if key not in entries and key not in writing], now)
-        found = [key for key in found if key not in writing]
-        self.index.appear((key, NOWHERE) for key in found)
-        self._forget_entries(answers.has(found, now))
-
-    def _forget_entries(self, keys: Iterable[bytes]) -> None:
-        self.index.disappear(keys)
+        self.index.appear((key, NOWHERE) for key in found if key not in writing)
+        self.index.disappear(answers.has([key for key in found if key not in writing], now))
 
     # -- copies to it ------------------------------------------------------------------
 
@@ -176,7 +174,7 @@ class AskedTier:
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies of these chunks, tail first, went well."""
         self.index.written(keys)
-        self._forget_entries(self.answers.has(keys[::-1], self._now))
+        self.index.disappear(self.answers.has(keys[::-1], self._now))
         self.health.stored(_NO_DEVICE)
         self.count("written", len(keys))
 
@@ -193,7 +191,7 @@ class AskedTier:
         """These chunks were read, whole and right."""
         self.index.read_well(keys)
         known = [key for key in keys if key in self.entries]
-        self._forget_entries(self.answers.has(known, self._now))
+        self.index.disappear(self.answers.has(known, self._now))
         self.count("promoted", len(keys))
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
@@ -221,10 +219,12 @@ class AskedTier:
         return self.clearing and self._retry_after > 0
 
     def due(self, now: float, *, after_owned: bool) -> Move | None:
-        """A move that clears it, if it has to be cleared."""
-        if not self.clearing or self.in_flight or now < self._retry_after:
-            return None
-        return Move(-1, Op.CLEAR, self.number)
+        """A move that clears it, if it has to be cleared, or tries whether it is back."""
+        if not self.clearing:
+            tries = not self.health.closed and self.health.absence.try_now(now)
+            return self.ask(self._failed, now) if tries else None
+        idle = not self.in_flight and now >= self._retry_after
+        return Move(-1, Op.CLEAR, self.number) if idle else None
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
         """A move that clears it has ended."""
@@ -257,13 +257,14 @@ class AskedTier:
         if answers.asked:
             # Nobody waits for these any longer.
             self.count("unanswered", len(answers.overdue(now - deadline)))
-        self._forget_entries(answers.expire(now))
+        self.index.disappear(answers.expire(now))
         reading, writing = len(index.reading), bool(index.writing)
         moves = self.in_flight
         return self.health.watch(now, elapsed, deadline, max_wait, moves, reading, writing, compute)
 
     def reset(self) -> None:
         """Forget everything, and believe nothing until the store is cleared."""
+        self.health.absence.forget_try()
         self.index.reset()
         self.answers.reset()
         self._queue.clear()
@@ -283,7 +284,6 @@ class AskedTier:
 
     def stats(self) -> TierStats:
         """Counters and gauges, up to date."""
-        moves = self.in_flight
         return TierStats(
             self.name,
             self.medium,
@@ -291,9 +291,9 @@ class AskedTier:
             store=True,
             queued=len(self._queue),
             asking=len(self.answers.asked),
-            reads=moves.reads.copy(),
-            writes=moves.writes.copy(),
-            asks=moves.asks.copy(),
+            reads=self.in_flight.reads.copy(),
+            writes=self.in_flight.writes.copy(),
+            asks=self.in_flight.asks.copy(),
             **self.index.counts(),
             **self.health.gauges() | self._counts,
         )

@@ -187,8 +187,6 @@ class Health:
             Lines for the log, and whether those who wait for it shall wait no longer.
         """
         messages: list[str] = []
-        if self.absence.watch(now):
-            self._sum_up()
         if reading or elapsed >= deadline:
             self._unhindered = now
         if not in_flight and self._calm:

@@ -246,22 +246,26 @@ def test_what_others_wait_for_does_not_prolong_it() -> None:
 
 def test_a_store_whose_calls_fail_is_left_alone_for_longer_and_longer() -> None:
     rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    fail(rig)
+    rig.step()
+    assert rig.ask(KEYS) == 0
     pauses = []
     for attempt in range(8):
-        name = f"try-{attempt}"
-        assert rig.ask(chain(name, 3), name) is None
-        rig.step()
-        fail(rig)
-        rig.step()
-        assert rig.ask(chain(name, 3), name) == 0
-        assert rig.stats.tiers[0].away
         waited = 0.0
-        while rig.ask(chain(f"{name}-{waited}", 3), f"{name}-{waited}") == 0:
-            assert not questions(rig)
+        while not questions(rig):
+            # Whoever comes meanwhile asks nobody, and does not wait.
+            assert rig.ask(chain(f"{attempt}-{waited}", 3), f"{attempt}-{waited}") == 0
+            rig.core.on_request_finished(f"{attempt}-{waited}")
             rig.step(0.5)
             waited += 0.5
-        rig.core.on_request_finished(f"{name}-{waited}")
         pauses.append(waited)
+        assert question(rig) == KEYS[:1]
+        assert rig.ask(KEYS, f"during-{attempt}") == 0, "nobody waits for a try"
+        assert rig.stats.tiers[0].away
+        fail(rig)
+        rig.step()
     assert pauses[0] == pytest.approx(FIRST_PAUSE, abs=0.5)
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(LAST_PAUSE, abs=0.5)
@@ -275,9 +279,44 @@ def test_a_store_that_answers_again_is_used_again() -> None:
     rig.step()
     fail(rig)
     rig.step()
-    rig.step(FIRST_PAUSE)
-    assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
+    rig.wait(FIRST_PAUSE + 0.2)
+    answer(rig)
+    rig.step()
     assert [line for line in rig.log if "is back" in line]
+    assert not rig.stats.tiers[0].away
+    assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
+
+
+def test_one_that_fails_again_later_is_left_alone_for_as_long_as_at_first() -> None:
+    rig = with_store()
+    for time in range(3):
+        rig.ask(chain(f"{time}", 3), f"{time}")
+        rig.step()
+        fail(rig)
+        rig.step()
+        assert not rig.wait(FIRST_PAUSE - 0.2)
+        assert len(rig.wait(0.4)) == 1
+        answer(rig)
+        rig.step()
+
+
+def test_a_reset_while_a_store_is_tried_does_not_end_the_tries() -> None:
+    rig = with_store()
+    rig.ask(KEYS)
+    rig.step()
+    fail(rig)
+    rig.wait(FIRST_PAUSE + 0.4)
+    (tried,) = questions(rig)
+    rig.core.reset()
+    rig.end(tried, failed=tried.keys, unread=tried.keys)
+    rig.step()
+    for _ in range(50):
+        rig.step(0.1)
+        for move in rig.under_way(Op.CLEAR):
+            rig.end(move)
+    assert questions(rig)
+    answer(rig)
+    rig.step()
     assert not rig.stats.tiers[0].away
 
 
@@ -303,7 +342,9 @@ def test_a_store_that_says_nothing_at_all_makes_nobody_wait_for_long() -> None:
     for move in list(rig.moves):
         rig.end(move, failed=move.keys, unread=move.keys)
     rig.step()
-    rig.step(FIRST_PAUSE)
+    rig.wait(FIRST_PAUSE + 0.2)
+    answer(rig)
+    rig.step()
     assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
 
 
