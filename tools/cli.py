@@ -19,6 +19,7 @@ import kvstore
 from kvstore.errors import KVStoreError
 from tools.inspect import inspect
 from tools.simulate import add_arguments, run_simulate
+from tools.top import add_top_arguments, run_top
 from tools.upkeep import run_compact, run_purge, run_stat
 from tools.verify import verify
 
@@ -75,7 +76,7 @@ def _folder(text: str) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore", description="Inspect, check, tidy and simulate a KV cache."
+        prog="kvstore", description="Inspect, check, tidy, watch and simulate a KV cache."
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -111,4 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("simulate", help=text, description=text)
     add_arguments(command)
     command.set_defaults(run=run_simulate)
+    text = "how a server's tiers do, or what a cache on disk takes in, as it happens"
+    command = commands.add_parser("top", help=text, description=text)
+    add_top_arguments(command)
+    command.set_defaults(run=run_top)
     return parser

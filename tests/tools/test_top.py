@@ -1,0 +1,135 @@
+"""`kvstore top`: over a server's real metrics, and over a real cache on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.metrics import Collector
+from tests.store.support import keys_of, payloads, small
+from tools.cli import main
+from tools.top import Snapshot, scrape, tables
+
+prometheus = pytest.importorskip("prometheus_client")
+rich = pytest.importorskip("rich")
+
+KEYS = keys_of("prompt", 6)
+
+
+@contextlib.asynccontextmanager
+async def served(store: Any) -> AsyncIterator[str]:
+    """The URL of the store's metrics."""
+    registry = prometheus.CollectorRegistry()
+    registry.register(Collector(store))
+    server, thread = prometheus.start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
+
+
+def shown(table: Any) -> str:
+    console = rich.get_console().__class__(width=160, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+@pytest.mark.asyncio
+async def test_it_tells_what_has_happened_between_two_looks(tmp_path: Path) -> None:
+    async with (
+        kvstore.open(small(tmp_path, rows=4, disk=32)) as store,
+        served(store) as url,
+    ):
+        before = await asyncio.to_thread(scrape, url)
+        await store.put(KEYS, payloads(KEYS))
+        await store.flush()
+        async with store.get(KEYS[:4]) as chunks:
+            assert len(chunks) == 4
+        now = await asyncio.to_thread(scrape, url)
+        tier = store.stats().tiers[0]
+    now.at = before.at + 2.0
+    assert now.tiers == ["disk", "disk:others"]
+    assert now.rate(before, "stored_chunks") == 3.0
+    assert now.rate(before, "disk_written_bytes", "disk") == tier.written_bytes / 2
+    assert 0 < now.quantile(before, "wait_seconds", 0.99) <= 50
+    assert math.isnan(now.quantile(now, "wait_seconds", 0.99)), "nothing since"
+    text = shown(tables(before, now))
+    assert "hits 100%" in text
+    assert "3 stored" in text
+    assert "well" in text
+
+
+@pytest.mark.asyncio
+async def test_the_command_shows_a_server_so_many_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with kvstore.open(small(tmp_path, disk=32)) as store, served(store) as url:
+        arguments = ["top", url, "--interval", "0.1", "--times", "2"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    assert "disk" in capsys.readouterr().out
+
+
+@pytest.mark.asyncio
+async def test_the_command_shows_what_a_cache_on_disk_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path, disk=32)
+    async with kvstore.open(config) as store:
+        await store.put(KEYS, payloads(KEYS))
+        await store.flush()
+        arguments = ["top", str(config["tiers"][0]["path"]), "--interval", "0.1", "--times", "1"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    told = capsys.readouterr().out
+    assert "lane-0" in told
+    assert " 6 " in told
+
+
+def test_engines_are_summed_and_other_metrics_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics").write_text(
+        "# TYPE vllm:kvstore_stored_chunks counter\n"
+        'vllm:kvstore_stored_chunks_total{engine="0"} 3\n'
+        'vllm:kvstore_stored_chunks_total{engine="1"} 4\n'
+        'vllm:kvstore_disk_read_bytes_total{engine="0",tier="disk"} 5\n'
+        "other_total 9\n"
+    )
+    snapshot = scrape((tmp_path / "metrics").as_uri())
+    assert snapshot.values == {("stored_chunks", ""): 7, ("disk_read_bytes", "disk"): 5}
+
+
+def test_a_server_that_starts_again_does_not_count_backwards() -> None:
+    before = Snapshot(0.0, {("stored_chunks", ""): 100.0})
+    assert Snapshot(1.0, {("stored_chunks", ""): 5.0}).rate(before, "stored_chunks") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("other_total 9\n", "nothing of kvstore"), ("{{{\n", "not what Prometheus")]
+)
+def test_what_is_no_server_of_ours_is_told_by_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "metrics").write_text(text)
+    with pytest.raises(kvstore.KVStoreError, match=said):
+        scrape((tmp_path / "metrics").as_uri())
+    assert main(["top", "http://127.0.0.1:9/metrics"]) == 2
+    assert "http://127.0.0.1:9/metrics: " in capsys.readouterr().err
+    assert main(["top", str(tmp_path / "nowhere")]) == 2
+
+
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    assert main(["top", str(tmp_path)]) == 2
+    assert "pip install kvstore[top]" in capsys.readouterr().err

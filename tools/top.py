@@ -1,0 +1,251 @@
+"""``kvstore top``: how a server's tiers do, or what a cache on disk takes in, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError
+from kvstore.sizes import format_size
+from kvstore.survey import survey
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Snapshot", "add_top_arguments", "run_top", "scrape", "tables"]
+
+PREFIXES = ("vllm:kvstore_", "kvstore_")
+
+WHOLE = ""
+"""Stands for the tier of what is of the whole store."""
+
+SECONDS = 10.0
+"""How long a server may take to answer."""
+
+NEEDED = "kvstore top needs more: pip install kvstore[top]; this is missing:"
+
+STATES = ("closed", "stalled", "congested", "outpaced", "slow")
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a server told at one time, summed over its engines.
+
+    Attributes:
+        at: seconds of a monotonic clock.
+        values: by name without prefix, and tier.
+        buckets: of histograms, by name and tier: counts up to each bound.
+    """
+
+    at: float
+    values: dict[tuple[str, str], float] = field(default_factory=dict)
+    buckets: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
+
+    @property
+    def tiers(self) -> list[str]:
+        """The tiers that it has told of."""
+        return sorted({tier for _, tier in self.values if tier != WHOLE})
+
+    def get(self, name: str, tier: str = WHOLE) -> float:
+        """A value; 0 where it was not told."""
+        return self.values.get((name, tier), 0.0)
+
+    def rate(self, before: Snapshot, name: str, tier: str = WHOLE) -> float:
+        """By how much it has grown, a second."""
+        more = self.get(name, tier) - before.get(name, tier)
+        return max(0.0, more) / max(self.at - before.at, 1e-9)
+
+    def quantile(self, before: Snapshot, name: str, share: float, tier: str = WHOLE) -> float:
+        """A bound that this share of what came since did not exceed; NaN where nothing came."""
+        now, then = self.buckets.get((name, tier), {}), before.buckets.get((name, tier), {})
+        counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
+        whole = counts.get(math.inf, 0.0)
+        if whole <= 0:
+            return math.nan
+        return next(bound for bound, count in counts.items() if count >= share * whole)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "where",
+        metavar="URL|PATH",
+        help="a server's metrics, as http://host:8000/metrics, or the folder of a cache",
+    )
+    parser.add_argument("--interval", type=_seconds, default=2.0, help="seconds, 2 by default")
+    parser.add_argument("--times", type=int, default=0, help="how often; by default until Ctrl-C")
+
+
+def run_top(options: argparse.Namespace) -> int:
+    """Show it until Ctrl-C, or so many times.
+
+    Raises:
+        KVStoreError: if a package is missing, or there is nothing to show.
+    """
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise KVStoreError(f"{NEEDED} rich") from error
+    from_url = options.where.startswith(("http://", "https://"))
+    look: Callable[[], Snapshot] = (
+        (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
+    )
+    show = tables if from_url else _folders
+    with Live(console=Console(), auto_refresh=False) as live:
+        for table in _looks(look, options.interval, options.times, show):
+            live.update(table, refresh=True)
+    return 0
+
+
+def _looks(
+    look: Callable[[], Snapshot],
+    interval: float,
+    times: int,
+    show: Callable[[Snapshot, Snapshot], Table],
+) -> Iterator[Table]:
+    before = look()
+    shown = 0
+    while not times or shown < times:
+        time.sleep(interval)
+        now = look()
+        yield show(before, now)
+        before = now
+        shown += 1
+
+
+# -- a server ------------------------------------------------------------------------------------
+
+
+def scrape(url: str) -> Snapshot:
+    """What the server at `url` tells Prometheus of kvstore.
+
+    Raises:
+        KVStoreError: if it does not answer, or tells nothing of kvstore.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise KVStoreError(f"{NEEDED} prometheus_client") from error
+    try:
+        with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise KVStoreError(f"{url}: {reason}") from error
+    snapshot = Snapshot(time.monotonic())
+    try:
+        samples = [each for its in text_string_to_metric_families(text) for each in its.samples]
+    except ValueError as error:
+        raise KVStoreError(f"{url}: not what Prometheus reads: {error}") from error
+    for sample in samples:
+        prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
+        if prefix is None or sample.name.endswith("_created"):
+            continue
+        name = sample.name.removeprefix(prefix).removesuffix("_total")
+        tier = sample.labels.get("tier", WHOLE)
+        if "le" in sample.labels:
+            counts = snapshot.buckets.setdefault((name.removesuffix("_bucket"), tier), {})
+            bound = float(sample.labels["le"])
+            counts[bound] = counts.get(bound, 0.0) + sample.value
+        else:
+            snapshot.values[name, tier] = snapshot.get(name, tier) + sample.value
+    if not snapshot.values:
+        raise KVStoreError(f"{url}: it tells nothing of kvstore")
+    return snapshot
+
+
+def tables(before: Snapshot, now: Snapshot) -> Table:
+    """What happened between two looks at a server."""
+    from rich.table import Table
+
+    loaded = now.rate(before, "loaded_host_chunks")
+    missed = now.rate(before, "missed_keys")
+    from_tiers = sum(now.rate(before, "loaded_disk_chunks", tier) for tier in now.tiers)
+    asked = loaded + from_tiers + missed
+    share = f"{(loaded + from_tiers) / asked:.0%}" if asked else "-"
+    wait = now.quantile(before, "wait_seconds", 0.99)
+    table = Table(
+        title=f"hits {share}; {loaded:.0f} chunks/s from host memory, {missed:.0f} missed, "
+        f"{now.rate(before, 'stored_chunks'):.0f} stored; host memory "
+        f"{now.get('host_usage'):.0%} full; {now.get('waiting_requests'):.0f} requests wait, "
+        f"slowest of 100 waited {_time(wait)}",
+        title_justify="left",
+    )
+    for head in ("tier", "loaded/s", "read", "written", "queued", "reads, 99 %", "full", "state"):
+        table.add_column(head, justify="left" if head in ("tier", "state") else "right")
+    for tier in now.tiers:
+        read, written = (
+            f"{format_size(int(now.rate(before, f'disk_{what}_bytes', tier)))}/s"
+            for what in ("read", "written")
+        )
+        states = [state for state in STATES if now.get(f"disk_{state}", tier)]
+        if now.get("store_away", tier):
+            states.append("away")
+        used, free = now.get("disk_used_bytes", tier), now.get("disk_free_bytes", tier)
+        table.add_row(
+            tier,
+            f"{now.rate(before, 'loaded_disk_chunks', tier):.0f}",
+            read,
+            written,
+            f"{now.get('disk_queued_chunks', tier):.0f}",
+            _time(now.quantile(before, "disk_read_seconds", 0.99, tier)),
+            f"{used / (used + free):.0%}" if used + free else "-",
+            ", ".join(states) or "well",
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    return "longer than 50 s" if math.isinf(seconds) else f"up to {seconds * 1000:g} ms"
+
+
+# -- a folder ------------------------------------------------------------------------------------
+
+
+def look_at(path: str) -> Snapshot:
+    """What a cache on disk holds now; its lanes stand in the place of tiers."""
+    snapshot = Snapshot(time.monotonic())
+    for namespace in survey(path):
+        for lane in namespace.lanes:
+            name = f"{namespace.name}/lane-{lane.number}"
+            snapshot.values["chunks", name] = sum(each.live for each in lane.segments)
+            snapshot.values["bytes", name] = sum(each.live_bytes for each in lane.segments)
+            snapshot.values["file_bytes", name] = sum(each.file_bytes for each in lane.segments)
+            snapshot.values["owner", name] = float(lane.owner or 0)
+    return snapshot
+
+
+def _folders(before: Snapshot, now: Snapshot) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{len(now.tiers)} lanes", title_justify="left")
+    for head in ("lane", "process", "chunks", "more/s", "held", "files"):
+        table.add_column(head, justify="left" if head == "lane" else "right")
+    for lane in now.tiers:
+        owner = int(now.get("owner", lane))
+        more = (now.get("chunks", lane) - before.get("chunks", lane)) / (now.at - before.at)
+        table.add_row(
+            lane,
+            str(owner) if owner else "-",
+            f"{now.get('chunks', lane):.0f}",
+            f"{more:+.0f}",
+            format_size(int(now.get("bytes", lane))),
+            format_size(int(now.get("file_bytes", lane))),
+        )
+    return table
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError("must be from 0.1 to 3600 seconds")
+    return seconds
