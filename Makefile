@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.26.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py layout.py)
 
-.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak fuzz store-servers clean
+.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -98,6 +98,10 @@ programs: $(READY)
 # Half an hour of mixed load, watched from outside.
 soak: $(READY)
 	@$(BIN)/python benchmarks/soak.py --minutes 30
+
+# 30 minutes over a store whose server comes and goes.
+flapping: $(READY)
+	@$(BIN)/python benchmarks/flapping.py --minutes 30
 
 # Anything at all in the place of segment files: about half an hour.
 fuzz: $(READY)

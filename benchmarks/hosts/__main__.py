@@ -229,8 +229,8 @@ def found_again(made: Scene, patience: float = 90.0) -> float | None:
 
 
 def full(options: argparse.Namespace, store: str) -> dict[str, Any]:
-    """A store with room for about two prompts, of which some are found."""
-    with scene(options, store, room=int(2.5 * options.tokens * 8192)) as made:
+    """A store with room for two or three of these prompts besides those of the start."""
+    with scene(options, store, room=int(5.5 * options.tokens * 8192)) as made:
         seeds = made.fresh()
         right = made.one.do("serve", seeds=seeds)
         made.one.do("settle", seconds=30)
