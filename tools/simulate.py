@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from kvstore.choice import Choice, build_filters, build_policy
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.simulation import (
+    ROUTERS,
+    Fleet,
+    FleetOutcome,
     LRUCurve,
     Outcome,
     Setup,
@@ -25,6 +28,7 @@ from kvstore.simulation import (
     optimum,
     read_trace,
     replay,
+    replay_fleet,
     sample,
     sizes_between,
 )
@@ -45,6 +49,12 @@ CURVE_ACCESSES = 2_000_000
 HEADER = (
     "host", "policy", "admission", "disk", "policy", "admission", "flow", "hints",
     "hits %", "host %", "disk %", "disk writes", "written/hit", "evicted host", "disk", "s",
+)  # fmt: skip
+
+
+FLEET_HEADER = (
+    "host", "disk", "store", "router", "busiest", "hits %", "host %", "disk %", "store %",
+    "asked", "read", "written", "wire/hit", "s",
 )  # fmt: skip
 
 
@@ -69,6 +79,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--hints", action="store_true",
         help="replay also with clients that tell when their conversations go on",
     )  # fmt: skip
+    command.add_argument(
+        "--replicas", type=int,
+        help="servers behind a router; sizes are those of each, and what they share is --store",
+    )  # fmt: skip
+    command.add_argument("--store", default="0", help="chunks of a store that replicas share")
+    command.add_argument(
+        "--router", default=ROUTERS[0], help=f"of replicas: {', '.join(ROUTERS)}; {several}"
+    )
     command.add_argument("--chunk-bytes", help="size of a chunk, such as 2MiB")
     command.add_argument("--limit", type=int, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
@@ -95,6 +113,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.curve:
         return _curve(options, trace, policies)
     setups = _setups(options, trace, policies, size)
+    if options.replicas is not None:
+        return _fleets(options, trace, setups, size)
     part = trace if options.sample is None else sample(trace, options.sample, options.seed)
     scale = part.unique / trace.unique
     outcomes = []
@@ -176,6 +196,76 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
         table.append((str(size), f"{100 * size / trace.unique:.1f}", *ratios))
     _print_table(table)
     return 0
+
+
+# -- several servers -------------------------------------------------------------------------
+
+
+def _fleets(options: argparse.Namespace, trace: Trace, setups: list[Setup], size: int) -> int:
+    """Replay by several servers, with a store that they share and without one."""
+    if options.replicas < 1:
+        raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
+    if options.hints or options.optimum or options.picture is not None:
+        raise ConfigError("--replicas: not with --hints, --optimum or --picture")
+    routers = _split(options.router)
+    for router in routers:
+        if router not in ROUTERS:
+            raise ConfigError(f"--router {router}: must be one of: {', '.join(ROUTERS)}")
+    stores = [_chunks("--store", text, trace, size) for text in _split(options.store)]
+    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
+    scale = part.unique / trace.unique
+    rows = []
+    for setup, store, router in itertools.product(setups, stores, routers):
+        _note(f"{router}, a store of {store} chunks")
+        shared = max(1, round(store * scale)) if store else 0
+        fleet = Fleet(options.replicas, _scaled(setup, scale), shared, router)
+        rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size)))
+    _note("")
+    if options.json:
+        told = [_row_of_fleet(*row) for row in rows]
+        print(json.dumps({"trace": _about(trace, part), "replays": told}, indent=2))
+        return 0
+    _print_trace(trace, part)
+    print(f"{options.replicas} servers; sizes are those of each")
+    shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
+    _print_table([FLEET_HEADER, *shown])
+    return 0
+
+
+def _row_of_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> dict[str, Any]:
+    counts = asdict(outcome)
+    del counts["fleet"]
+    return {
+        "replicas": outcome.fleet.replicas,
+        "router": outcome.fleet.router,
+        "host_chunks": setup.host,
+        "disk_chunks": setup.disk,
+        "store_chunks": store,
+        "hit_ratio": outcome.hit_ratio,
+        "bytes_on_the_wire_per_hit": outcome.wire_per_hit,
+        **counts,
+    }
+
+
+def _shown_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> tuple[str, ...]:
+    accesses = max(1, outcome.accesses)
+    return (
+        str(setup.host),
+        str(setup.disk or "-"),
+        str(store or "-"),
+        outcome.fleet.router,
+        f"{outcome.busiest:.2f}",
+        f"{100 * outcome.hit_ratio:.2f}",
+        *(
+            f"{100 * hits / accesses:.2f}"
+            for hits in (outcome.host_hits, outcome.disk_hits, outcome.store_hits)
+        ),
+        str(outcome.store_questions),
+        str(outcome.store_read),
+        str(outcome.store_written),
+        format_size(outcome.wire_per_hit),
+        f"{outcome.seconds:.1f}",
+    )
 
 
 # -- what was asked for ----------------------------------------------------------------------

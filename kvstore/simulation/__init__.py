@@ -1,6 +1,7 @@
 """What other sizes, policies and flows would have brought: traces replayed through the core."""
 
 from kvstore.simulation.curve import LRUCurve, sizes_between
+from kvstore.simulation.fleet import ROUTERS, Fleet, FleetOutcome, replay_fleet
 from kvstore.simulation.optimum import Optimum, optimum
 from kvstore.simulation.picture import check_picture, draw
 from kvstore.simulation.replay import Outcome, Setup, replay
@@ -8,6 +9,9 @@ from kvstore.simulation.sample import sample
 from kvstore.simulation.trace import Trace, read_trace
 
 __all__ = [
+    "ROUTERS",
+    "Fleet",
+    "FleetOutcome",
     "LRUCurve",
     "Optimum",
     "Outcome",
@@ -18,6 +22,7 @@ __all__ = [
     "optimum",
     "read_trace",
     "replay",
+    "replay_fleet",
     "sample",
     "sizes_between",
 ]

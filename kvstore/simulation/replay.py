@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.choice import Choice, build_filters, build_policy
-from kvstore.core import UNBOUNDED, Core, Flow, HostPool, OwnedTier
+from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
+from kvstore.core.tier import TierView
 from kvstore.hints import Hints, follow
 from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
-from kvstore.types import Completion, RecoveredTier
+from kvstore.types import Completion, Move, RecoveredTier
 
-__all__ = ["Outcome", "Setup", "replay"]
+__all__ = ["Outcome", "Server", "Setup", "replay"]
 
 LRU = Choice("lru")
 
@@ -57,8 +58,11 @@ class Setup:
     reserve: int = 0
     hints: bool = False
 
-    def core(self, chunk_bytes: int) -> Core:
+    def core(self, chunk_bytes: int, *, shares: bool = False) -> Core:
         """A core of this shape that holds nothing.
+
+        Args:
+            shares: its last tier is a store.
 
         Raises:
             ValueError: for a policy or filter that does not exist, or its parameters.
@@ -69,7 +73,7 @@ class Setup:
             build_filters(self.host_admission, self.host, chunk_bytes),
             self.reserve,
         )
-        tiers = []
+        tiers: list[TierView] = []
         if self.disk:
             opening = RecoveredTier("disk", "disk", [], self.disk, [0], 1)
             tiers.append(
@@ -82,6 +86,9 @@ class Setup:
                     self.flow,
                 )
             )
+        if shares:
+            opening = RecoveredTier("store", "remote", [], 1, [], 0)
+            tiers.append(AskedTier(len(tiers), opening, self.host))
         return Core(pool, tiers, events=False, pace=UNBOUNDED)
 
 
@@ -130,20 +137,24 @@ class Outcome:
         return writes * self.chunk_bytes / self.hits if self.hits else 0.0
 
 
-@dataclass(slots=True)
-class _Server:
+class Server:
     """The imagined server and engine around a core."""
 
-    core: Core
-    reserve: int
-    now: float = 0.0
+    def __init__(self, core: Core, reserve: int) -> None:
+        self.core = core
+        self.reserve = reserve
+        self.now = 0.0
+
+    def ended(self, move: Move) -> Completion:
+        """The end of a move that was begun in this step: everything goes well."""
+        return Completion(move.id, [True] * len(move.keys))
 
     def step(self) -> None:
         """End the step; the disk does what it is asked; begin the next."""
         core, now = self.core, self.now
         while True:
             moves = core.flush(now)
-            core.poll(now, [Completion(move.id, [True] * len(move.keys)) for move in moves])
+            core.poll(now, [self.ended(move) for move in moves])
             if not moves:
                 break
         if self.reserve:
@@ -197,7 +208,7 @@ def replay(
     """
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     core = setup.core(size)
-    server = _Server(core, setup.reserve)
+    server = Server(core, setup.reserve)
     keys = trace.keys()
     outcome = Outcome(setup, chunk_bytes=size)
     began = time.perf_counter()

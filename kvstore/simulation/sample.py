@@ -12,7 +12,7 @@ from array import array
 
 from kvstore.simulation.trace import Trace
 
-__all__ = ["sample"]
+__all__ = ["anchors", "sample"]
 
 SHARED = 0.01
 """A chunk that this part of all requests has belongs to no conversation."""
@@ -26,24 +26,32 @@ def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
     Scale sizes by the chunks that are left (the ratio of the two traces' `unique`),
     not by `rate`.
     """
-    uses = array("L", [0]) * trace.unique
-    for chunks in trace.requests:
-        for chunk in chunks:
-            uses[chunk] += 1
-    most = max(1, int(len(trace.requests) * SHARED))
     limit = int(rate * 2**32)
     kept: list[tuple[float, array[int]]] = []
     first: tuple[float, array[int]] | None = None
-    for seconds, chunks in zip(trace.times, trace.requests, strict=True):
+    requests = zip(trace.times, trace.requests, anchors(trace), strict=True)
+    for seconds, chunks, anchor in requests:
         if not chunks:
             continue
         first = first or (seconds, chunks)
-        anchor = next((chunk for chunk in chunks if uses[chunk] <= most), chunks[-1])
         if _mixed(anchor, seed) < limit:
             kept.append((seconds, chunks))
     part = Trace.of(trace.name, kept or ([first] if first else []))
     part.chunk_bytes = trace.chunk_bytes
     return part
+
+
+def anchors(trace: Trace) -> list[int]:
+    """For each request the chunk by which its conversation is known; -1 for one without any."""
+    uses = array("L", [0]) * trace.unique
+    for chunks in trace.requests:
+        for chunk in chunks:
+            uses[chunk] += 1
+    most = max(1, int(len(trace.requests) * SHARED))
+    return [
+        next((chunk for chunk in chunks if uses[chunk] <= most), chunks[-1]) if chunks else -1
+        for chunks in trace.requests
+    ]
 
 
 def _mixed(number: int, seed: int) -> int:

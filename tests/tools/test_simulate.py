@@ -153,3 +153,37 @@ def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     assert main(["simulate", str(trace)]) == 0
     size = trace.stat().st_size
     assert f"{size} B of {size} B read" in capsys.readouterr().err
+
+
+def test_several_servers_are_replayed_with_each_router_and_store(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = told(
+        capsys, trace, "--replicas", 3, "--host", 4, "--store", "0,100%",
+        "--router", "round-robin,session",
+    )["replays"]  # fmt: skip
+    assert [(row["router"], row["store_chunks"] > 0) for row in rows] == [
+        ("round-robin", False),
+        ("session", False),
+        ("round-robin", True),
+        ("session", True),
+    ]
+    assert all(row["store_read"] == 0 for row in rows[:2])
+    assert main(["simulate", str(trace), "--replicas", "3", "--store", "100%"]) == 0
+    assert "wire/hit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--replicas", "0"], "--replicas 0: must be at least 1"),
+        (["--replicas", "2", "--router", "luck"], "--router luck: must be one of"),
+        (["--replicas", "2", "--store", "lots"], "--store lots"),
+        (["--replicas", "2", "--hints"], "not with --hints"),
+    ],
+)
+def test_servers_that_cannot_be_replayed_are_refused_by_name(
+    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["simulate", str(trace), *arguments]) == 2
+    assert said in capsys.readouterr().err
