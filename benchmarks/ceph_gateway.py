@@ -19,7 +19,7 @@ from email.utils import formatdate
 from pathlib import Path
 from uuid import uuid4
 
-from benchmarks.redis_server import free_port
+from benchmarks.redis_server import free_port, freeze
 
 __all__ = ["CephGateway", "is_installed"]
 
@@ -153,7 +153,7 @@ class CephGateway:
     def freeze(self) -> None:
         """It takes connections, and does nothing."""
         if self._gateway is not None:
-            self._gateway.send_signal(signal.SIGSTOP)
+            freeze(self._gateway)
 
     def stop(self) -> None:
         """Kill the gateway; what it has stored stays."""

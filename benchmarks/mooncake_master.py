@@ -11,7 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from benchmarks.redis_server import free_port
+from benchmarks.redis_server import free_port, freeze
 
 __all__ = ["MooncakeMaster"]
 
@@ -70,7 +70,7 @@ class MooncakeMaster:
     def freeze(self) -> None:
         """It takes connections, and does nothing."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
+            freeze(self._process)
 
     def stop(self) -> None:
         """Kill it."""

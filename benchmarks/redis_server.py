@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
-__all__ = ["RedisServer"]
+__all__ = ["RedisServer", "free_port", "freeze"]
 
 START_SECONDS = 60.0
 
@@ -20,6 +21,12 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def freeze(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process; when this returns, none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
 class RedisServer:
@@ -69,7 +76,7 @@ class RedisServer:
     def freeze(self) -> None:
         """It takes connections, and does nothing."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
+            freeze(self._process)
 
     def stop(self) -> None:
         """Kill it."""
