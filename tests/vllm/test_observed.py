@@ -26,6 +26,7 @@ from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
 from kvstore.metrics.table import METRICS
 from kvstore.vllm.metrics import full_name
+from tools.top import Snapshot, scrape, tables
 
 CHUNK = BLOCK * kv_bytes_per_token()
 HOST_CHUNKS, DISK_CHUNKS = 24, 96
@@ -45,6 +46,7 @@ class Seen:
         stored, removed: keys by medium, in the order of their events.
         hinted: samples after each request with hints, by what it asked for.
         returned: tokens of the retained conversation that were found when it went on.
+        looks: those of `kvstore top`, before the first request and at the end.
     """
 
     first: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Seen:
     removed: dict[str | None, list[Any]] = field(default_factory=lambda: defaultdict(list))
     hinted: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
     returned: int = 0
+    looks: list[Snapshot] = field(default_factory=list)
 
     def total(self, name: str, label: str = "") -> float:
         return self.last[f"vllm:kvstore_{name}", label]
@@ -152,6 +155,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         server.wait_until_up()
         asyncio.run(again(server.url, said(91, 0, 0, 64)))
         seen.first = samples(server.metrics())
+        seen.looks.append(scrape(f"{server.url}/metrics"))
         early = said(92, 0, 0, 384)
         asyncio.run(again(server.url, early))
         asyncio.run(hold(server.url, replace(TALK, conversations=4), 1))
@@ -165,6 +169,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             time.sleep(0.3)
         take(subscriber, seen, 1.0)
         seen.last = samples(server.metrics())
+        seen.looks.append(scrape(f"{server.url}/metrics"))
         hint(server, seen)
         yield seen
     finally:
@@ -181,6 +186,16 @@ def test_every_counter_and_gauge_is_there_from_the_first_request_on(seen: Seen) 
             suffix = "_total" if metric.kind == "counter" else ""
             assert full_name(metric) + suffix in names, metric.name
     assert seen.first["vllm:kvstore_timeouts_total", ""] == 0
+
+
+def test_kvstore_top_shows_the_same(seen: Seen) -> None:
+    first, last = seen.looks
+    assert last.get("disk_read_chunks", "disk") == seen.total("disk_read_chunks_total", "disk")
+    assert last.rate(first, "disk_written_bytes", "disk") > 0
+    assert 0 < last.quantile(first, "wait_seconds", 0.99) <= 50
+    table = tables(first, last)
+    assert table.row_count == 2, "the disk, and lanes of others"
+    assert "stored" in str(table.title)
 
 
 def test_hits_waits_reads_and_writes_are_told_with_their_tier(seen: Seen) -> None:
