@@ -6,9 +6,7 @@ import argparse
 import itertools
 import json
 import re
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,6 @@ from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.simulation import (
     ROUTERS,
-    Fleet,
-    FleetOutcome,
     LRUCurve,
     Outcome,
     Setup,
@@ -28,12 +24,13 @@ from kvstore.simulation import (
     optimum,
     read_trace,
     replay,
-    replay_fleet,
     sample,
     sizes_between,
 )
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
+from tools.fleets import replay_fleets
+from tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
 
 __all__ = ["add_arguments", "run_simulate"]
 
@@ -49,12 +46,6 @@ CURVE_ACCESSES = 2_000_000
 HEADER = (
     "host", "policy", "admission", "disk", "policy", "admission", "flow", "hints",
     "hits %", "host %", "disk %", "disk writes", "written/hit", "evicted host", "disk", "s",
-)  # fmt: skip
-
-
-FLEET_HEADER = (
-    "host", "disk", "store", "router", "busiest", "hits %", "host %", "disk %", "store %",
-    "asked", "read", "written", "wire/hit", "s",
 )  # fmt: skip
 
 
@@ -114,18 +105,18 @@ def run_simulate(options: argparse.Namespace) -> int:
         return _curve(options, trace, policies)
     setups = _setups(options, trace, policies, size)
     if options.replicas is not None:
-        return _fleets(options, trace, setups, size)
+        return replay_fleets(options, trace, setups, size)
     part = trace if options.sample is None else sample(trace, options.sample, options.seed)
     scale = part.unique / trace.unique
     outcomes = []
     for number, setup in enumerate(setups):
-        _note(f"{number} of {len(setups)} replayed")
-        outcomes.append(replay(part, _scaled(setup, scale), chunk_bytes=size))
+        note(f"{number} of {len(setups)} replayed")
+        outcomes.append(replay(part, scaled(setup, scale), chunk_bytes=size))
     bounds = []
     if options.optimum:
         for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
             bounds.append((capacity, optimum(part, max(1, round(capacity * scale)))))
-    _note("")
+    note("")
     rows = [_row(setup, outcome) for setup, outcome in zip(setups, outcomes, strict=True)]
     best = [
         {"chunks": capacity, "hits": bound.hits, "hit_ratio": bound.hit_ratio,
@@ -135,13 +126,13 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.picture is not None:
         _draw_rows(options.picture, trace, rows, best)
     if options.json:
-        told = {"trace": _about(trace, part), "chunk_bytes": size, "replays": rows}
+        told = {"trace": about(trace, part), "chunk_bytes": size, "replays": rows}
         if options.optimum:
             told["optimum"] = best
         print(json.dumps(told, indent=2))
         return 0
-    _print_trace(trace, part)
-    _print_table([HEADER, *map(_shown, rows)])
+    print_trace(trace, part)
+    print_table([HEADER, *map(_shown, rows)])
     for bound in best:
         print(
             f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
@@ -168,16 +159,16 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
             continue
         points = lines[str(policy)] = []
         for size in sizes:
-            _note(f"{policy}, {size} chunks")
+            note(f"{policy}, {size} chunks")
             rows = max(1, round(size * part.unique / trace.unique))
             points.append((size, replay(part, Setup(rows, host_policy=policy)).hit_ratio))
     if options.optimum:
         lines["optimum"] = []
         for size in sizes:
-            _note(f"optimum, {size} chunks")
+            note(f"optimum, {size} chunks")
             bound = optimum(part, max(1, round(size * part.unique / trace.unique)))
             lines["optimum"].append((size, bound.hit_ratio))
-    _note("")
+    note("")
     if options.picture is not None:
         draw(options.picture, trace.name, lines)
     if options.json:
@@ -185,87 +176,17 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
             name: [{"chunks": size, "hit_ratio": ratio} for size, ratio in points]
             for name, points in lines.items()
         }
-        print(json.dumps({"trace": _about(trace, part), "curves": told}, indent=2))
+        print(json.dumps({"trace": about(trace, part), "curves": told}, indent=2))
         return 0
-    _print_trace(trace, part)
+    print_trace(trace, part)
     if part is not trace and Choice("lru") in policies:
         print("lru is of the whole trace")
     table = [("chunks", "% of all", *lines)]
     for index, size in enumerate(sizes):
         ratios = [f"{100 * points[index][1]:.2f}" for points in lines.values()]
         table.append((str(size), f"{100 * size / trace.unique:.1f}", *ratios))
-    _print_table(table)
+    print_table(table)
     return 0
-
-
-# -- several servers -------------------------------------------------------------------------
-
-
-def _fleets(options: argparse.Namespace, trace: Trace, setups: list[Setup], size: int) -> int:
-    """Replay by several servers, with a store that they share and without one."""
-    if options.replicas < 1:
-        raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
-    if options.hints or options.optimum or options.picture is not None:
-        raise ConfigError("--replicas: not with --hints, --optimum or --picture")
-    routers = _split(options.router)
-    for router in routers:
-        if router not in ROUTERS:
-            raise ConfigError(f"--router {router}: must be one of: {', '.join(ROUTERS)}")
-    stores = [_chunks("--store", text, trace, size) for text in _split(options.store)]
-    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
-    scale = part.unique / trace.unique
-    rows = []
-    for setup, store, router in itertools.product(setups, stores, routers):
-        _note(f"{router}, a store of {store} chunks")
-        shared = max(1, round(store * scale)) if store else 0
-        fleet = Fleet(options.replicas, _scaled(setup, scale), shared, router)
-        rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size)))
-    _note("")
-    if options.json:
-        told = [_row_of_fleet(*row) for row in rows]
-        print(json.dumps({"trace": _about(trace, part), "replays": told}, indent=2))
-        return 0
-    _print_trace(trace, part)
-    print(f"{options.replicas} servers; sizes are those of each")
-    shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
-    _print_table([FLEET_HEADER, *shown])
-    return 0
-
-
-def _row_of_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> dict[str, Any]:
-    counts = asdict(outcome)
-    del counts["fleet"]
-    return {
-        "replicas": outcome.fleet.replicas,
-        "router": outcome.fleet.router,
-        "host_chunks": setup.host,
-        "disk_chunks": setup.disk,
-        "store_chunks": store,
-        "hit_ratio": outcome.hit_ratio,
-        "bytes_on_the_wire_per_hit": outcome.wire_per_hit,
-        **counts,
-    }
-
-
-def _shown_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> tuple[str, ...]:
-    accesses = max(1, outcome.accesses)
-    return (
-        str(setup.host),
-        str(setup.disk or "-"),
-        str(store or "-"),
-        outcome.fleet.router,
-        f"{outcome.busiest:.2f}",
-        f"{100 * outcome.hit_ratio:.2f}",
-        *(
-            f"{100 * hits / accesses:.2f}"
-            for hits in (outcome.host_hits, outcome.disk_hits, outcome.store_hits)
-        ),
-        str(outcome.store_questions),
-        str(outcome.store_read),
-        str(outcome.store_written),
-        format_size(outcome.wire_per_hit),
-        f"{outcome.seconds:.1f}",
-    )
 
 
 # -- what was asked for ----------------------------------------------------------------------
@@ -276,19 +197,19 @@ def _setups(
 ) -> list[Setup]:
     if options.host is None:
         # Nobody asked for a share of a trace that has too few chunks for one.
-        hosts = [max(1, _chunks("--host", DEFAULT_HOST, trace, size))]
+        hosts = [max(1, chunks_of("--host", DEFAULT_HOST, trace, size))]
     else:
-        hosts = [_chunks("--host", text, trace, size) for text in _split(options.host)]
-    disks = [_chunks("--disk", text, trace, size) for text in _split(options.disk)]
+        hosts = [chunks_of("--host", text, trace, size) for text in split(options.host)]
+    disks = [chunks_of("--disk", text, trace, size) for text in split(options.disk)]
     if not hosts or min(hosts) < 1:
         raise ConfigError(f"--host {options.host}: must be at least one chunk")
     disk_policies = _choices("--disk-policy", options.disk_policy)
-    admissions = [_filters("--admission", text) for text in _split(options.admission) or [""]]
+    admissions = [_filters("--admission", text) for text in split(options.admission) or [""]]
     disk_admissions = [
-        _filters("--disk-admission", text) for text in _split(options.disk_admission) or [""]
+        _filters("--disk-admission", text) for text in split(options.disk_admission) or [""]
     ]
     flows = []
-    for text in _split(options.flow):
+    for text in split(options.flow):
         try:
             flows.append(Flow(text))
         except ValueError as error:
@@ -308,24 +229,9 @@ def _setups(
     return list(dict.fromkeys(setups))
 
 
-def _scaled(setup: Setup, scale: float) -> Setup:
-    if scale == 1:
-        return setup
-    return replace(
-        setup,
-        host=max(1, round(setup.host * scale)),
-        disk=max(1, round(setup.disk * scale)) if setup.disk else 0,
-    )
-
-
-def _split(text: str) -> list[str]:
-    """At the commas that stand in no parentheses."""
-    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
-
-
 def _choices(option: str, text: str) -> list[Choice]:
     choices = []
-    for part in _split(text):
+    for part in split(text):
         try:
             choice = Choice.parse(part)
             build_policy(choice, 1000)
@@ -345,21 +251,6 @@ def _filters(option: str, text: str) -> tuple[Choice, ...]:
     except ValueError as error:
         raise ConfigError(f"{option} {text}: {error}") from error
     return filters
-
-
-def _chunks(option: str, text: str, trace: Trace, size: int) -> int:
-    """Chunks from a number, a share of the trace's chunks, or bytes."""
-    if re.fullmatch(r"\d+(\.\d+)?%", text):
-        return int(trace.unique * float(text[:-1]) / 100)
-    if re.fullmatch(r"\d+", text):
-        return int(text)
-    try:
-        return parse_size(text) // size
-    except ValueError as error:
-        raise ConfigError(
-            f'{option} {text}: must be a number of chunks, a share such as "5%", '
-            'or a size such as "64GiB"'
-        ) from error
 
 
 def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int:
@@ -427,38 +318,6 @@ def _shown(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _about(trace: Trace, part: Trace) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "name": trace.name,
-        "requests": len(trace.requests),
-        "accesses": trace.accesses,
-        "unique": trace.unique,
-    }
-    if part is not trace:
-        told["sample"] = {
-            "requests": len(part.requests), "accesses": part.accesses, "unique": part.unique
-        }  # fmt: skip
-    return told
-
-
-def _print_trace(trace: Trace, part: Trace) -> None:
-    print(
-        f"{trace.name}: {len(trace.requests)} requests, {trace.accesses} accesses to "
-        f"{trace.unique} chunks"
-    )
-    if part is not trace:
-        print(
-            f"a sample of it: {len(part.requests)} requests, {part.accesses} accesses to "
-            f"{part.unique} chunks; sizes are scaled"
-        )
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
 def _draw_rows(
     path: Path, trace: Trace, rows: list[dict[str, Any]], best: list[dict[str, Any]]
 ) -> None:
@@ -476,9 +335,4 @@ def _draw_rows(
 
 def _reading(done: int, total: int) -> None:
     if total >= NOTED_BYTES:
-        _note(f"{format_size(done)} of {format_size(total)} read")
-
-
-def _note(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
+        note(f"{format_size(done)} of {format_size(total)} read")

@@ -149,7 +149,7 @@ def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     monkeypatch.setattr("tools.simulate.NOTED_BYTES", 0)
     told(capsys, trace)
     assert "read" not in capsys.readouterr().err
-    monkeypatch.setattr("tools.simulate.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tools.replays.sys.stderr.isatty", lambda: True)
     assert main(["simulate", str(trace)]) == 0
     size = trace.stat().st_size
     assert f"{size} B of {size} B read" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""``kvstore simulate --replicas``: several servers behind a router, over a store or none."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet, sample
+from kvstore.sizes import format_size
+from tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
+
+__all__ = ["replay_fleets"]
+
+HEADER = (
+    "host", "disk", "store", "router", "busiest", "hits %", "host %", "disk %", "store %",
+    "asked", "read", "written", "wire/hit", "s",
+)  # fmt: skip
+
+
+def replay_fleets(
+    options: argparse.Namespace, trace: Trace, setups: Sequence[Setup], size: int
+) -> int:
+    """Replay by several servers, with a store that they share and without one."""
+    if options.replicas < 1:
+        raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
+    if options.hints or options.optimum or options.picture is not None:
+        raise ConfigError("--replicas: not with --hints, --optimum or --picture")
+    routers = split(options.router)
+    for router in routers:
+        if router not in ROUTERS:
+            raise ConfigError(f"--router {router}: must be one of: {', '.join(ROUTERS)}")
+    stores = [chunks_of("--store", text, trace, size) for text in split(options.store)]
+    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
+    scale = part.unique / trace.unique
+    rows = []
+    for setup, store, router in itertools.product(setups, stores, routers):
+        note(f"{router}, a store of {store} chunks")
+        shared = max(1, round(store * scale)) if store else 0
+        fleet = Fleet(options.replicas, scaled(setup, scale), shared, router)
+        rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size)))
+    note("")
+    if options.json:
+        told = [_row_of_fleet(*row) for row in rows]
+        print(json.dumps({"trace": about(trace, part), "replays": told}, indent=2))
+        return 0
+    print_trace(trace, part)
+    print(f"{options.replicas} servers; sizes are those of each")
+    shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
+    print_table([HEADER, *shown])
+    return 0
+
+
+def _row_of_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> dict[str, Any]:
+    counts = asdict(outcome)
+    del counts["fleet"]
+    return {
+        "replicas": outcome.fleet.replicas,
+        "router": outcome.fleet.router,
+        "host_chunks": setup.host,
+        "disk_chunks": setup.disk,
+        "store_chunks": store,
+        "hit_ratio": outcome.hit_ratio,
+        "bytes_on_the_wire_per_hit": outcome.wire_per_hit,
+        **counts,
+    }
+
+
+def _shown_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> tuple[str, ...]:
+    accesses = max(1, outcome.accesses)
+    return (
+        str(setup.host),
+        str(setup.disk or "-"),
+        str(store or "-"),
+        outcome.fleet.router,
+        f"{outcome.busiest:.2f}",
+        f"{100 * outcome.hit_ratio:.2f}",
+        *(
+            f"{100 * hits / accesses:.2f}"
+            for hits in (outcome.host_hits, outcome.disk_hits, outcome.store_hits)
+        ),
+        str(outcome.store_questions),
+        str(outcome.store_read),
+        str(outcome.store_written),
+        format_size(outcome.wire_per_hit),
+        f"{outcome.seconds:.1f}",
+    )

@@ -1,0 +1,87 @@
+"""What every kind of ``kvstore simulate`` asks for, and how it tells what came of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.simulation import Setup, Trace
+from kvstore.sizes import parse_size
+
+__all__ = ["about", "chunks_of", "note", "print_table", "print_trace", "scaled", "split"]
+
+
+def split(text: str) -> list[str]:
+    """At the commas that stand in no parentheses."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+
+
+def chunks_of(option: str, text: str, trace: Trace, size: int) -> int:
+    """Chunks from a number, a share of the trace's chunks, or bytes."""
+    if re.fullmatch(r"\d+(\.\d+)?%", text):
+        return int(trace.unique * float(text[:-1]) / 100)
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    try:
+        return parse_size(text) // size
+    except ValueError as error:
+        raise ConfigError(
+            f'{option} {text}: must be a number of chunks, a share such as "5%", '
+            'or a size such as "64GiB"'
+        ) from error
+
+
+def scaled(setup: Setup, scale: float) -> Setup:
+    """The same for a part of the trace, which has this share of its chunks."""
+    if scale == 1:
+        return setup
+    return replace(
+        setup,
+        host=max(1, round(setup.host * scale)),
+        disk=max(1, round(setup.disk * scale)) if setup.disk else 0,
+    )
+
+
+def about(trace: Trace, part: Trace) -> dict[str, Any]:
+    """What JSON tells of a trace and the part of it that was replayed."""
+    told: dict[str, Any] = {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "accesses": trace.accesses,
+        "unique": trace.unique,
+    }
+    if part is not trace:
+        told["sample"] = {
+            "requests": len(part.requests), "accesses": part.accesses, "unique": part.unique
+        }  # fmt: skip
+    return told
+
+
+def print_trace(trace: Trace, part: Trace) -> None:
+    """The same as text."""
+    print(
+        f"{trace.name}: {len(trace.requests)} requests, {trace.accesses} accesses to "
+        f"{trace.unique} chunks"
+    )
+    if part is not trace:
+        print(
+            f"a sample of it: {len(part.requests)} requests, {part.accesses} accesses to "
+            f"{part.unique} chunks; sizes are scaled"
+        )
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they have to be, the first row above them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def note(text: str) -> None:
+    """How far it is, on a terminal; nothing takes it away again."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)
