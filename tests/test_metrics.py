@@ -18,7 +18,7 @@ from tests.store.support import keys_of, payloads, small
 prometheus = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families as parsed  # noqa: E402
 
-KEYS = keys_of("prompt", 6)
+KEYS, OTHERS = keys_of("prompt", 6), keys_of("another", 4)
 
 
 def scraped(registry: Any) -> dict[str, float]:
@@ -43,13 +43,15 @@ def registered(store: Any) -> Any:
 async def test_a_scrape_tells_what_has_happened(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, rows=4, disk=32)) as store:
         registry = registered(store)
-        await store.put(KEYS, payloads(KEYS))
-        await store.flush()
+        for keys in (KEYS[:4], OTHERS):
+            # The second prompt takes all rows.
+            await store.put(keys, payloads(keys))
+            await store.flush()
         async with store.get(KEYS[:2]) as chunks:
             assert len(chunks) == 2
         told, stats = scraped(registry), store.stats()
-        assert told["stored_chunks_total"] == stats.stored == 6
-        assert told["disk_written_chunks_total,disk"] == stats.tiers[0].written == 6
+        assert told["stored_chunks_total"] == stats.stored == 8
+        assert told["disk_written_chunks_total,disk"] == stats.tiers[0].written == 8
         assert told["wait_seconds_count"] == stats.waits.count == 1
         assert told["wait_seconds_bucket,+Inf"] == 1
         assert told["wait_seconds_sum"] == pytest.approx(stats.waits.seconds)

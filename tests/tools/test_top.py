@@ -20,7 +20,7 @@ from tools.top import Snapshot, scrape, tables
 prometheus = pytest.importorskip("prometheus_client")
 rich = pytest.importorskip("rich")
 
-KEYS = keys_of("prompt", 6)
+KEYS, OTHERS = keys_of("prompt", 6), keys_of("another", 4)
 
 
 @contextlib.asynccontextmanager
@@ -51,21 +51,23 @@ async def test_it_tells_what_has_happened_between_two_looks(tmp_path: Path) -> N
         served(store) as url,
     ):
         before = await asyncio.to_thread(scrape, url)
-        await store.put(KEYS, payloads(KEYS))
-        await store.flush()
+        for keys in (KEYS[:4], OTHERS):
+            # The second prompt takes all rows.
+            await store.put(keys, payloads(keys))
+            await store.flush()
         async with store.get(KEYS[:4]) as chunks:
             assert len(chunks) == 4
         now = await asyncio.to_thread(scrape, url)
         tier = store.stats().tiers[0]
     now.at = before.at + 2.0
     assert now.tiers == ["disk", "disk:others"]
-    assert now.rate(before, "stored_chunks") == 3.0
+    assert now.rate(before, "stored_chunks") == 4.0
     assert now.rate(before, "disk_written_bytes", "disk") == tier.written_bytes / 2
     assert 0 < now.quantile(before, "wait_seconds", 0.99) <= 50
     assert math.isnan(now.quantile(now, "wait_seconds", 0.99)), "nothing since"
     text = shown(tables(before, now))
     assert "hits 100%" in text
-    assert "3 stored" in text
+    assert "4 stored" in text
     assert "well" in text
 
 
