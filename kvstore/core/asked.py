@@ -5,11 +5,11 @@ It has no slots of ours: its engine decides where a chunk lies, and what leaves 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.answers import Answers
-from kvstore.core.chunk import Chunk
+from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.flow import Flow
 from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
@@ -28,7 +28,7 @@ NOWHERE = 0
 _NO_DEVICE = (0,)
 
 
-class AskedTier:
+class AskedTier(CopyQueue):
     """See `TierView`. `entries` are the keys of which it is known that the store has them.
 
     An answer may be out of date: then the promotion fails, which is a miss. Clearing the
@@ -36,7 +36,6 @@ class AskedTier:
 
     Attributes:
         answers: what it has said, and what it is being asked.
-        copies_queued: chunks that ever waited for their copies to it.
     """
 
     compaction_rate = 0.0
@@ -57,17 +56,14 @@ class AskedTier:
         self.flow = flow
         self.admission = admission
         self.max_rows_in_flight = max_rows_in_flight
-        self.index = Index((), Unordered(1))
-        self.entries = self.index.entries
+        super().__init__(Index((), Unordered(1)))
         self.answers = Answers() if answers is None else answers
         self.health = Health(self.name)
         self.in_flight = InFlight()
         self.clearing = False
-        self.copies_queued = 0
         # Of the step, for calls that do not tell it.
         self._now = 0.0
         self._retry_after = 0.0
-        self._queue: deque[bytes] = deque()
         self._counts: Counter[str] = Counter()
         self._failed: list[bytes] = []  # a key of the last call that failed
 
@@ -121,51 +117,15 @@ class AskedTier:
         # Of what was copied to it meanwhile more is known than it could say.
         writing, entries = self.index.writing, self.entries
         answers.lacks([key for key in lacking if key not in entries and key not in writing], now)
-        self.index.appear((key, NOWHERE) for key in found if key not in writing)
-        self.index.disappear(answers.has([key for key in found if key not in writing], now))
+        found = [key for key in found if key not in writing]
+        self.index.appear((key, NOWHERE) for key in found)
+        self.index.disappear(answers.has(found, now))
 
     # -- copies to it ------------------------------------------------------------------
 
     def accepts(self, now: float) -> bool:
         """Whether copies to it are wanted at present."""
         return not self.clearing and self.health.accepts(now)
-
-    @property
-    def queued(self) -> int:
-        """Chunks that wait for their copies to it, and keys of some that have left."""
-        return len(self._queue)
-
-    def unsaved_keys(self) -> set[bytes]:
-        """The keys of `unsaved`."""
-        return {*self._queue, *self.index.writing}
-
-    @property
-    def unsaved(self) -> int:
-        """Chunks that wait for their copies to it, or are being copied."""
-        return len(self._queue) + len(self.index.writing)
-
-    @property
-    def copies_ended(self) -> int:
-        """Chunks of `copies_queued` that have arrived, or will not come."""
-        return self.copies_queued - self.unsaved
-
-    def enqueue(self, keys: Sequence[bytes]) -> None:
-        """These chunks of host memory wait for their copies to it, in this order."""
-        self.copies_queued += len(keys)
-        self._queue.extend(keys)
-
-    def dequeue(self, count: int) -> list[bytes]:
-        """Up to `count` keys that wait longest; they wait no longer."""
-        return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-
-    def requeue(self, keys: Sequence[bytes]) -> None:
-        """These, just taken from the queue, are the first in it again."""
-        self._queue.extendleft(reversed(keys))
-
-    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those of `chunks` that are not known to be here, nor on their way here."""
-        entries, writing = self.entries, self.index.writing
-        return [c for c in chunks if c.key not in entries and c.key not in writing]
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """As many as are wanted: what there is no room for, the store refuses."""

@@ -1,16 +1,12 @@
-"""A tier whose slots are this process's to give.
-
-This module is long because here all parts of such a tier meet; what each of them knows, it
-knows alone.
-"""
+"""A tier whose slots are this process's to give."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.chunk import Chunk
 from kvstore.core.compactor import Compactor
+from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.flow import Flow
 from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
@@ -24,7 +20,7 @@ from policies.base import EvictionPolicy
 __all__ = ["OwnedTier"]
 
 
-class OwnedTier:
+class OwnedTier(CopyQueue):
     """See `TierView`. Its parts answer one question each: `index`, `slots`, `health`.
 
     A slot is in exactly one place: free, under an entry, being written, or the target
@@ -32,7 +28,6 @@ class OwnedTier:
 
     Attributes:
         compactor: empties its sparse segments.
-        copies_queued: chunks that ever waited for their copies to it.
     """
 
     store = None
@@ -52,8 +47,7 @@ class OwnedTier:
         self.flow = flow
         self.admission = admission
         self.max_rows_in_flight = max_rows_in_flight
-        self.index = Index(recovered.entries, policy)
-        self.entries = self.index.entries
+        super().__init__(Index(recovered.entries, policy))
         self.slots = Slots(
             recovered.segment_slots,
             recovered.segments,
@@ -63,8 +57,6 @@ class OwnedTier:
         )
         self.health = Health(self.name, recovered.stripes)
         self.compactor = Compactor(number, self.index, self.slots, recovered.relocation_chunks)
-        self.copies_queued = 0
-        self._queue: deque[bytes] = deque()
         self.in_flight = InFlight()
         self._counts: Counter[str] = Counter()
 
@@ -89,49 +81,6 @@ class OwnedTier:
         return self.slots.full_for_now
 
     # -- copies to it ------------------------------------------------------------------
-
-    @property
-    def queued(self) -> int:
-        """Chunks that wait for their copies to it, and keys of some that have left."""
-        return len(self._queue)
-
-    def unsaved_keys(self) -> set[bytes]:
-        """The keys of `unsaved`."""
-        return {*self._queue, *self.index.writing}
-
-    @property
-    def unsaved(self) -> int:
-        """Chunks that wait for their copies to it, or are being copied."""
-        return len(self._queue) + len(self.index.writing)
-
-    @property
-    def copies_ended(self) -> int:
-        """Chunks of `copies_queued` that have arrived, or will not come."""
-        return self.copies_queued - self.unsaved
-
-    def enqueue(self, keys: Sequence[bytes]) -> None:
-        """These chunks of host memory wait for their copies to it, in this order."""
-        self.copies_queued += len(keys)
-        self._queue.extend(keys)
-
-    def dequeue(self, count: int) -> list[bytes]:
-        """Up to `count` keys that wait longest; they wait no longer."""
-        queue = self._queue
-        if count < len(queue):
-            return [queue.popleft() for _ in range(count)]
-        keys = list(queue)
-        queue.clear()
-        return keys
-
-    def requeue(self, keys: Sequence[bytes]) -> None:
-        """These, just taken from the queue, are the first in it again."""
-        self._queue.extendleft(reversed(keys))
-
-    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those of `chunks` that are neither here nor on their way here."""
-        entries, writing = self.entries, self.index.writing
-        lacking = [chunk for chunk in chunks if chunk.key not in entries]
-        return [chunk for chunk in lacking if chunk.key not in writing] if writing else lacking
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Slots for `count` new chunks, as far as possible, neighbours together.
