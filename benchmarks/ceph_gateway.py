@@ -5,25 +5,21 @@ Debian has it in the packages `ceph-mon`, `ceph-osd` and `radosgw`.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import shutil
-import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
+from collections.abc import Sequence
 from email.utils import formatdate
 from pathlib import Path
 from uuid import uuid4
 
-from benchmarks.redis_server import free_port, freeze
+from benchmarks.server_process import ServerProcess, free_port
 
 __all__ = ["CephGateway", "is_installed"]
-
-START_SECONDS = 120.0
 
 PROGRAMS = (
     "ceph-mon",
@@ -84,7 +80,7 @@ def is_installed() -> bool:
     return all(shutil.which(program) for program in PROGRAMS)
 
 
-class CephGateway:
+class CephGateway(ServerProcess):
     """A gateway on the loopback, with one bucket.
 
     Args:
@@ -92,9 +88,10 @@ class CephGateway:
     """
 
     bucket = "bucket"
+    start_seconds = 120.0
 
     def __init__(self, folder: Path, pool_bytes: int = 2**31) -> None:
-        self.port = free_port()
+        super().__init__(folder / "radosgw.out")
         self._folder = folder
         self._configuration = folder / "ceph.conf"
         fsid, mon = str(uuid4()), free_port()
@@ -104,7 +101,6 @@ class CephGateway:
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir()
         self._cluster: list[subprocess.Popen[bytes]] = []
-        self._gateway: subprocess.Popen[bytes] | None = None
         try:
             self._start_cluster(fsid, mon)
             user = ("--uid", "kvstore", "--display-name", "kvstore")
@@ -124,43 +120,26 @@ class CephGateway:
     @property
     def endpoint(self) -> str:
         """Where it serves."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
         """Credentials, as clients look for them."""
         return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
 
-    def start(self) -> None:
-        """Start the gateway, or let it go on."""
-        if self._gateway is not None:
-            self._gateway.send_signal(signal.SIGCONT)
-            return
-        self._gateway = self._serve("radosgw", "-n", "client.rgw")
-        end = time.monotonic() + START_SECONDS
-        while True:
-            # Whoever has no credentials is refused: it serves.
-            with contextlib.suppress(OSError):
-                try:
-                    urllib.request.urlopen(f"{self.endpoint}/{self.bucket}", timeout=5).close()
-                except urllib.error.HTTPError as answer:
-                    if answer.code < 500:
-                        return
-            if time.monotonic() > end:
-                raise RuntimeError((self._folder / "radosgw.out").read_text()[-2000:])
-            time.sleep(0.05)
+    def command(self) -> Sequence[str]:
+        """What starts the gateway."""
+        return ["radosgw", "-c", str(self._configuration), "-n", "client.rgw", "-f"]
 
-    def freeze(self) -> None:
-        """It takes connections, and does nothing."""
-        if self._gateway is not None:
-            freeze(self._gateway)
-
-    def stop(self) -> None:
-        """Kill the gateway; what it has stored stays."""
-        if self._gateway is not None:
-            self._gateway.kill()
-            self._gateway.wait()
-            self._gateway = None
+    def serves(self) -> bool:
+        """Whether it refuses whoever has no credentials."""
+        try:
+            urllib.request.urlopen(f"{self.endpoint}/{self.bucket}", timeout=5).close()
+        except urllib.error.HTTPError as answer:
+            return answer.code < 500
+        except OSError:
+            return False
+        return False
 
     def end(self) -> None:
         """Kill everything."""
@@ -197,12 +176,12 @@ class CephGateway:
         head = {"Date": date, "Authorization": f"AWS {KEY}:{signed}"}
         url = f"{self.endpoint}/{self.bucket}"
         request = urllib.request.Request(url, headers=head, method="PUT")
-        urllib.request.urlopen(request, timeout=START_SECONDS).close()
+        urllib.request.urlopen(request, timeout=self.start_seconds).close()
 
     def _run(self, program: str, *arguments: str) -> None:
         configured = () if program.endswith("tool") else ("-c", str(self._configuration))
         command = [program, *configured, *arguments]
-        done = subprocess.run(command, capture_output=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=self.start_seconds, check=False)
         if done.returncode:
             raise RuntimeError(f"{program}: {done.stderr.decode()[-2000:]}")
 

@@ -58,7 +58,7 @@ class Cable:
 
     def __init__(self, names: tuple[str, str]) -> None:
         self.names = names
-        self.cut()
+        self._remove_namespaces()
         for name in names:
             _ip("netns", "add", name)
         self._process = subprocess.Popen(
@@ -87,10 +87,9 @@ class Cable:
         """Remove it, and the namespaces."""
         self._process.kill()
         self._process.wait()
-        self.cut()
+        self._remove_namespaces()
 
-    def cut(self) -> None:
-        """Remove the namespaces, if there are any."""
+    def _remove_namespaces(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 

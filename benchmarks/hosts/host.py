@@ -40,7 +40,6 @@ class Host:
         disk: str | None,
         store: dict[str, Any] | None,
         deadline_s: float,
-        host_bytes: str = "256MiB",
     ) -> None:
         self._tokens = tokens
         model = ModelConfig(
@@ -53,7 +52,7 @@ class Host:
         if store is not None:
             tiers.append(store)
         offload = {
-            "cpu_bytes_to_use": host_bytes,
+            "cpu_bytes_to_use": "256MiB",
             "identity": {"model": "random", "layers": 8, "width": 512},
             "block_size": CHUNK_TOKENS,
             "deadline_s": deadline_s,

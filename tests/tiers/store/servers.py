@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -23,43 +25,37 @@ __all__ = [
     "redis_server",
 ]
 
+_S = TypeVar("_S")
+
 
 @contextlib.contextmanager
-def redis_server(*options: str) -> Iterator[RedisServer]:
+def _running(start: Callable[[Path], _S], end: Callable[[_S], None]) -> Iterator[_S]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = start(Path(folder))
+        try:
+            yield server
+        finally:
+            end(server)
+
+
+def redis_server(*options: str) -> AbstractContextManager[RedisServer]:
     """A server for a while; skips the test where redis-server is not installed."""
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        server = RedisServer(Path(folder), *options)
-        try:
-            yield server
-        finally:
-            server.stop()
+    return _running(lambda folder: RedisServer(folder, *options), RedisServer.stop)
 
 
-@contextlib.contextmanager
-def mooncake_master() -> Iterator[MooncakeMaster]:
+def mooncake_master() -> AbstractContextManager[MooncakeMaster]:
     """A master for a while; skips the test where the package cannot be used."""
     # Without Debian's libibverbs1, libnl and librdmacm1 it is there and cannot be loaded.
     pytest.importorskip("mooncake.store", exc_type=ImportError)
-    with tempfile.TemporaryDirectory() as folder:
-        master = MooncakeMaster(Path(folder))
-        try:
-            yield master
-        finally:
-            master.stop()
+    return _running(MooncakeMaster, MooncakeMaster.stop)
 
 
-@contextlib.contextmanager
-def ceph_gateway() -> Iterator[CephGateway]:
+def ceph_gateway() -> AbstractContextManager[CephGateway]:
     """An S3 server for a while; skips the test where Ceph is not installed."""
     pytest.importorskip("obstore")
     if not is_installed():
         pytest.skip("Ceph (ceph-mon, ceph-osd, radosgw) is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        server = CephGateway(Path(folder))
-        try:
-            yield server
-        finally:
-            server.end()
+    return _running(CephGateway, CephGateway.end)
