@@ -6,7 +6,8 @@ Many users at once ask for prompts of which host memory holds a few, the disk th
 rest, and nobody the last two chunks. Three ways to ask take turns in one store, each
 with and without names of requests: `get` alone; `resolve`, then `get` of what was
 found; `lookup_prefix` again and again, then `get`. What counts is the ratio to `get`
-alone in the same run.
+alone in the same run. With `--spans` the question is what spans cost: `get` over two such
+stores in turns, one of which tells OpenTelemetry's SDK of everything.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 import kvstore
 from kvstore.store import Store
@@ -85,26 +92,40 @@ async def measure(
     return requests / taken, found / asked
 
 
-async def run(options: argparse.Namespace, folder: str) -> None:
-    """Fill a store, then let the ways take turns."""
+def prompts_of(options: argparse.Namespace) -> list[list[bytes]]:
+    """The keys of each prompt."""
+    return [
+        [hashlib.sha256(f"{n}/{depth}".encode()).digest() for depth in range(options.length)]
+        for n in range(options.prompts)
+    ]
+
+
+def config_of(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """A store with room for a part in host memory, and for all on disk."""
     size = options.chunk_kib * 1024
     total = options.prompts * options.length
-    config = {
+    return {
         "chunk_bytes": size,
         "cpu_bytes_to_use": int(total * options.host) * size,
         "tiers": [{"type": "disk", "path": folder, "capacity_bytes": 2 * total * size + 2**28}],
     }
-    prompts = [
-        [hashlib.sha256(f"{n}/{depth}".encode()).digest() for depth in range(options.length)]
-        for n in range(options.prompts)
-    ]
+
+
+async def fill(store: Store, prompts: list[list[bytes]]) -> None:
+    """Put all of them, and wait until they are on disk."""
+    data = bytes(store.chunk_bytes)
+    for keys in prompts:
+        await store.put(keys, [data] * len(keys))
+    await store.flush()
+
+
+async def run(options: argparse.Namespace, folder: str) -> None:
+    """Fill a store, then let the ways take turns."""
+    prompts = prompts_of(options)
     rates: dict[tuple[str, bool], list[float]] = {}
     hits: dict[tuple[str, bool], list[float]] = {}
-    async with kvstore.open(config) as store:
-        data = bytes(size)
-        for keys in prompts:
-            await store.put(keys, [data] * len(keys))
-        await store.flush()
+    async with kvstore.open(config_of(options, folder)) as store:
+        await fill(store, prompts)
         for _, named, (way, ask) in itertools.product(
             range(options.rounds), (False, True), WAYS.items()
         ):
@@ -125,6 +146,58 @@ async def run(options: argparse.Namespace, folder: str) -> None:
         print(json.dumps(row), flush=True)
 
 
+class Counting(SpanExporter):
+    """Takes spans and drops them.
+
+    Attributes:
+        spans: how many came.
+    """
+
+    def __init__(self) -> None:
+        self.spans = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += len(spans)
+        return SpanExportResult.SUCCESS
+
+
+async def run_spans(options: argparse.Namespace, folder: str) -> None:
+    """Two stores, with and without spans, take turns."""
+    exporter = Counting()
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    prompts = prompts_of(options)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    seconds = 0.0
+    async with AsyncExitStack() as stack:
+        stores: dict[bool, Store] = {}
+        for spans in rates:
+            config = {**config_of(options, f"{folder}/{spans}"), "spans": spans}
+            stores[spans] = await stack.enter_async_context(kvstore.open(config))
+            await fill(stores[spans], prompts)
+        provider.force_flush()
+        before = exporter.spans
+        for number in range(2 * options.rounds):
+            spans = bool(number % 2)
+            rate, _ = await measure(
+                stores[spans], get, prompts, options.users, options.seconds, named=True
+            )
+            rates[spans].append(rate)
+            seconds += options.seconds * spans
+        provider.force_flush()
+        made = exporter.spans - before
+    ratios = [on / off for off, on in zip(rates[False], rates[True], strict=True)]
+    row = {
+        "requests_per_s": round(statistics.median(rates[False]), 1),
+        "with_spans": round(statistics.median(rates[True]), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(each, 3) for each in sorted(ratios)],
+        "spans_per_s": round(made / seconds),
+    }
+    print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -136,9 +209,10 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=0.1, help="part that host memory holds")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spans", action="store_true", help="what spans cost")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvstore-", dir=options.folder) as folder:
-        asyncio.run(run(options, folder))
+        asyncio.run((run_spans if options.spans else run)(options, folder))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.answers import MOST_ANSWERS
+from kvstore.core.spans import Spans
+from kvstore.core.stats import tier_names
 from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
@@ -24,7 +26,18 @@ from tiers.disk import DiskTier, PeerLanes
 from tiers.disk.namespace import Namespace
 from tiers.pinned import round_to_page
 
-__all__ = ["Assembly", "assemble", "namespace_of", "open_tiers", "recency_of", "rows_for"]
+if TYPE_CHECKING:
+    from kvstore.tracing import SpanWriter
+
+__all__ = [
+    "Assembly",
+    "assemble",
+    "namespace_of",
+    "open_tiers",
+    "recency_of",
+    "rows_for",
+    "spans_of",
+]
 
 
 @dataclass(slots=True)
@@ -37,11 +50,12 @@ class Assembly:
     description: str
     recorder: Recorder | None = None
     notice: Notice | None = None
+    spans: SpanWriter | None = None
 
     @property
     def beside(self) -> list[Beside]:
         """What is to run beside the engine."""
-        return [one for one in (self.recorder, self.notice) if one is not None]
+        return [one for one in (self.recorder, self.notice, self.spans) if one is not None]
 
     def recency(self) -> list[list[tuple[bytes, int]]]:
         """For each tier its (key, slot), coldest first."""
@@ -134,7 +148,25 @@ def _assemble(
         for volume in tier.volumes
     ]
     notice = Notice(core, lanes) if lanes else None
-    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, notice)
+    spans = spans_of(config, views, core.spans, chunk_bytes)
+    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, notice, spans)
+
+
+def spans_of(
+    config: Config, views: Sequence[TierView], spans: Spans, chunk_bytes: int
+) -> SpanWriter | None:
+    """Who tells OpenTelemetry of `spans`, if `config` wants it.
+
+    Raises:
+        ConfigError: if OpenTelemetry is not installed.
+    """
+    if not config.spans:
+        return None
+    # Imported where it is needed: most configurations want none.
+    from kvstore.tracing import SpanWriter
+
+    spans.want()
+    return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 
 def namespace_of(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvstore.background import DETACH_SECONDS
 from kvstore.engine import Engine
+from kvstore.types import about
 
 __all__ = ["end_engine"]
 
@@ -34,7 +35,9 @@ async def end_engine(
     closing = loop.create_task(engine.close(recency))
     while not await _ended(closing, deadline - time.monotonic()) or closing.cancelled():
         if not closing.done():
-            logger.warning("a tier does not answer and is left behind")
+            logger.warning(
+                "a tier does not answer and is left behind", extra=about("tier.left_behind")
+            )
             await _ended(loop.create_task(engine.detach()), 2 * DETACH_SECONDS)
             await _ended(closing, DETACH_SECONDS)
             return False

@@ -174,6 +174,7 @@ class Config:
         pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
         record_trace: file in which what requests ask for is recorded, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
+        spans: whether OpenTelemetry is told of waits and moves, see `kvstore.tracing`.
     """
 
     cpu_bytes_to_use: int
@@ -195,6 +196,7 @@ class Config:
     pinned_share: float = 0.5
     record_trace: Path | None = None
     record_trace_bytes: int = 2**30
+    spans: bool = False
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
@@ -511,6 +513,7 @@ _CONFIG: Mapping[str, _Check] = {
     "pinned_share": _share(0.9),
     "record_trace": _optional(_path("file")),
     "record_trace_bytes": _size(MIN_RECORDING),
+    "spans": _flag,
 }
 
 _REQUIRED: Mapping[type, tuple[str, ...]] = {

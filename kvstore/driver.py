@@ -6,12 +6,16 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvstore.core import Core
 from kvstore.engine import Beside, Engine
 from kvstore.errors import KVStoreError
 from kvstore.home import Home
 from tiers import Tier
+
+if TYPE_CHECKING:
+    from kvstore.tracing import SpanWriter
 
 __all__ = ["Driver"]
 
@@ -32,9 +36,15 @@ class Driver:
     """
 
     def __init__(
-        self, core: Core, tiers: Sequence[Tier], home: Home, beside: Sequence[Beside] = ()
+        self,
+        core: Core,
+        tiers: Sequence[Tier],
+        home: Home,
+        beside: Sequence[Beside] = (),
+        spans: SpanWriter | None = None,
     ) -> None:
         self._core = core
+        self._spans = spans
         self._home = home
         self.engine = Engine(tiers, self.pump, beside)
         self.engine.begin()
@@ -76,6 +86,8 @@ class Driver:
     def flush(self) -> None:
         """End the step: start what is due."""
         self.engine.start(self._core.flush(time.monotonic()))
+        if self._spans is not None:
+            self._spans.write(self._core.spans.take())
         if self._core.behind and not self._going_on:
             # What this step has left over is done as soon as others had their turn.
             self._going_on = True

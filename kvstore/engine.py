@@ -15,12 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvstore.background import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
-from kvstore.types import NO_MOVE, Completion, Move, Op
+from kvstore.logs import warn_with
+from kvstore.types import NO_MOVE, Completion, Move, Op, about
 from tiers.base import Tier
 
 __all__ = ["Beside", "Engine", "EngineThread"]
@@ -32,6 +33,8 @@ COMPANION_SECONDS = 5.0
 """How long what runs beside the engine gets to end."""
 
 logger = logging.getLogger("kvstore.engine")
+
+T = TypeVar("T")
 
 
 class Beside(Protocol):
@@ -65,7 +68,7 @@ class Engine:
         self._tiers = tiers
         self._beside = beside
         self._on_completion = on_completion
-        self._complaints = Complaints(logger.warning)
+        self._complaints = Complaints(warn_with(logger))
         self._done: deque[Completion] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._followers: list[asyncio.Task[None]] = []
@@ -123,7 +126,11 @@ class Engine:
                 await tier.close(order)
             except Exception:
                 # A tier has no business raising here either; the others must still be closed.
-                logger.exception("%s cannot be closed", tier.description)
+                logger.exception(
+                    "%s cannot be closed",
+                    tier.description,
+                    extra=about("tier.not_closed", tier=tier.description),
+                )
 
     async def detach(self) -> None:
         """Give up on calls that do not return, so that the loop can end.
@@ -140,7 +147,9 @@ class Engine:
             await one.run()
         except Exception:
             # Nobody is served worse for it.
-            logger.exception("what runs beside the engine has ended")
+            logger.exception(
+                "what runs beside the engine has ended", extra=about("engine.companion_ended")
+            )
 
     async def _follow(self, index: int, tier: Tier) -> None:
         what = "cannot follow the lanes of other processes"
@@ -151,7 +160,11 @@ class Engine:
             except Exception as error:
                 # What was known of them stays true or fails its digest; the next look may go well.
                 if self._complaints.failed(what, repr(error), time.monotonic()):
-                    logger.error("it was raised here", exc_info=error)
+                    logger.error(
+                        "it was raised here",
+                        exc_info=error,
+                        extra=about("engine.raised", error=error),
+                    )
                 continue
             self._complaints.went_well(
                 what, "the lanes of other processes are followed again", time.monotonic()
@@ -192,8 +205,12 @@ class Engine:
         if move.op is Op.CASCADE and raised is None:
             return
         failed = max(1, completion.ok.count(False))
-        if self._complaints.failed(what, completion.error, now, failed) and raised is not None:
-            logger.error("it was raised here", exc_info=raised)
+        tier = self._tiers[move.tier].description
+        told = self._complaints.failed(what, completion.error, now, failed, tier=tier)
+        if told and raised is not None:
+            logger.error(
+                "it was raised here", exc_info=raised, extra=about("engine.raised", error=raised)
+            )
 
     async def _perform(self, move: Move) -> Completion:
         tier = self._tiers[move.tier]
@@ -250,6 +267,11 @@ class EngineThread:
         if moves:
             self._loop.call_soon_threadsafe(self._engine.start, moves)
 
+    def tell(self, call: Callable[[T], None], what: T) -> None:
+        """Make a call on the thread, after what was submitted before."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(call, what)
+
     def take(self) -> list[Completion]:
         """Completions that were not taken yet."""
         self._arrived.clear()
@@ -270,7 +292,7 @@ class EngineThread:
             try:
                 self._loop.call_later(do(), again)
             except Exception:
-                logger.exception("upkeep ends")
+                logger.exception("upkeep ends", extra=about("engine.upkeep_ended"))
 
         self._loop.call_soon_threadsafe(again)
 
@@ -295,7 +317,11 @@ class EngineThread:
             closing.result(timeout)
             return True
         except TimeoutError:
-            logger.warning("a tier did not finish within %.0f s and is left behind", timeout)
+            logger.warning(
+                "a tier did not finish within %.0f s and is left behind",
+                timeout,
+                extra=about("tier.left_behind", seconds=timeout),
+            )
             return False
         finally:
             self._thread.end()

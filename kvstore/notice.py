@@ -18,6 +18,7 @@ from pathlib import Path
 from kvstore.core import Core
 from kvstore.core.tier import TierView
 from kvstore.daemons import Daemons
+from kvstore.types import about
 from tiers.disk.retained import Retained, forget_retained, write_retained
 
 __all__ = ["Notice"]
@@ -102,5 +103,7 @@ class Notice:
                 if not self._complained:
                     self._complained = True
                     logger.warning(
-                        "kvstore inspect cannot be told what is retained: %s", error.strerror
+                        "kvstore inspect cannot be told what is retained: %s",
+                        error.strerror,
+                        extra=about("notice.failed", error=error.strerror),
                     )

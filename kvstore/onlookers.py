@@ -14,6 +14,7 @@ from functools import partial
 
 from kvstore.home import Home
 from kvstore.leases import Chunks
+from kvstore.types import about
 
 __all__ = ["Onlookers"]
 
@@ -60,7 +61,8 @@ class Onlookers:
             if not self.outlived:
                 logger.warning(
                     "an array made from a leased chunk has outlived its lease: its row stays "
-                    "pinned until nobody looks at it (told once; stats: outlived, watched_rows)"
+                    "pinned until nobody looks at it (told once; stats: outlived, watched_rows)",
+                    extra=about("lease.outlived"),
                 )
             self.outlived += len(views)
             self._pins.update((era, key) for key in views)

@@ -26,6 +26,7 @@ from aiofiles.threadpool import wrap
 from kvstore.daemons import Daemons
 from kvstore.errors import ConfigError
 from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
+from kvstore.types import about
 
 __all__ = ["MOST_QUEUED", "Recorder"]
 
@@ -101,13 +102,22 @@ class Recorder:
                         stopped = await self._stopped.wait()
                 await self._write()
         except OSError as error:
-            logger.warning("record_trace ends: %s: %s", self.path, error.strerror)
+            logger.warning(
+                "record_trace ends: %s: %s",
+                self.path,
+                error.strerror,
+                extra=about("recorder.ended", path=self.path, error=error.strerror),
+            )
             self._went -= MOST_QUEUED
             self._queue.clear()
         finally:
             self.abandon()
             if self.dropped:
-                logger.warning("record_trace: %d requests were not recorded", self.dropped)
+                logger.warning(
+                    "record_trace: %d requests were not recorded",
+                    self.dropped,
+                    extra=about("recorder.dropped", requests=self.dropped),
+                )
 
     def stop(self) -> None:
         """Let `run` end. Called on its loop."""

@@ -6,13 +6,15 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvstore.assembly import open_tiers, recency_of
+from kvstore.assembly import open_tiers, recency_of, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
 from kvstore.core.job import JobEnd
 from kvstore.core.jobs import Jobs
 from kvstore.engine import EngineThread
+from kvstore.logs import warn_with
 from kvstore.stepper import IDLE_STEP_SECONDS, WAIT_SECONDS
+from kvstore.types import about
 from tiers import Tier
 from tiers.disk.namespace import Namespace
 from tiers.lent import LentRegion
@@ -67,9 +69,11 @@ class JobRunner:
                 deadline=config.deadline_s,
                 max_wait=config.max_wait_s,
                 events=events,
-                log=logger.warning,
+                log=warn_with(logger),
             )
-            self._engine = EngineThread(tiers)
+            self._spans = spans_of(config, views, self._jobs.spans, chunk_bytes)
+            beside = [] if self._spans is None else [self._spans]
+            self._engine = EngineThread(tiers, beside)
         except BaseException:
             for tier in tiers:
                 tier.abandon()
@@ -103,7 +107,7 @@ class JobRunner:
     def end_step(self) -> None:
         """Start what is due. A step that had nothing to do but wait waits for a moment."""
         now = time.monotonic()
-        self._engine.submit(self._jobs.flush(now))
+        self._hand_over(now)
         if len(self._jobs) and self._jobs.in_flight and now - self._ended < IDLE_STEP_SECONDS:
             self._engine.wait(WAIT_SECONDS)
             now = time.monotonic()
@@ -118,7 +122,11 @@ class JobRunner:
         while self._go_on():
             if time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
-                logger.warning("%d jobs have not ended: host memory is in use", len(self._jobs))
+                logger.warning(
+                    "%d jobs have not ended: host memory is in use",
+                    len(self._jobs),
+                    extra=about("store.busy", jobs=len(self._jobs)),
+                )
 
     def close(self, seconds: float) -> bool:
         """Finish the jobs, within `seconds`, and close the tiers.
@@ -134,13 +142,19 @@ class JobRunner:
             while time.monotonic() < end and self._go_on():
                 pass
         except Exception:
-            logger.exception("chunks that were not copied yet are lost")
+            logger.exception(
+                "chunks that were not copied yet are lost", extra=about("store.unsaved")
+            )
         try:
             left = max(0.1, end - time.monotonic())
             return self._engine.close(recency_of(self._jobs.tiers), left)
         finally:
             self._region.close()
-            logger.info("kvstore: closed, %d chunks not copied", self._jobs.unsaved)
+            logger.info(
+                "kvstore: closed, %d chunks not copied",
+                self._jobs.unsaved,
+                extra=about("store.closed", unsaved=self._jobs.unsaved),
+            )
 
     def stats(self) -> list[TierStats]:
         """Counters and gauges of each tier."""
@@ -153,12 +167,17 @@ class JobRunner:
         """Keys that appeared on the tier, or (True) left it, since the last call, in order."""
         return self._jobs.target.index.history.take()
 
+    def _hand_over(self, now: float) -> None:
+        self._engine.submit(self._jobs.flush(now))
+        if self._spans is not None and (taken := self._jobs.spans.take()):
+            self._engine.tell(self._spans.write, taken)
+
     def _go_on(self) -> bool:
         """Make a step, and wait for a moment; whether there are jobs left."""
         now = time.monotonic()
         self._jobs.poll(now, self._engine.take())
         if not len(self._jobs):
             return False
-        self._engine.submit(self._jobs.flush(now))
+        self._hand_over(now)
         self._engine.wait(LOOK_SECONDS)
         return True

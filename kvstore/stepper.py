@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvstore.assembly import Assembly
 from kvstore.engine import EngineThread
+from kvstore.types import about
 
 __all__ = ["Stepper"]
 
@@ -55,6 +56,7 @@ class Stepper:
         self._assembly = assembly
         self.core = assembly.core
         self.engine = _engine_over(assembly)
+        self._spans = assembly.spans
         self.turn = threading.RLock()
         self.begun = False
         self._steady = self.ends_told = steady
@@ -74,6 +76,8 @@ class Stepper:
     def hand_over(self) -> None:
         """Start what is due; the step goes on."""
         self.engine.submit(self.core.flush(time.monotonic()))
+        if self._spans is not None and (taken := self.core.spans.take()):
+            self.engine.tell(self._spans.write, taken)
 
     def absorb(self) -> None:
         """Take in what has ended; the step goes on."""
@@ -113,16 +117,22 @@ class Stepper:
         try:
             self._save(end)
         except Exception:
-            logger.exception("chunks that were not copied yet are lost")
+            logger.exception(
+                "chunks that were not copied yet are lost", extra=about("store.unsaved")
+            )
         try:
             left = max(0.1, end - time.monotonic())
             return self.engine.close(self._assembly.recency(), left)
         except Exception:
             # The memory stays: a tier may still use it.
-            logger.exception("the tiers could not be closed")
+            logger.exception("the tiers could not be closed", extra=about("tier.not_closed"))
             return False
         finally:
-            logger.info("kvstore: closed, %d chunks not copied", self.core.unsaved)
+            logger.info(
+                "kvstore: closed, %d chunks not copied",
+                self.core.unsaved,
+                extra=about("store.closed", unsaved=self.core.unsaved),
+            )
 
     def _save(self, end: float) -> None:
         """Copy what is on its way to the tiers, until `end` at most."""

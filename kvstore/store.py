@@ -20,10 +20,11 @@ from kvstore.driver import Driver
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.leases import Chunks, Lease
+from kvstore.logs import warn_with
 from kvstore.onlookers import Onlookers
 from kvstore.prompts import Prompt, Prompts
 from kvstore.puts import COPY_INLINE_BYTES, Puts
-from kvstore.types import Event
+from kvstore.types import Event, about
 from kvstore.waits import within
 from kvstore.windows import Windows
 
@@ -61,7 +62,9 @@ async def start(config: Config | Mapping[str, Any]) -> Store:
     if checked.chunk_bytes is None:
         raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
     store = Store(checked, await build(checked, checked.chunk_bytes))
-    logger.info("kvstore: %s", store.description)
+    logger.info(
+        "kvstore: %s", store.description, extra=about("store.opened", description=store.description)
+    )
     return store
 
 
@@ -89,10 +92,11 @@ class Store:
         self._config = config
         self._assembly = assembly
         self._core = assembly.core
-        self._core.log_to(logger.warning)
+        self._core.log_to(warn_with(logger))
         self._region = assembly.region
         self._home = Home()
-        self._driver = Driver(self._core, assembly.tiers, self._home, assembly.beside)
+        self._spans = assembly.spans
+        self._driver = Driver(self._core, assembly.tiers, self._home, assembly.beside, self._spans)
         self._prompts = Prompts(
             self._core, config.lease_s, self._record if assembly.recorder is not None else None
         )
@@ -523,7 +527,10 @@ class Store:
             if answer is not None or (waiting and self._core.is_waiting(prompt.id)):
                 return answer, False
         self._driver.begin()
-        return self._core.lookup_prefix(keys, prompt.id), True
+        answer = self._core.lookup_prefix(keys, prompt.id)
+        if self._spans is not None and answer is None and not waiting:
+            self._spans.belongs(prompt.id)
+        return answer, True
 
     async def _begin_lease(
         self, keys: list[bytes], request: str | None, held: list[tuple[Prompt, int]]

@@ -198,3 +198,32 @@ class TierPlace:
     namespace: str
     identity: Mapping[str, Any]
     chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """What one line of the log says, and what it names, for those whose logs are searched.
+
+    Attributes:
+        event: what happened, in words that stay the same: ``tier.away``.
+        text: the line.
+        about: what it names, by name: the tier, the error, how many, how long.
+    """
+
+    event: str
+    text: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def about(event: str, **named: object) -> dict[str, object]:
+    """The attributes of a log record, for the `extra` of `logging`: see `LogLine`.
+
+    Each begins with ``kvstore.``. What is neither a number nor a truth value is told as text.
+    """
+    told = {
+        name: each if isinstance(each, (int, float)) else str(each) for name, each in named.items()
+    }
+    return {"kvstore.event": event, **{f"kvstore.{name}": each for name, each in told.items()}}

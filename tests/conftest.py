@@ -10,8 +10,12 @@ import pytest
 from kvstore.core.chunk import Life
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
+
+    from tests.exported import Exported
 
 ENGINES = [
     f"tests/vllm/test_{name}.py"
@@ -38,6 +42,15 @@ workers the second has the other engines first: a third would need launchers of 
 
 # What the tables of a chunk's life lack is an error here; in service it is counted.
 Life.raises = True
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
+    """An SDK of OpenTelemetry that keeps what is exported, for one test alone."""
+    pytest.importorskip("opentelemetry.sdk")
+    from tests.exported import exporting
+
+    yield from exporting(monkeypatch)
 
 
 ENGINE_SECONDS = 900

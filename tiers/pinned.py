@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.types import about
 from tiers.headroom import available_bytes
 from tiers.pages import (
     HUGE_PAGE,
@@ -169,7 +170,10 @@ class PinnedRegion:
         if self._registration is None:
             runtime = cuda_runtime()
             if runtime is None:
-                logger.info("there is no CUDA device: host memory is not pinned")
+                logger.info(
+                    "there is no CUDA device: host memory is not pinned",
+                    extra=about("host.no_device"),
+                )
                 return False
             registration = Registration.of(runtime, self.address, self.rows, self.row_bytes)
             if registration is None:
@@ -219,7 +223,11 @@ class PinnedRegion:
         if self.size >= WORTH_A_LINE:
             pace = self.size / 1e9 / max(seconds, 1e-9)
             logger.info(
-                "%.2f GB of host memory ready in %.2f s (%.1f GB/s)", self.size / 1e9, seconds, pace
+                "%.2f GB of host memory ready in %.2f s (%.1f GB/s)",
+                self.size / 1e9,
+                seconds,
+                pace,
+                extra=about("host.ready", bytes=self.size, seconds=seconds),
             )
 
 

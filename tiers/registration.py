@@ -12,6 +12,8 @@ import logging
 import time
 from typing import Any, Protocol
 
+from kvstore.types import about
+
 __all__ = ["CudaRuntime", "Registration", "Runtime", "cuda_runtime"]
 
 logger = logging.getLogger("kvstore.host")
@@ -78,6 +80,7 @@ class Registration:
                     offset + part,
                     size,
                     code,
+                    extra=about("host.not_pinned", error=code),
                 )
                 return None
             registration._addresses.append(address + offset)
@@ -88,11 +91,13 @@ class Registration:
             seconds,
             size / 1e9 / max(seconds, 1e-9),
             len(registration._addresses),
+            extra=about("host.pinned", bytes=size, seconds=seconds),
         )
         if not registration.kernels_read:
             logger.warning(
                 "kernels cannot read pinned host memory on this system (as on WSL2): "
-                "the device's copy engine does all copies"
+                "the device's copy engine does all copies",
+                extra=about("host.kernels_cannot_read"),
             )
         return registration
 
@@ -108,6 +113,7 @@ class Registration:
                     "as this process lives",
                     address,
                     code,
+                    extra=about("host.not_unpinned", error=code),
                 )
 
 
@@ -115,7 +121,7 @@ def _checked(call: Any, *arguments: int) -> int:
     try:
         return int(call(*arguments))
     except Exception:
-        logger.exception("a call of the CUDA runtime failed")
+        logger.exception("a call of the CUDA runtime failed", extra=about("host.cuda_failed"))
         return -1
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import KVStoreError
+from kvstore.types import about
 
 if TYPE_CHECKING:
     from kvstore.device import CudaCopies, HostCopies, Ticket
@@ -31,7 +32,13 @@ def _nothing() -> None:
 
 def _no_way(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
     """A transfer that the handler does not take."""
-    logger.error("job %d: no way from %r to %r", job_id, source, target)
+    logger.error(
+        "job %d: no way from %r to %r",
+        job_id,
+        source,
+        target,
+        extra=about("job.refused", job=job_id),
+    )
     return False
 
 
@@ -101,7 +108,7 @@ class HostHandler(OffloadingHandler):
             else:
                 return _no_way(job_id, source, target)
         except (IndexError, ValueError):
-            logger.exception("job %d failed", job_id)
+            logger.exception("job %d failed", job_id, extra=about("job.failed", job=job_id))
             self._done.append(TransferResult(job_id, False))
             return True
         seconds = time.perf_counter() - started
@@ -152,9 +159,16 @@ class CudaHandler(OffloadingHandler):
                 return _no_way(job_id, source, target)
             ticket = copies.store(device, host) if self._store else copies.load(host, device)
         except (IndexError, ValueError, RuntimeError, KVStoreError):
-            logger.exception("job %d could not begin", job_id)
+            logger.exception(
+                "job %d could not begin", job_id, extra=about("job.failed", job=job_id)
+            )
         if ticket is not None and ticket.error:
-            logger.error("job %d: not all of it went to the device (%d)", job_id, ticket.error)
+            logger.error(
+                "job %d: not all of it went to the device (%d)",
+                job_id,
+                ticket.error,
+                extra=about("job.failed", job=job_id),
+            )
         self._queue.append((job_id, ticket))
         return True
 
@@ -168,7 +182,9 @@ class CudaHandler(OffloadingHandler):
                 seconds = ticket.seconds if ticket is not None and not ticket.error else 0.0
             except Exception:
                 # A device that has failed says so to whatever it is asked, and copies nothing more.
-                logger.exception("job %d: the device does not answer", job)
+                logger.exception(
+                    "job %d: the device does not answer", job, extra=about("device.silent", job=job)
+                )
                 ticket = None
             self._queue.popleft()
             if ticket is None or ticket.error:
@@ -191,5 +207,8 @@ class CudaHandler(OffloadingHandler):
         try:
             copies.shutdown()
         except Exception:
-            logger.exception("the device does not answer; its rows are given back all the same")
+            logger.exception(
+                "the device does not answer; its rows are given back all the same",
+                extra=about("device.silent"),
+            )
         self._release()

@@ -16,6 +16,7 @@ from kvstore.connector.mediums import LoadStoreSpec
 from kvstore.connector.spec import OffloadingSpec
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.errors import KVStoreError
+from kvstore.types import about
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +136,11 @@ class ConnectorWorker:
                 continue
             places = source.medium(), target.medium()
             logger.error(
-                "transfer %d of request %s was refused: %s to %s", number, job.req_id, *places
+                "transfer %d of request %s was refused: %s to %s",
+                number,
+                job.req_id,
+                *places,
+                extra=about("transfer.refused", transfer=number, request=job.req_id),
             )
             self._refused.append(number)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.types import LogLine
+
 __all__ = ["FIRST_PAUSE", "LAST_PAUSE", "Absence"]
 
 FIRST_PAUSE = 1.0
@@ -29,7 +31,7 @@ class Absence:
         self._failures = 0
         self._trying = False
 
-    def failed(self, now: float, error: str | None) -> str | None:
+    def failed(self, now: float, error: str | None) -> LogLine | None:
         """A call failed. Returns a line for the log, if there is one."""
         if self.away and not self._trying:
             # It was begun before that was known.
@@ -39,15 +41,16 @@ class Absence:
         self._failures += 1
         if known:
             return None
-        return f"tier {self._name} is away: {error}; its chunks are misses until it answers"
+        text = f"tier {self._name} is away: {error}; its chunks are misses until it answers"
+        return LogLine("tier.away", text, {"tier": self._name, "error": error})
 
-    def ended(self) -> str | None:
+    def ended(self) -> LogLine | None:
         """A call went well. Returns a line for the log, if there is one."""
         if not self.away:
             return None
         self._failures = 0
         self.away = self._trying = False
-        return f"tier {self._name} is back"
+        return LogLine("tier.back", f"tier {self._name} is back", {"tier": self._name})
 
     def try_now(self, now: float) -> bool:
         """Whether a call is to be made now that tries it; then none besides until it has ended."""

@@ -17,7 +17,7 @@ from kvstore.core.index import Index
 from kvstore.core.peer import Unordered
 from kvstore.core.slots import RETRY_PAUSE
 from kvstore.core.stats import TierStats
-from kvstore.types import Changes, Completion, Move, Op, RecoveredTier
+from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
 from policies.admission import AdmissionFilter
 
 __all__ = ["NOWHERE", "AskedTier"]
@@ -94,7 +94,7 @@ class AskedTier(CopyQueue):
         self.count("asked", len(keys))
         return Move(-1, Op.ASK, self.number, list(keys))
 
-    def ended(self, move: Move, completion: Completion, now: float) -> str | None:
+    def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
         """A question or a promotion has ended. Returns a line for the log, if there is one."""
         self._now = now
         if move.op is Op.ASK:
@@ -210,7 +210,7 @@ class AskedTier(CopyQueue):
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[LogLine], bool]:
         """Notice how it does, once a step: see `Health.watch`. Old answers are forgotten."""
         self._now = now
         answers, index = self.answers, self.index

@@ -11,7 +11,7 @@ from kvstore.core.copied import take_in
 from kvstore.core.flow import Flow
 from kvstore.core.pool import HostPool
 from kvstore.core.tier import CopyTarget, TierView
-from kvstore.types import Completion, Move, Op
+from kvstore.types import Completion, LogLine, Move, Op
 
 __all__ = ["CASCADE_BATCH", "Cascades"]
 
@@ -35,7 +35,7 @@ class Cascades:
         self,
         pool: HostPool,
         tiers: Sequence[TierView],
-        log: Callable[[str], None],
+        log: Callable[[LogLine], None],
         budget: Budget,
         hidden: Collection[bytes] = (),
     ) -> None:

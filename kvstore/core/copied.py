@@ -32,10 +32,12 @@ def take_in(
         target.not_copied(failed, now)
     what = f"tier {target.name} cannot store now"
     if failed and target.health.ailing:
-        complaints.failed(what, completion.error, now, len(failed))
+        complaints.failed(what, completion.error, now, len(failed), tier=target.name)
         return True
     if failed:
-        complaints.failed(f"a device of {what}", completion.error, now, len(failed))
+        of_device = f"a device of {what}"
+        complaints.failed(of_device, completion.error, now, len(failed), tier=target.name)
     elif target.health.recovered(now):
-        complaints.went_well(what, f"tier {target.name} stores again", now)
+        again = f"tier {target.name} stores again"
+        complaints.went_well(what, again, now, tier=target.name)
     return False

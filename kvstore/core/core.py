@@ -42,13 +42,14 @@ from kvstore.core.recompute import Average
 from kvstore.core.removals import Removal, Removals
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.room import Room
+from kvstore.core.spans import Spans
 from kvstore.core.stats import CoreStats
 from kvstore.core.stores import StoreGrant, Stores
 from kvstore.core.tier import TierView
 from kvstore.core.transfers import Transfers
 from kvstore.core.uses import Uses
 from kvstore.core.victims import Victims
-from kvstore.types import Completion, Event, Move
+from kvstore.types import Completion, Event, LogLine, Move
 
 __all__ = ["Core"]
 
@@ -65,6 +66,7 @@ class Core:
         hidden: keys that are being removed.
         pins: chunks that stay for a while. prefetches: those that are fetched unasked.
         demotions: those that shall leave host memory.
+        spans: waits and moves, one by one, once they are wanted.
         era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
@@ -109,7 +111,8 @@ class Core:
         self._compute_pace = recompute
         self.budget = Budget(pace, pool.policy.effort, efforts)
         self._requests = Requests()
-        self.queue = WaitQueue(pool, deadline=deadline, max_wait=max_wait, lease=lease)
+        self.spans = Spans()
+        self.queue = WaitQueue(pool, self.spans, deadline=deadline, max_wait=max_wait, lease=lease)
         self._positions = Positions()
         self._victims = Victims(pool, self.budget)
         self._uses = Uses(pool, self.tiers, self._victims, self.budget)
@@ -132,7 +135,14 @@ class Core:
         self.prefetches = Prefetches(pool, self.tiers, self.queue, self.grants)
         self.demotions = Demotions(pool, self.tiers, self.cascades, self._victims, self.pins)
         self.transfers = Transfers(
-            pool, self.tiers, self.queue, self.cascades, self._log, self._removals, self.pins
+            pool,
+            self.tiers,
+            self.queue,
+            self.cascades,
+            self._log,
+            self._removals,
+            self.pins,
+            self.spans,
         )
         self._lookups = Lookups(
             pool,
@@ -175,7 +185,7 @@ class Core:
         self._ages = [pool.ages, *(tier.index.ages for tier in self.tiers)]
         pool.begin_step()
 
-    def log_to(self, write: Callable[[str], None]) -> None:
+    def log_to(self, write: Callable[[LogLine], None]) -> None:
         """Where one line per change of a tier's health goes; nowhere by default."""
         self._log.write_to(write)
 
@@ -189,6 +199,7 @@ class Core:
         for ages in self._ages:
             ages.begin_step(now)
         self.budget.begin_step()
+        self.spans.begin_step(now)
         if completions or self._ended:
             self.absorb(completions)
         queue = self.queue
@@ -616,10 +627,12 @@ class Core:
 
     def _tell_lost_events(self) -> None:
         if not self._loss_told:
-            self._log("events are not taken: the oldest are dropped, and counted")
+            text = "events are not taken: the oldest are dropped, and counted"
+            self._log(LogLine("events.lost", text))
         self._loss_told = self._events_lost
 
     def _tell_illegal(self) -> None:
         new, self._illegal = self.illegal - self._illegal, self.illegal
         if new:
-            self._log(f"{new} illegal transitions of chunks were asked for, and not made")
+            text = f"{new} illegal transitions of chunks were asked for, and not made"
+            self._log(LogLine("core.illegal", text, {"count": new}))

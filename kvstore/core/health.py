@@ -12,6 +12,7 @@ from typing import Any
 from kvstore.core.absence import Absence
 from kvstore.core.in_flight import InFlight
 from kvstore.core.recompute import Average, Recompute
+from kvstore.types import LogLine
 
 __all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health"]
 
@@ -100,22 +101,22 @@ class Health:
         """A move has ended; its completion may be taken in later."""
         self._heard = True
 
-    def answered(self) -> str | None:
+    def answered(self) -> LogLine | None:
         """The end of a move was taken in. Returns a line for the log, if there is one."""
         self._heard = True
         if not self.stalled:
             return None
         self.stalled = False
         self._sum_up()
-        return f"tier {self._name} answers again"
+        return self._line("answers", "answers again")
 
-    def failed(self, now: float, error: str | None) -> str | None:
+    def failed(self, now: float, error: str | None) -> LogLine | None:
         """A call failed as a whole. Returns a line for the log, if there is one."""
         message = self.absence.failed(now, error)
         self._sum_up()
         return message
 
-    def went_well(self) -> str | None:
+    def went_well(self) -> LogLine | None:
         """A call went well. Returns a line for the log, if there is one."""
         message = self.absence.ended()
         if message is not None:
@@ -172,7 +173,7 @@ class Health:
         reading: int,
         writing: bool,
         compute: float,
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[LogLine], bool]:
         """Bring everything up to date, once a step.
 
         When the step before lies further back than `deadline`, `elapsed` says
@@ -186,7 +187,7 @@ class Health:
         Returns:
             Lines for the log, and whether those who wait for it shall wait no longer.
         """
-        messages: list[str] = []
+        messages: list[LogLine] = []
         if reading or elapsed >= deadline:
             self._unhindered = now
         if not in_flight and self._calm:
@@ -208,10 +209,11 @@ class Health:
         self._heard = False
         if self._silent >= 2 * deadline and not self.stalled:
             self.stalled = True
-            messages.append(
-                f"tier {self._name} has not answered for {self._silent:.1f} s; "
+            text = (
+                f"has not answered for {self._silent:.1f} s; "
                 "its chunks are misses and nothing is stored there until it does"
             )
+            messages.append(self._line("stalled", text, seconds=self._silent))
         if writing or self.slow:
             self._watch_writing(
                 now, deadline, in_flight.writing_since if writing else None, messages
@@ -233,19 +235,20 @@ class Health:
             self.pace.add(self._arrived, seconds)
 
     def _compare(
-        self, now: float, compute: float, reading: int, since: float | None, messages: list[str]
+        self, now: float, compute: float, reading: int, since: float | None, messages: list[LogLine]
     ) -> bool:
         recompute, read = self.recompute, self.pace.per_chunk
         before = recompute.outpaced
         gives_up = recompute.watch(now, self.pace, compute, reading, since)
         if recompute.outpaced and not before:
             took = f"{read * 1e3:.1f} ms" if read > compute else "longer than that"
-            messages.append(
-                f"tier {self._name} is outpaced: the server computes a chunk in "
-                f"{compute * 1e3:.1f} ms, to read one takes {took}; its chunks are misses"
+            text = (
+                f"is outpaced: the server computes a chunk in {compute * 1e3:.1f} ms, "
+                f"to read one takes {took}; its chunks are misses"
             )
+            messages.append(self._line("outpaced", text, compute_seconds=compute))
         elif before and not recompute.outpaced:
-            messages.append(f"tier {self._name} is sooner than computing again")
+            messages.append(self._line("not_outpaced", "is sooner than computing again"))
         self._sum_up()
         return gives_up
 
@@ -267,17 +270,22 @@ class Health:
         )
 
     def _watch_writing(
-        self, now: float, deadline: float, since: float | None, messages: list[str]
+        self, now: float, deadline: float, since: float | None, messages: list[LogLine]
     ) -> None:
         lasts = 0.0 if since is None else now - max(since, self._unhindered)
         if self._silent < deadline and lasts >= 2 * deadline:
             self._slow_since = now
             if not self.slow:
                 self.slow = True
-                messages.append(
-                    f"tier {self._name} is slow: it has been writing for {lasts:.1f} s; "
+                text = (
+                    f"is slow: it has been writing for {lasts:.1f} s; "
                     "what finds no room is not stored there"
                 )
+                messages.append(self._line("slow", text, seconds=lasts))
         elif self.slow and now - self._slow_since >= SLOW_PAUSE:
             self.slow = False
-            messages.append(f"tier {self._name} is not slow any more")
+            messages.append(self._line("not_slow", "is not slow any more"))
+
+    def _line(self, event: str, text: str, **about: float) -> LogLine:
+        named = {"tier": self._name, **about}
+        return LogLine(f"tier.{event}", f"tier {self._name} {text}", named)

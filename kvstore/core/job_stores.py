@@ -10,7 +10,7 @@ from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.job import Job, JobBook
 from kvstore.core.tier import CopyTarget, TierView
-from kvstore.types import NO_MOVE, Completion, Move, Op, group_of
+from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
 from policies.base import EvictionPolicy
 
 __all__ = ["COPIES_PER_STEP", "STORE_SHARE", "JobStores"]
@@ -37,7 +37,7 @@ class JobStores:
         peers: Sequence[TierView],
         rows: int,
         book: JobBook,
-        log: Callable[[str], None],
+        log: Callable[[LogLine], None],
     ) -> None:
         self._target, self._peers = target, peers
         self._book = book

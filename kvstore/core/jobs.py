@@ -27,8 +27,9 @@ from itertools import compress
 
 from kvstore.core.job import Job, JobBook, JobEnd
 from kvstore.core.job_stores import JobStores
+from kvstore.core.spans import Spans
 from kvstore.core.tier import TierView
-from kvstore.types import NO_MOVE, Completion, Move, Op
+from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 
 __all__ = ["Jobs"]
 
@@ -39,6 +40,7 @@ class Jobs:
     Attributes:
         tiers: where chunks are looked for, in this order.
         target: that of them to which chunks are copied.
+        spans: moves, one by one, once they are wanted.
 
     Args:
         rows: how many rows the server has.
@@ -55,12 +57,13 @@ class Jobs:
         deadline: float,
         max_wait: float,
         events: bool,
-        log: Callable[[str], None],
+        log: Callable[[LogLine], None],
     ) -> None:
         self.tiers = tiers
         (self.target,) = [target for tier in tiers if (target := tier.target) is not None]
         self._deadline, self._max_wait = deadline, max_wait
         self._log = log
+        self.spans = Spans()
         self._book = JobBook()
         peers = [tier for tier in tiers if tier.target is None]
         self._stores = JobStores(self.target, peers, rows, self._book, log)
@@ -182,6 +185,7 @@ class Jobs:
         self._next += 1
         self._moves[move.id] = move
         tier.in_flight.begin(move, now)
+        self.spans.move_began(move, None, now)
         return move
 
     def _complete(self, completion: Completion, now: float) -> None:
@@ -191,6 +195,7 @@ class Jobs:
         move = self._moves.pop(completion.move_id)
         tier = self.tiers[move.tier]
         started = tier.in_flight.end(move, now)
+        self.spans.move_ended(move, completion, now)
         tier.health.heard()
         message = tier.health.answered()
         if message is not None:

@@ -11,7 +11,7 @@ from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.slots import RETRY_PAUSE
 from kvstore.core.stats import TierStats
-from kvstore.types import Changes, Completion, Move, Op, RecoveredTier
+from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
 from policies.admission import AdmissionFilter
 from policies.base import EvictionPolicy, Protected
 
@@ -106,7 +106,7 @@ class PeerTier:
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[LogLine], bool]:
         """Notice how it does, once a step: see `Health.watch`."""
         reading = len(self.index.reading)
         return self.health.watch(

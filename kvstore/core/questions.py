@@ -14,7 +14,8 @@ __all__ = ["MOST_KEYS", "Question", "Questions"]
 MOST_KEYS = 1024
 """Keys of one question."""
 
-Question = tuple[Store, list[bytes]]
+Question = tuple[Store, list[bytes], str]
+"""A store, keys that it is asked about, and the request for which it is."""
 
 
 class Questions:
@@ -62,7 +63,7 @@ class Questions:
             its = [k for k in keys if k not in asked and k not in named and store.unknown(k)]
             named.update(its)
             for start in range(0, len(its), MOST_KEYS):
-                self._due.append((store, its[start : start + MOST_KEYS]))
+                self._due.append((store, its[start : start + MOST_KEYS], request.id))
 
     def take(self) -> list[Question]:
         """The questions that are to be asked now."""

@@ -12,6 +12,7 @@ from kvstore.core.chunk import FILLING, Chunk, wait_together
 from kvstore.core.durations import Durations
 from kvstore.core.pool import HostPool
 from kvstore.core.request import Request, RequestState
+from kvstore.core.spans import Outcome, Spans
 
 __all__ = ["FORGET_AFTER", "WaitQueue"]
 
@@ -32,10 +33,20 @@ class WaitQueue:
         deadline: seconds without any movement after which a request is answered.
         max_wait: seconds after which it is answered in any case.
         lease: seconds without being asked after which leases end.
+        spans: told of waits, one by one.
     """
 
-    def __init__(self, pool: HostPool, *, deadline: float, max_wait: float, lease: float) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        spans: Spans,
+        *,
+        deadline: float,
+        max_wait: float,
+        lease: float,
+    ) -> None:
         self._pool = pool
+        self._spans = spans
         self.deadline = deadline
         self.max_wait = max_wait
         self.lease = lease
@@ -66,10 +77,12 @@ class WaitQueue:
         chunks = self._pool.chunks
         request.begin_wait(now, any(key not in chunks for key in request.keys))
         self.waiting[request.id] = request
+        self._spans.wait_began(request.id, len(request.keys), now)
 
-    def answer(self, request: Request, now: float) -> None:
+    def answer(self, request: Request, now: float, outcome: Outcome = Outcome.COMPLETE) -> None:
         """End the wait: what is in host memory by now is the answer."""
-        if self.waiting.pop(request.id, None) is not None and request.since is not None:
+        waited = self.waiting.pop(request.id, None) is not None
+        if waited and request.since is not None:
             self.waits.add(now - request.since)
         if request.pending:
             chunks = self._pool.chunks
@@ -78,6 +91,8 @@ class WaitQueue:
                 if chunk.state == FILLING and chunk.waiters is not None:
                     chunk.wait_no_more(request)
                     request.drop_lease(key)
+        if waited:
+            self._spans.wait_ended(request.id, len(request.leases), outcome, now)
         request.end_wait()
         self.answered[request.id] = request
 
@@ -88,7 +103,8 @@ class WaitQueue:
 
     def remove(self, request: Request) -> None:
         """Forget the wait and the leases: the request is answered for good, or gone."""
-        self.waiting.pop(request.id, None)
+        if self.waiting.pop(request.id, None) is not None:
+            self._spans.wait_ended(request.id, len(request.leases) - request.pending, Outcome.GONE)
         self.answered.pop(request.id, None)
         self._release(request)
         request.forget_wait()
@@ -121,7 +137,7 @@ class WaitQueue:
                 chunks[key].origin == tier and chunks[key].state == FILLING
                 for key in request.leases
             ):
-                self.answer(request, now)
+                self.answer(request, now, Outcome.GIVEN_UP)
 
     def expire(self, now: float) -> list[Request]:
         """Answer those whose deadline has passed; end the leases nobody asks for.
@@ -140,7 +156,7 @@ class WaitQueue:
             moved = max(request.moved, self.moved) if ungranted else request.moved
             if now - moved >= self.deadline or now - request.since >= self.max_wait:
                 self.timeouts += 1
-                self.answer(request, now)
+                self.answer(request, now, Outcome.DEADLINE)
         gone: list[Request] = []
         for request in self.answered.values():
             silence = now - request.asked

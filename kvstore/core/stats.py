@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.durations import AGES, Durations
 
-__all__ = ["CoreStats", "TierStats"]
+__all__ = ["CoreStats", "TierStats", "tier_names"]
 
 
 def _now(value: float = 0) -> Any:
@@ -186,3 +188,16 @@ class CoreStats:
     waits: Durations = field(default_factory=Durations)
     ages: Durations = field(default_factory=_ages)
     tiers: list[TierStats] = field(default_factory=list)
+
+
+def tier_names(tiers: Iterable[TierStats]) -> list[str]:
+    """A name for each tier that says nothing of the machine, for monitors: ``disk-2:others``."""
+    names: list[str] = []
+    owned: Counter[str] = Counter()
+    for tier in tiers:
+        ours = tier.owned or tier.store
+        owned[tier.medium] += ours
+        number = owned[tier.medium]
+        name = tier.medium if number < 2 else f"{tier.medium}-{number}"
+        names.append(name if ours else f"{name}:others")
+    return names

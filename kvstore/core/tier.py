@@ -17,7 +17,7 @@ from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.stats import TierStats
-from kvstore.types import Changes, Completion, Move
+from kvstore.types import Changes, Completion, LogLine, Move
 from policies.admission import AdmissionFilter
 from policies.table import OrderedTable
 
@@ -112,7 +112,7 @@ class TierView(Protocol):
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[LogLine], bool]:
         """Notice how it does, once a step: see `Health.watch`."""
 
     def learn(self, changes: Changes) -> None:
@@ -197,5 +197,5 @@ class Store(TierView, Protocol):
     def ask(self, keys: Sequence[bytes], now: float) -> Move:
         """The question whether it has these, without its number."""
 
-    def ended(self, move: Move, completion: Completion, now: float) -> str | None:
+    def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
         """A question or a promotion has ended. Returns a line for the log, if there is one."""

@@ -15,8 +15,9 @@ from kvstore.core.pins import Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.queue import WaitQueue
 from kvstore.core.removals import Removals
+from kvstore.core.spans import Spans
 from kvstore.core.tier import CopyTarget, Store, TierView
-from kvstore.types import NO_MOVE, Completion, Move, Op
+from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 
 __all__ = ["Transfers"]
 
@@ -32,6 +33,7 @@ class Transfers:
     Args:
         log: where one line per change of a tier's health goes.
         removals: told of erasures that have ended. pins: told of chunks that have arrived.
+        spans: told of moves, one by one.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Transfers:
         tiers: Sequence[TierView],
         queue: WaitQueue,
         cascades: Cascades,
-        log: Callable[[str], None],
+        log: Callable[[LogLine], None],
         removals: Removals,
         pins: Pins,
+        spans: Spans,
     ) -> None:
         self._pool = pool
         self._pins = pins
+        self._spans = spans
         self._removals = removals
         self._tiers = tiers
         self._with_targets = [(tier, tier.target) for tier in tiers]
@@ -96,7 +100,8 @@ class Transfers:
             move = Move(
                 NO_MOVE, Op.PROMOTE, tier.number, keys, rows, list(slots[start : start + size])
             )
-            moves.append(self._hand_out(move, tier, now))
+            waiters = part[0].waiters
+            moves.append(self._hand_out(move, tier, now, waiters[0].id if waiters else None))
         return moves
 
     def due(self, now: float) -> list[Move]:
@@ -114,19 +119,20 @@ class Transfers:
                 moves.append(self._hand_out(compaction, tier, now))
         return moves
 
-    def ask(self, store: Store, keys: Sequence[bytes], now: float) -> Move:
-        """The question whether a store has these."""
-        return self._hand_out(store.ask(keys, now), store, now)
+    def ask(self, store: Store, keys: Sequence[bytes], request: str, now: float) -> Move:
+        """The question whether a store has these, for a request."""
+        return self._hand_out(store.ask(keys, now), store, now, request)
 
     def erase(self, now: float) -> list[Move]:
         """Erasures that are due."""
         return [self._hand_out(m, self._tiers[m.tier], now) for m in self._removals.due()]
 
-    def _hand_out(self, move: Move, tier: TierView, now: float) -> Move:
+    def _hand_out(self, move: Move, tier: TierView, now: float, request: str | None = None) -> Move:
         move.number(self._next)
         self._next += 1
         self.moves[move.id] = move
         tier.in_flight.begin(move, now)
+        self._spans.move_began(move, request, now)
         return move
 
     def _clearing_targets(self) -> list[CopyTarget]:
@@ -150,6 +156,7 @@ class Transfers:
             return False
         tier = self._tiers[move.tier]
         started = tier.in_flight.end(move, now)
+        self._spans.move_ended(move, completion, now)
         message = tier.health.answered()
         if message is not None:
             self._log(message)

@@ -26,6 +26,7 @@ from kvstore.device.pages import Pages
 from kvstore.device.ring import RING_BYTES
 from kvstore.device.ways import WAYS, Ways
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import about
 
 __all__ = ["CudaCopies"]
 
@@ -139,9 +140,13 @@ class CudaCopies:
             if not rates:
                 raise KVStoreError("none of them copies right")
             ways = Ways(ways.default, rates)
-            logger.info("kvstore: copies of %s", ways)
+            logger.info("kvstore: copies of %s", ways, extra=about("device.measured", ways=ways))
         except Exception as error:
-            logger.warning("copies were not measured and go as they did: %s", error)
+            logger.warning(
+                "copies were not measured and go as they did: %s",
+                error,
+                extra=about("device.not_measured", error=error),
+            )
         self._take(ways)
 
     def _take(self, ways: Ways) -> None:

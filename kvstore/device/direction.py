@@ -15,6 +15,7 @@ from kvstore.device.fragments import Fragments, cut
 from kvstore.device.lists import MOST, Lists
 from kvstore.device.ring import Ring
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import about
 
 __all__ = ["NOT_LAUNCHED", "Direction", "Launch", "Ticket", "launcher"]
 
@@ -169,7 +170,9 @@ class Direction:
                 error = self._move(fragments, way)
             except Exception:
                 # Part of it may be under way: its memory is free only once the ticket says so.
-                logger.exception("a kernel that copies cannot be launched")
+                logger.exception(
+                    "a kernel that copies cannot be launched", extra=about("device.kernel_failed")
+                )
                 error = NOT_LAUNCHED
             ended.record(self.stream)
         return Ticket(fragments.bytes, begun, ended, error)

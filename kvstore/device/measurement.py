@@ -18,6 +18,7 @@ from kvstore.device.fragments import Fragments
 from kvstore.device.layout import Layout
 from kvstore.device.ways import WAYS, Rate, in_words
 from kvstore.errors import ConfigError
+from kvstore.types import about
 
 __all__ = ["Measurement", "sizes_of"]
 
@@ -104,7 +105,13 @@ class Measurement:
         slots = self._dice.permutation(_count(size))
         if not self._is_right(direction, way, size, slots):
             name = "store" if direction.store else "load"
-            logger.error("%s by %s of %s copies wrong: not used", name, way, in_words(size))
+            logger.error(
+                "%s by %s of %s copies wrong: not used",
+                name,
+                way,
+                in_words(size),
+                extra=about("device.copies_wrong", direction=name, way=way),
+            )
             return None
         fragments = self._fragments(size, slots)
         taken = float("inf")
@@ -161,7 +168,12 @@ def _there_is(direction: Direction, way: str) -> bool:
     try:
         direction.prepare(way)
     except ConfigError as error:
-        logger.info("%s: %s", "store" if direction.store else "load", error)
+        logger.info(
+            "%s: %s",
+            "store" if direction.store else "load",
+            error,
+            extra=about("device.not_measured", error=error),
+        )
         return False
     return True
 

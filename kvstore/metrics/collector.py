@@ -11,6 +11,7 @@ from kvstore.core import CoreStats, Durations
 from kvstore.errors import KVStoreError
 from kvstore.metrics.series import Series
 from kvstore.metrics.table import METRICS, Metric
+from kvstore.types import about
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -73,7 +74,11 @@ class Collector:
         try:
             stats = self._stats()
         except (KVStoreError, RuntimeError, TimeoutError) as error:
-            logger.warning("metrics cannot be told: %s", str(error) or type(error).__name__)
+            logger.warning(
+                "metrics cannot be told: %s",
+                str(error) or type(error).__name__,
+                extra=about("metrics.failed", error=error),
+            )
             return
         families: dict[str, Any] = {metric.name: self._family(metric) for metric in METRICS}
         for series in self._series.values():

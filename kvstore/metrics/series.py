@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore.core import CoreStats, TierStats
+from kvstore.core.stats import tier_names
 from kvstore.metrics.table import Metric
 
 __all__ = ["Series"]
@@ -34,7 +34,7 @@ class Series:
         return [take(sources[place]) for take, place in self._takes]
 
     def _find(self, tiers: Sequence[TierStats]) -> None:
-        names = _names(tiers)
+        names = tier_names(tiers)
         for metric in self._metrics:
             if metric.of == "core":
                 self._known.append((metric, ()))
@@ -54,16 +54,3 @@ def _kinds(tier: TierStats) -> set[str]:
     if tier.store:
         kinds |= {"target", "store"}
     return kinds
-
-
-def _names(tiers: Iterable[TierStats]) -> list[str]:
-    """A name for each tier that says nothing of the machine: see `TIER_LABEL`."""
-    names: list[str] = []
-    owned: Counter[str] = Counter()
-    for tier in tiers:
-        ours = tier.owned or tier.store
-        owned[tier.medium] += ours
-        number = owned[tier.medium]
-        name = tier.medium if number < 2 else f"{tier.medium}-{number}"
-        names.append(name if ours else f"{name}:others")
-    return names

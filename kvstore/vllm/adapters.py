@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from kvstore.types import about
 from kvstore.vllm.fingerprint import Fingerprint
 
 __all__ = ["Adapters", "Take", "Use"]
@@ -184,7 +185,11 @@ class Adapters:
     def _tell(self, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            logger.warning("kvstore: %s: not offloaded", what)
+            logger.warning(
+                "kvstore: %s: not offloaded",
+                what,
+                extra=about("adapter.not_offloaded", adapter=what),
+            )
 
 
 def _result(taken: Future[Fingerprint] | None) -> Fingerprint | None:

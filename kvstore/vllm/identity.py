@@ -21,6 +21,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from kvstore.errors import ConfigError
+from kvstore.types import about
 from kvstore.vllm.checkpoint import model_files
 from kvstore.vllm.fingerprint import UnreadableError, fingerprint
 from kvstore.vllm.settings import (
@@ -177,7 +178,10 @@ def _weights(model: Any, load: Any, read: bool) -> Any:
     if load_format == "dummy":
         return {"dummy": int(model.seed or 0)}
     if not read:
-        logger.warning("kvstore: fingerprint_weights = false: other weights go unnoticed")
+        logger.warning(
+            "kvstore: fingerprint_weights = false: other weights go unnoticed",
+            extra=about("weights.not_checked"),
+        )
         return None
     began = time.monotonic()
     try:
@@ -195,6 +199,7 @@ def _weights(model: Any, load: Any, read: bool) -> Any:
         found.total_bytes,
         found.digest,
         time.monotonic() - began,
+        extra=about("weights.known", files=len(files), bytes=found.total_bytes),
     )
     return {"fingerprint": found.digest, "bytes": found.total_bytes}
 

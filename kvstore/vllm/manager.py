@@ -30,7 +30,8 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
-from kvstore.vllm.caller import executor_of, resets_for_pause
+from kvstore.types import about
+from kvstore.vllm.caller import executor_of, request_of, resets_for_pause
 from kvstore.vllm.facts import facts_of
 from kvstore.vllm.region import manager_region, release_region
 from kvstore.vllm.reporter import Reporter
@@ -101,6 +102,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
             release=lambda: release_region(engine, region),
         )
+        self._traced = config.spans
         self._stepper = self._manager.stepper
         self._core = self._stepper.core
         self._lookup, self._is_waiting = self._core.lookup, self._core.is_waiting
@@ -203,7 +205,11 @@ class KVStoreOffloadingManager(OffloadingManager):
         params, envelope = req_context.kv_transfer_params, hints_of(req_context)
         name = req_context.req_id
         self._requests.add(name)
-        self._manager.on_new_request(Request(name, _place_in(req_context), params, envelope))
+        headers = None
+        if self._traced:
+            headers = getattr(request_of(name), "trace_headers", None)
+        place = _place_in(req_context)
+        self._manager.on_new_request(Request(name, place, params, envelope, headers))
         if self._manager.hinted.wants_all(name):
             # Hints speak of the whole prompt, also of what the device has itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
@@ -244,7 +250,11 @@ class KVStoreOffloadingManager(OffloadingManager):
         # before the weights changed is not theirs.
         self._overtaken |= self._requests
         if self._overtaken:
-            logger.info("a reset: %d requests go on and store no more", len(self._overtaken))
+            logger.info(
+                "a reset: %d requests go on and store no more",
+                len(self._overtaken),
+                extra=about("store.reset", requests=len(self._overtaken)),
+            )
         if self._weights is not None and self._weights.known and resets_for_pause():
             self._manager.abandon_transfers()
             self._paused = True
@@ -298,10 +308,14 @@ class KVStoreOffloadingManager(OffloadingManager):
             if self._core.tiers:
                 logger.warning(
                     "the weights have changed while the engine paused: slower tiers keep what "
-                    "they have for the next start, and are not used until then"
+                    "they have for the next start, and are not used until then",
+                    extra=about("weights.changed"),
                 )
         else:
-            logger.info("the weights are those from before the pause: all that is kept is used")
+            logger.info(
+                "the weights are those from before the pause: all that is kept is used",
+                extra=about("weights.same"),
+            )
 
     def _deferral(self, key: bytes) -> LookupResult:
         """What is said of a key whose chunk is fetched, or will be."""

@@ -22,6 +22,7 @@ STORE_KEYS = (
     "max_wait_s",
     "write_queue_bytes",
     "shutdown_timeout_s",
+    "spans",
 )
 """Keys that elsewhere stand beside the tiers."""
 

@@ -46,6 +46,7 @@ from kvstore.core import CoreStats
 from kvstore.core.job import JobEnd
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.runner import JobRunner
+from kvstore.types import about
 from kvstore.vllm.adapter_keys import AdapterKeys
 from kvstore.vllm.caller import vllm_config_of
 from kvstore.vllm.identity import adapter_settings
@@ -123,7 +124,7 @@ class KVStoreTier(SecondaryTierManager):
             **config.identity,
         }
         for line in siblings(identity, config.tiers[0].paths):
-            logger.info("kvstore: not used: %s", line)
+            logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
         label = str(spec.config.model.name).rstrip("/").rsplit("/", 1)[-1]
         namespace = namespace_of(config, layout.chunk_bytes, region.row_bytes, label, identity)
         self.locality = told.locality
@@ -146,7 +147,11 @@ class KVStoreTier(SecondaryTierManager):
             if self._adapters is not None:
                 self._adapters.close()
             raise
-        logger.info("kvstore: in vLLM's tiering, %s", self._runner.description)
+        logger.info(
+            "kvstore: in vLLM's tiering, %s",
+            self._runner.description,
+            extra=about("store.opened", description=self._runner.description),
+        )
 
     # -- lookups ---------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvstore.assembly import rows_for
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.metrics.table import METRICS
+from kvstore.types import about
 from kvstore.vllm.facts import LABELS
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
@@ -108,10 +109,10 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         if self.store_config.tiers and cache is not None:
             algorithm = str(cache.prefix_caching_hash_algo)
             if not hashes_last(algorithm):
-                logger.warning(HASHES_CHANGE, algorithm)
+                logger.warning(HASHES_CHANGE, algorithm, extra=about("server.hashes_change"))
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
         for line in siblings(self.identity, paths):
-            logger.info("kvstore: not used: %s", line)
+            logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
         lora_config = getattr(vllm_config, "lora_config", None)
         if lora_config is None or not self._naming.fingerprint:
             return KVStoreOffloadingManager(self)

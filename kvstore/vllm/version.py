@@ -16,6 +16,7 @@ from typing import Any
 import vllm
 
 from kvstore.errors import ConfigError
+from kvstore.types import about
 
 __all__ = [
     "CANONICAL_FORMAT",
@@ -130,7 +131,9 @@ def check_version(text: str | None = None) -> None:
     text = str(vllm.__version__) if text is None else text
     version = version_of(text)
     if version in FAULTS:
-        logger.warning("vLLM %s: %s", text, FAULTS[version])
+        logger.warning(
+            "vLLM %s: %s", text, FAULTS[version], extra=about("server.faulty_version", version=text)
+        )
     if version < OLDEST:
         raise ConfigError(
             f"vLLM {text} is not supported: kvstore runs with {_told(OLDEST)} to {_told(NEWEST)}"
@@ -139,6 +142,7 @@ def check_version(text: str | None = None) -> None:
         logger.warning(
             "kvstore was not tried with vLLM %s, only with %s to %s: it is taken for %s",
             *(text, _told(OLDEST), _told(NEWEST), _told(NEWEST)),
+            extra=about("server.untried_version", version=text),
         )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from kvstore.types import about
+
 __all__ = ["LiveWeights", "digest_of_worker"]
 
 logger = logging.getLogger("kvstore")
@@ -54,9 +56,16 @@ class LiveWeights:
         try:
             digests: list[str] = executor.collective_rpc(digest_of_worker)
         except Exception:
-            logger.exception("the weights in memory cannot be read: no pause keeps the cache")
+            logger.exception(
+                "the weights in memory cannot be read: no pause keeps the cache",
+                extra=about("weights.unreadable"),
+            )
             return None
-        logger.info("the weights in memory were read in %.2f s", time.monotonic() - began)
+        logger.info(
+            "the weights in memory were read in %.2f s",
+            time.monotonic() - began,
+            extra=about("weights.read"),
+        )
         return digests
 
 

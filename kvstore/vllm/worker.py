@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
+from kvstore.types import about
 from kvstore.vllm.canonical import Piece, has_writer, pieces, row_pages
 from kvstore.vllm.region import release_region, worker_region
 from tiers.pinned import PinnedRegion
@@ -204,14 +205,19 @@ class DeviceCopyWorker(OffloadingWorker):
             try:
                 torch.accelerator.synchronize()
             except Exception:
-                logger.exception("the device does not answer; its rows are given back all the same")
+                logger.exception(
+                    "the device does not answer; its rows are given back all the same",
+                    extra=about("device.silent"),
+                )
         release_region(self._engine_id, region)
 
     def _submit(self, handler: Any, job_id: int, src: LoadStoreSpec, dst: LoadStoreSpec) -> bool:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             # It would become a part of the graph: not done now, and done again at each replay.
             logger.error(
-                "copy job %d was submitted while a CUDA graph is captured: refused", job_id
+                "copy job %d was submitted while a CUDA graph is captured: refused",
+                job_id,
+                extra=about("job.refused", job=job_id),
             )
             return False
         return bool(handler.transfer_async(job_id, src, dst))
@@ -225,7 +231,11 @@ def _in_words(
     steps = [one.stride(0) for side in (device, host) for one in side]
     if not any(number % WORD for number in (*pages, *starts, *steps)):
         return True
-    logger.info("pages of %s bytes do not all begin at a word: the copy engine loads them", pages)
+    logger.info(
+        "pages of %s bytes do not all begin at a word: the copy engine loads them",
+        pages,
+        extra=about("device.odd_pages"),
+    )
     return False
 
 
@@ -245,7 +255,10 @@ def _ended(handler: Any) -> bool:
     try:
         handler.shutdown()
     except Exception:
-        logger.exception("copies between the device and host memory did not end well")
+        logger.exception(
+            "copies between the device and host memory did not end well",
+            extra=about("device.copies_failed"),
+        )
         return False
     return True
 

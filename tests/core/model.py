@@ -21,6 +21,7 @@ from kvstore.core.grants import LEFT_TO_OTHERS
 from kvstore.core.queue import FORGET_AFTER
 from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
+from kvstore.core.spans import SpanBegin, SpanKind
 from kvstore.core.tier import TierView
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 from policies import Protected, create_policy
@@ -42,6 +43,9 @@ Content = tuple[bytes, int]
 GARBAGE: Content = (b"", -1)
 
 MEDIA = ("disk", "remote", "far", "farther")
+
+TRACED = (Op.ASK, Op.PROMOTE, Op.CASCADE)
+"""Moves of which spans tell."""
 
 
 def chain(prompt: int, length: int) -> list[bytes]:
@@ -253,6 +257,9 @@ class World:
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
+        self.core.spans.want()
+        self.spans: dict[tuple[SpanKind, str | int], SpanBegin] = {}
+        """What has begun and not ended, for who traces requests."""
         self.moves: list[Move] = []
         self.done: list[Completion] = []
         self.clients: dict[str, Client] = {}
@@ -685,6 +692,22 @@ class World:
                 assert (key in there) is event.removed, f"{event.medium}: {key!r} told twice"
                 (there.remove if event.removed else there.add)(key)
 
+    def _check_spans(self) -> None:
+        """What has begun and not ended is what waits and what is under way."""
+        core, open_spans = self.core, self.spans
+        for one in core.spans.take():
+            if isinstance(one, SpanBegin):
+                assert (one.kind, one.id) not in open_spans, "begun twice"
+                open_spans[one.kind, one.id] = one
+            else:
+                begin = open_spans.pop((one.kind, one.id))
+                assert begin.at <= one.at, "ended before it began"
+                assert one.chunks <= begin.chunks or one.kind is SpanKind.DEFERRAL
+        waits = {each.id for each in open_spans.values() if each.kind is SpanKind.DEFERRAL}
+        assert waits == set(core.queue.waiting)
+        moves = {each.id for each in open_spans.values()} - waits
+        assert moves == {n for n, move in core.transfers.moves.items() if move.op in TRACED}
+
     # -- the engine ----------------------------------------------------------------------
 
     def _start(self, move: Move) -> None:
@@ -1057,8 +1080,9 @@ class World:
         assert rows[Op.CASCADE] <= self.in_flight, "too much on its way to a tier"
 
     def check_events(self) -> None:
-        """Whoever followed the events knows what is where."""
+        """Whoever followed the events knows what is where; who traces, what goes on."""
         self.listen()
+        self._check_spans()
         pool = self.core.pool
         assert self.told[0] == {k for k, chunk in pool.chunks.items() if chunk.state != FILLING}
         for tier, told in zip(self.core.tiers, self.told[1:], strict=True):

@@ -91,7 +91,7 @@ class Rig:
         pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
         self.core = Core(pool, directories, **timing)
         self.log: list[str] = []
-        self.core.log_to(self.log.append)
+        self.core.log_to(lambda line: self.log.append(line.text))
         self.now = 100.0
         self.moves: list[Move] = []
         """Handed out and not ended."""

@@ -12,7 +12,7 @@ from kvstore.core.job import JobEnd
 from kvstore.core.job_stores import STORE_SHARE
 from kvstore.core.jobs import Jobs
 from kvstore.core.tier import TierView
-from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
+from kvstore.types import NO_MOVE, Changes, Completion, LogLine, Move, Op, RecoveredTier
 from policies import create_policy
 from policies.registry import policy_names
 from tests.core.rig import chain
@@ -35,12 +35,15 @@ class Bench:
         self.tier = OwnedTier(0, recovered(held, 1, most), create_policy(policy, most * SLOTS), 32)
         self.peer = PeerTier(1, RecoveredTier("peer", "disk", [], SLOTS, [], 0), 32)
         tiers: list[TierView] = [self.tier, self.peer]
-        self.jobs = Jobs(tiers, rows, deadline=1.0, max_wait=10.0, events=True, log=self.log.append)
+        self.jobs = Jobs(tiers, rows, deadline=1.0, max_wait=10.0, events=True, log=self._log)
         self.now = 100.0
         self.moves: list[Move] = []
         self.ended: list[JobEnd] = []
         self._done: list[Completion] = []
         self.jobs.poll(self.now)
+
+    def _log(self, line: LogLine) -> None:
+        self.log.append(line.text)
 
     def step(self, seconds: float = 0.0) -> list[Move]:
         """End a step and begin the next; returns the moves that it has handed out."""

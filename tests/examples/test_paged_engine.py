@@ -232,9 +232,12 @@ def test_every_token_is_the_same_while_the_disk_is_slow_and_fails(
         if dice.random() < 0.02:
             faulty.obey(*dice.choice(DISK_RULES))
 
-    served = serve(engine, full, between=another_rule)
-    assert served.wrong == []
-    tier = engine.connector.manager.stats().tiers[0]
+    # A disk that is only slow for a while gets nothing to do: it may not have failed yet.
+    for seed in range(5):
+        assert serve(engine, full, seed, between=another_rule).wrong == []
+        tier = engine.connector.manager.stats().tiers[0]
+        if tier.failed_reads + tier.failed_writes:
+            break
     assert tier.failed_reads + tier.failed_writes > 0
     assert engine.connector.stats.loads > 0
     faulty.obey()

@@ -1,4 +1,4 @@
-"""A real vLLM server, and what its operator sees: `/metrics`, and KV events of both media."""
+"""A real vLLM server, and what its operator sees: `/metrics`, KV events of both media, spans."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
 from kvstore.metrics.table import METRICS
 from kvstore.vllm.metrics import full_name
+from tests.vllm.spans import SpanSink
 from tools.top import Snapshot, scrape, tables
 
 CHUNK = BLOCK * kv_bytes_per_token()
@@ -34,6 +35,12 @@ NAME = "vllm:kvstore_"
 LOADED = (f"{NAME}loaded_host_chunks_total", "")
 TALK = Talk(2, conversations=8, turns=2, first=256, grows=128)
 """As much as the disk holds: conversations of 12 chunks."""
+
+ENVIRONMENT = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf", "OTEL_BSP_SCHEDULE_DELAY=200"]
+"""Of OpenTelemetry's SDK: how spans are sent, and after how many milliseconds."""
+
+TRACE, PARENT = "0123456789abcdef0123456789abcdef", "fedcba9876543210"
+"""The trace and the span of a client that traces one of its requests."""
 
 
 @dataclass
@@ -47,6 +54,7 @@ class Seen:
         hinted: samples after each request with hints, by what it asked for.
         returned: tokens of the retained conversation that were found when it went on.
         looks: those of `kvstore top`, before the first request and at the end.
+        spans: those that an OpenTelemetry collector has got.
     """
 
     first: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -56,6 +64,7 @@ class Seen:
     hinted: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
     returned: int = 0
     looks: list[Snapshot] = field(default_factory=list)
+    spans: SpanSink = field(default_factory=SpanSink)
 
     def total(self, name: str, label: str = "") -> float:
         return self.last[f"vllm:kvstore_{name}", label]
@@ -85,8 +94,10 @@ def take(subscriber: zmq.Socket[bytes], seen: Seen, seconds: float) -> None:
                 seen.removed[event.medium] += event.block_hashes
 
 
-async def again(url: str, ids: list[int], **hints: Any) -> int:
-    async with aiohttp.ClientSession(url) as session:
+async def again(
+    url: str, ids: list[int], *, headers: dict[str, str] | None = None, **hints: Any
+) -> int:
+    async with aiohttp.ClientSession(url, headers=headers) as session:
         return (await ask(session, ids, 4, hints or None)).cached
 
 
@@ -129,6 +140,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     extra = offload("kvstore", HOST_CHUNKS * CHUNK, DISK_CHUNKS * CHUNK, folder / "cache")
     assert extra is not None
     extra["deadline_s"] = 30
+    extra["spans"] = True
     extra["tiers"][0]["segment_bytes"] = DISK_CHUNKS // 4 * CHUNK
     endpoint = f"ipc://{folder}/events"
     events = {
@@ -141,6 +153,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     subscriber = context.socket(zmq.SUB)
     subscriber.subscribe("kv")
     subscriber.connect(endpoint)
+    seen = Seen()
     server = Server(
         "kvstore",
         model,
@@ -148,9 +161,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         extra,
         device_blocks=40,
         max_tokens=640,
-        more=["--kv-events-config", json.dumps(events)],
+        wrap=["env", *ENVIRONMENT],
+        more=["--kv-events-config", json.dumps(events), "--otlp-traces-endpoint", seen.spans.url],
     )
-    seen = Seen()
     try:
         server.wait_until_up()
         asyncio.run(again(server.url, said(91, 0, 0, 64)))
@@ -160,7 +173,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         asyncio.run(again(server.url, early))
         asyncio.run(hold(server.url, replace(TALK, conversations=4), 1))
         # Host memory has given it up: it comes from disk.
-        assert asyncio.run(again(server.url, early)) >= 352
+        traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        assert asyncio.run(again(server.url, early, headers=traced)) >= 352
         asyncio.run(hold(server.url, TALK, 2))
         server.wait_until_idle()
         # What the last step has brought is told in the next.
@@ -174,6 +188,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         yield seen
     finally:
         server.stop()
+        seen.spans.close()
         subscriber.close(linger=0)
         context.term()
 
@@ -196,6 +211,24 @@ def test_kvstore_top_shows_the_same(seen: Seen) -> None:
     table = tables(first, last)
     assert table.row_count == 2, "the disk, and lanes of others"
     assert "stored" in str(table.title)
+
+
+def test_a_request_that_waits_for_the_disk_is_a_span_in_its_clients_trace(seen: Seen) -> None:
+    spans = seen.spans.until(lambda spans: any(s.name == "llm_request" for s in spans.of(TRACE)))
+    its = spans.of(TRACE)
+    (wait,) = [span for span in its if span.name == "kvstore.deferral"]
+    reads = [span for span in its if span.name == "kvstore.promotion"]
+    (whole,) = [span for span in its if span.name == "llm_request"]
+    assert wait.parent == whole.parent == PARENT
+    assert wait.about["kvstore.chunks_done"] == wait.about["kvstore.chunks"] >= 11
+    assert wait.about["kvstore.outcome"] == "complete"
+    assert wait.about["kvstore.request"].startswith(whole.about["gen_ai.request.id"])
+    assert whole.start <= wait.start < wait.end <= whole.end
+    assert {read.parent for read in reads} == {wait.id}
+    assert {read.about["kvstore.tier"] for read in reads} == {"disk"}
+    assert sum(read.about["kvstore.bytes"] for read in reads) >= 11 * CHUNK
+    copies = [span for span in spans.all() if span.name == "kvstore.cascade"]
+    assert sum(copy.about["kvstore.chunks_done"] for copy in copies) >= DISK_CHUNKS
 
 
 def test_hits_waits_reads_and_writes_are_told_with_their_tier(seen: Seen) -> None:

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError, KVStoreError
+from tests.exported import Exported
 from tests.patience import PATIENCE
 from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, Run, run_engine, start_script
 from tests.vllm.parts import make_spec
@@ -76,6 +77,18 @@ def test_chunks_are_found_after_a_restart(tmp_path: Path) -> None:
     assert command("compact", str(tmp_path)).returncode == 0
     with Server(options(tmp_path)) as server:
         assert server.get(keys) == 12
+
+
+def test_reads_and_writes_are_spans(tmp_path: Path, exported: Exported) -> None:
+    keys = keys_of(range(12))
+    for fresh in (True, False):
+        with Server(options(tmp_path, spans=True)) as server:
+            assert server.put(keys) == keys if fresh else server.get(keys) == 12
+    for kind in ("cascade", "promotion"):
+        spans = exported.of(kind)
+        assert sum(span.attributes["kvstore.chunks_done"] for span in spans) == 12
+        assert {span.attributes["kvstore.tier"] for span in spans} == {"disk"}
+    assert exported.of("deferral") == []
 
 
 def test_a_reset_of_host_memory_waits_for_jobs_and_keeps_the_disk(tmp_path: Path) -> None:

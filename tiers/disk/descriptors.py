@@ -7,6 +7,8 @@ import logging
 import os
 import resource
 
+from kvstore.types import about
+
 __all__ = ["SPARE_DESCRIPTORS", "allow_descriptors"]
 
 SPARE_DESCRIPTORS = 128
@@ -35,4 +37,5 @@ def allow_descriptors(more: int, what: str) -> None:
             what,
             needed,
             soft,
+            extra=about("disk.few_files", needed=needed, allowed=soft),
         )

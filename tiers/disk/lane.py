@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 from kvstore.errors import LaneBusyError, PathUnusableError
+from kvstore.types import about
 from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
 __all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner"]
@@ -104,7 +105,7 @@ def _tell(text: str) -> None:
     """Log a line once, however often it is said."""
     if text not in _told:
         _told.add(text)
-        logger.warning("disk tier: %s", text)
+        logger.warning("disk tier: %s", text, extra=about("disk.lane_not_used"))
 
 
 _told: set[str] = set()

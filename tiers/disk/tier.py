@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError, PathUnusableError
-from kvstore.types import RecoveredTier
+from kvstore.types import RecoveredTier, about
 from tiers.base import Tier, Transfer, error_of
 from tiers.disk.epoch import read_epoch
 from tiers.disk.format import Geometry
@@ -356,7 +356,11 @@ class DiskTier(Tier):
         for volume, call in zip(self.volumes, calls, strict=True):
             (answer,) = await volume.threads.run([call], load=False)
             if isinstance(answer, str):
-                logger.warning("disk tier: cannot be cleared: %s", answer)
+                logger.warning(
+                    "disk tier: cannot be cleared: %s",
+                    answer,
+                    extra=about("disk.not_cleared", error=answer),
+                )
                 return None
             answers.append(answer)
         return max(answers)
@@ -396,14 +400,25 @@ async def _close(volume: Volume, order: Sequence[tuple[int, int]]) -> None:
         try:
             volume.save_recency(order)
         except OSError as error:
-            logger.warning("disk tier: recency is not saved: %s", error.strerror)
+            logger.warning(
+                "disk tier: recency is not saved: %s",
+                error.strerror,
+                extra=about("disk.recency_lost", error=error.strerror),
+            )
 
     try:
         await volume.threads.run([finish], load=False)
     except TimeoutError as error:
-        logger.warning("disk tier: recency is not saved: %s", error)
+        logger.warning(
+            "disk tier: recency is not saved: %s",
+            error,
+            extra=about("disk.recency_lost", error=error),
+        )
     finally:
         try:
             await volume.threads.end(volume.close_files)
         except TimeoutError:
-            logger.warning("disk tier: an I/O call does not return; files stay open until it does")
+            logger.warning(
+                "disk tier: an I/O call does not return; files stay open until it does",
+                extra=about("disk.call_hangs"),
+            )

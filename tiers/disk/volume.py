@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
+from kvstore.types import about
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
 from tiers.disk.epoch import raise_epoch, read_epoch
 from tiers.disk.extents import Extent, Outcome, Reading, Writing, cut_batches, cut_extents, gravest
@@ -130,15 +131,24 @@ class Volume:
         )
         self.segments = recovered.segments
         for fault in recovered.foreign:
-            logger.warning("disk tier: left alone and counted against its capacity: %s", fault)
+            logger.warning(
+                "disk tier: left alone and counted against its capacity: %s",
+                fault,
+                extra=about("disk.foreign_file", fault=fault),
+            )
         for fault in recovered.faults:
             if fault.slot is None and fault not in recovered.foreign:
-                logger.warning("disk tier: has its size back, not what it held there: %s", fault)
+                logger.warning(
+                    "disk tier: has its size back, not what it held there: %s",
+                    fault,
+                    extra=about("disk.damaged_file", fault=fault),
+                )
         if recovered.damaged:
             logger.warning(
                 "disk tier: %d damaged records in %s; their chunks are gone",
                 recovered.damaged,
                 folder,
+                extra=about("disk.damaged_records", path=folder, records=recovered.damaged),
             )
         _warn_of_size(folder, self.capacity_bytes)
         if recovered.outdated:
@@ -146,6 +156,7 @@ class Volume:
                 "disk tier: %d chunks in %s are from before a reset; they are gone",
                 recovered.outdated,
                 folder,
+                extra=about("disk.outdated", path=folder, chunks=recovered.outdated),
             )
         room = max(0, self.capacity_bytes - recovered.foreign_bytes)
         self.max_segments = room // geometry.file_bytes
@@ -243,6 +254,7 @@ class Volume:
                     len(kept),
                     extent.segment.path,
                     kept[0],
+                    extra=about("disk.not_erased", path=extent.segment.path, records=len(kept)),
                 )
         for number, slots in read.items():
             self._reads[number][slots] += 1
@@ -327,7 +339,12 @@ class Volume:
                 # Weights may have changed: what is erased must not come back after a power cut.
                 segment.sync()
         except OSError as error:
-            logger.warning("disk tier: cannot erase %s: %s", segment.path, error.strerror)
+            logger.warning(
+                "disk tier: cannot erase %s: %s",
+                segment.path,
+                error.strerror,
+                extra=about("disk.not_erased", path=segment.path, error=error.strerror),
+            )
             return False
         finally:
             self.lane.touch()
@@ -397,4 +414,10 @@ def _warn_of_size(folder: Path, capacity_bytes: int) -> None:
             capacity_bytes,
             folder,
             size,
+            extra=about(
+                "disk.capacity_beyond_file_system",
+                path=folder,
+                capacity_bytes=capacity_bytes,
+                file_system_bytes=size,
+            ),
         )

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ForeignFileError
+from kvstore.types import about
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
 from tiers.disk.lane import LOCK_NAME, lane_folders
 from tiers.disk.places import Places
@@ -135,7 +136,11 @@ class Watch:
                 folder for _, folder in lane_folders(own.parent, self._own.trust) if folder != own
             ]
         except OSError as error:
-            logger.debug("cannot follow other lanes: %s", error)
+            logger.debug(
+                "cannot follow other lanes: %s",
+                error,
+                extra=about("disk.not_followed", error=error),
+            )
             folders = []
         for folder in self._lanes.keys() - set(folders):
             lane = self._lanes.pop(folder)

@@ -65,12 +65,15 @@ class ReqContext:
         position: where in the prompt a key ends, in tokens, for servers that name keys of
             several KV cache groups, or in another order than the prompt's.
         kv_transfer_params, kv_hints: hints of what will become of it, see `kvstore.hints`.
+        trace_headers: names the span that it belongs to, by the header ``traceparent`` of W3C's
+            Trace Context, where its client has sent one.
     """
 
     req_id: str
     position: Callable[[bytes], int] | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     kv_hints: object | None = None
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)

@@ -25,9 +25,11 @@ from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
 from kvstore.core.overtaken import Transfer
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.logs import warn_with
 from kvstore.prompts import Prompt, Prompts
 from kvstore.stepper import Stepper
 from kvstore.turns import in_turns
+from kvstore.types import about
 from tiers.pinned import PinnedRegion
 
 __all__ = ["KVStoreManager"]
@@ -123,12 +125,13 @@ class KVStoreManager(OffloadingManager):
                 events=checked.keep_events,
             )
             self.stepper = Stepper(assembly, steady=steady)
+            self._spans = assembly.spans
         except BaseException:
             self._release()
             raise
         self._turn = self.stepper.turn
         self._core = assembly.core
-        self._core.log_to(logger.warning)
+        self._core.log_to(warn_with(logger))
         self.description = assembly.description
         self.hinted = HintedRequests(self._core)
         self.computing = Computing(self._core.computed)
@@ -145,7 +148,11 @@ class KVStoreManager(OffloadingManager):
         self._store_refused = False
         """Since the last step: somebody waits for room, although nobody is deferred."""
         self._closed = False
-        logger.info("kvstore: %s", self.description)
+        logger.info(
+            "kvstore: %s",
+            self.description,
+            extra=about("store.opened", description=self.description),
+        )
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -352,6 +359,9 @@ class KVStoreManager(OffloadingManager):
         envelope = getattr(req_context, "kv_hints", None)
         if params is not None or envelope is not None:
             self.hinted.begin(req_context.req_id, params, envelope)
+        if self._spans is not None:
+            headers = getattr(req_context, "trace_headers", None) or {}
+            self._spans.belongs_to(req_context.req_id, headers.get("traceparent"))
         position = getattr(req_context, "position", None)
         self._core.on_new_request(req_context.req_id, position, one_group=self._one_group)
 

@@ -37,6 +37,7 @@ from kvstore.connector.server import BlockIds, BlocksLike, RequestLike, StepOutp
 from kvstore.connector.spec import OffloadingSpec
 from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.errors import KVStoreError
+from kvstore.types import about
 
 __all__ = ["ConnectorScheduler"]
 
@@ -219,7 +220,11 @@ class ConnectorScheduler:
             failed = number in connector_output.failed_jobs
             if number not in self._jobs:
                 stats.unknown_jobs += 1
-                logger.warning("transfer %d was reported, but is not under way", number)
+                logger.warning(
+                    "transfer %d was reported, but is not under way",
+                    number,
+                    extra=about("transfer.unknown", transfer=number),
+                )
                 continue
             job = self._jobs.ended(number, workers, failed=failed)
             if job is None:

@@ -96,7 +96,8 @@ class TrackedRequest:
 
         params = getattr(request, "kv_transfer_params", None)
         envelope = getattr(request, "kv_hints", None)
-        self.context = ReqContext(request.request_id, position, params, envelope)
+        headers = getattr(request, "trace_headers", None)
+        self.context = ReqContext(request.request_id, position, params, envelope, headers)
         remote = bool(params and params.get("do_remote_decode"))
         self._offers_all = remote or read_hints(params, envelope)[0].at_end
         self.computed = 0

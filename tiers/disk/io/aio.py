@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from kvstore.types import about
 from tiers.disk.digest import address
 from tiers.disk.io import aio_context
 from tiers.disk.io.base import IORequest, Later, Moved, UnderWay
@@ -88,7 +89,10 @@ class AioIO(DirectIO):
         if compiled is not None:
             function = address()
             if function is None:
-                logger.info("batches are moved in Python: the xxhash package hides its functions")
+                logger.info(
+                    "batches are moved in Python: the xxhash package hides its functions",
+                    extra=about("disk.aio_in_python"),
+                )
             else:
                 context = compiled.Context
                 self._make = lambda depth, call_bytes: context(depth, call_bytes, function)
@@ -121,7 +125,11 @@ class AioIO(DirectIO):
                 context = self._make(depth, CALL_BYTES)
             except OSError as error:
                 # All processes together may have `fs.aio-max-nr` calls in flight.
-                logger.info("a thread goes on without native AIO: %s", error.strerror)
+                logger.info(
+                    "a thread goes on without native AIO: %s",
+                    error.strerror,
+                    extra=about("disk.no_aio", error=error.strerror),
+                )
                 context = None
             local.context = context
         return context

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.types import about
 from tiers.disk.io.aio import AioIO
 from tiers.disk.io.base import IOBackend
 from tiers.disk.io.buffered import BufferedIO
@@ -52,7 +53,12 @@ def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
         if chosen is not None:
             return chosen
         if name == "uring":
-            logger.info("io = 'uring' does not work in %s: %s", folder, reason)
+            logger.info(
+                "io = 'uring' does not work in %s: %s",
+                folder,
+                reason,
+                extra=about("disk.no_uring", path=folder, error=reason),
+            )
             return choose_backend(folder)
         if reason:
             raise ConfigError(f"io = {name!r} does not work in {folder}: {reason}")

@@ -1,0 +1,19 @@
+"""Lines of parts that write none themselves, in Python's log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstore.types import LogLine, about
+
+__all__ = ["warn_with"]
+
+
+def warn_with(logger: logging.Logger) -> Callable[[LogLine], None]:
+    """Each line becomes a warning, whose record names what the line does."""
+
+    def warn(line: LogLine) -> None:
+        logger.warning("%s", line.text, extra=about(line.event, **line.about))
+
+    return warn

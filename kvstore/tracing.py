@@ -1,0 +1,177 @@
+"""Waits and moves as OpenTelemetry's spans.
+
+The core tells what has begun and ended, see `kvstore.core.spans`. Here each becomes a span, on
+the engine's loop, so that no step of a scheduler pays for it. Whoever runs the server sets up the
+SDK: where spans go, and which are kept, is decided there. Only OpenTelemetry's API is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore._version import __version__
+from kvstore.core.spans import SpanBegin, SpanEnd, SpanKind
+from kvstore.errors import ConfigError
+from kvstore.types import about
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+__all__ = ["MOST_PARENTS", "SpanWriter"]
+
+MOST_PARENTS = 2**14
+"""Requests whose callers' spans are remembered."""
+
+logger = logging.getLogger("kvstore")
+
+
+class SpanWriter:
+    """Hands spans to OpenTelemetry, and knows to which spans of the server they belong.
+
+    A deferral belongs to the span in which its request first asked, where the server told it; what
+    is fetched or asked for a request belongs to its deferral. Copies to slower tiers are for
+    nobody in particular: each is the root of a trace of its own.
+
+    `belongs` and `belongs_to` are called by whoever owns the core, all else on the engine's loop.
+
+    Args:
+        tiers: their names, in the core's order. chunk_bytes: size of a chunk.
+
+    Raises:
+        ConfigError: if OpenTelemetry is not installed.
+    """
+
+    def __init__(self, tiers: Sequence[str], chunk_bytes: int) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.context import Context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                f"spans = true: needs OpenTelemetry, pip install kvstore[tracing] ({error})"
+            ) from error
+        self._trace = trace
+        self._nothing = Context()
+        self._headers = TraceContextTextMapPropagator()
+        self._tracer = trace.get_tracer("kvstore", __version__)
+        self._tiers = list(tiers)
+        self._chunk_bytes = chunk_bytes
+        self._parents: OrderedDict[str, Context] = OrderedDict()
+        # Each with the nanoseconds by which the time of day was ahead of the core's clock.
+        self._open: dict[tuple[SpanKind, str | int], tuple[Span, int]] = {}
+        self._stopped = asyncio.Event()
+        self._failed = self._closed = False
+        if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            logger.warning(
+                "spans = true, but nobody has set up OpenTelemetry's SDK in this process: "
+                "until somebody does, spans go nowhere",
+                extra=about("spans.no_sdk"),
+            )
+
+    # -- to whom they belong ---------------------------------------------------------------
+
+    def belongs(self, request: str) -> None:
+        """What this request waits for belongs to the span that is current here, if there is one."""
+        span = self._trace.get_current_span()
+        found = span.get_span_context().is_valid
+        self._remember(request, self._trace.set_span_in_context(span) if found else None)
+
+    def belongs_to(self, request: str, traceparent: object) -> None:
+        """What this request waits for belongs to the span of this header of W3C's Trace Context.
+
+        A header that is none counts for nothing.
+        """
+        found = None
+        if isinstance(traceparent, str):
+            context = self._headers.extract({"traceparent": traceparent}, self._nothing)
+            if self._trace.get_current_span(context).get_span_context().is_valid:
+                found = context
+        self._remember(request, found)
+
+    def _remember(self, request: str, context: Context | None) -> None:
+        self._parents.pop(request, None)
+        if context is not None:
+            self._parents[request] = context
+            if len(self._parents) > MOST_PARENTS:
+                self._parents.popitem(last=False)
+
+    # -- spans -----------------------------------------------------------------------------
+
+    def write(self, spans: Sequence[SpanBegin | SpanEnd]) -> None:
+        """Begin and end these, in this order. Never raises."""
+        if self._closed:
+            return
+        try:
+            for one in spans:
+                if isinstance(one, SpanBegin):
+                    self._begin(one)
+                else:
+                    self._end(one)
+        except Exception:
+            # Nobody is served worse for it.
+            if not self._failed:
+                logger.exception(
+                    "spans cannot be handed to OpenTelemetry", extra=about("spans.failed")
+                )
+            self._failed = True
+
+    async def run(self) -> None:
+        """Wait for `stop`, and end what is open then."""
+        await self._stopped.wait()
+        self._closed = True
+        for span, _ in self._open.values():
+            span.end()
+        self._open.clear()
+
+    def stop(self) -> None:
+        """Let `run` end. Called on its loop."""
+        self._stopped.set()
+
+    def _begin(self, begin: SpanBegin) -> None:
+        context, ahead = self._context_of(begin)
+        attributes: dict[str, str | int] = {"kvstore.chunks": begin.chunks}
+        if begin.request is not None and not begin.request.startswith("\0"):
+            attributes["kvstore.request"] = begin.request
+        if begin.tier >= 0:
+            attributes["kvstore.tier"] = self._tiers[begin.tier]
+        span = self._tracer.start_span(
+            f"kvstore.{begin.kind.value}",
+            context,
+            attributes=attributes,
+            start_time=int(begin.at * 1e9) + ahead,
+        )
+        self._open[begin.kind, begin.id] = span, ahead
+
+    def _context_of(self, begin: SpanBegin) -> tuple[Context, int]:
+        """What it belongs to, and by how much the time of day is ahead."""
+        context = self._nothing
+        if begin.request is not None:
+            waits = self._open.get((SpanKind.DEFERRAL, begin.request))
+            if waits is not None:
+                # The clocks of one trace are compared once, so that its times agree.
+                span, ahead = waits
+                return self._trace.set_span_in_context(span, context), ahead
+            context = self._parents.get(begin.request, context)
+        return context, time.time_ns() - time.monotonic_ns()
+
+    def _end(self, end: SpanEnd) -> None:
+        found = self._open.pop((end.kind, end.id), None)
+        if found is None:
+            # Its beginning was dropped, as too much had not been taken.
+            return
+        span, ahead = found
+        attributes: dict[str, str | int] = {"kvstore.chunks_done": end.chunks}
+        if end.kind in (SpanKind.PROMOTION, SpanKind.CASCADE):
+            attributes["kvstore.bytes"] = end.chunks * self._chunk_bytes
+        if end.outcome is not None:
+            attributes["kvstore.outcome"] = end.outcome.value
+        span.set_attributes(attributes)
+        if end.error is not None:
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, end.error))
+        span.end(int(end.at * 1e9) + ahead)
