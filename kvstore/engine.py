@@ -174,7 +174,7 @@ class Engine:
                 self._on_completion()
 
     async def _run(self, move: Move) -> None:
-        raised: Exception | None = None
+        raised: BaseException | None = None
         try:
             completion = await self._perform(move)
             if len(completion.ok) != len(move.keys):
@@ -183,8 +183,11 @@ class Engine:
             # The loop ends. What the move has reserved stays so: it may still be in use.
             self.cut_off = True
             raise
-        except Exception as error:
-            # A tier has no business raising; its fault must still end the move.
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # A tier has no business raising, but the panic of a native client is no `Exception`;
+            # its fault must still end the move.
             places = range(len(move.keys))
             completion = Completion(
                 move.id, [False] * len(places), error=repr(error), unread=places
@@ -195,7 +198,7 @@ class Engine:
         self._done.append(completion)
         self._on_completion()
 
-    def _tell(self, move: Move, completion: Completion, raised: Exception | None) -> None:
+    def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
         """Log faults, except those of copies: the core itself says what they mean."""
         what = move.op.value if len(self._tiers) == 1 else f"{move.op.value}, tier {move.tier}"
         now = time.monotonic()

@@ -14,6 +14,7 @@ from kvstore.core.flow import Flow
 from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
+from kvstore.core.patience import Patience
 from kvstore.core.peer import Unordered
 from kvstore.core.slots import RETRY_PAUSE
 from kvstore.core.stats import TierStats
@@ -36,6 +37,7 @@ class AskedTier(CopyQueue):
 
     Attributes:
         answers: what it has said, and what it is being asked.
+        patience: how long that is worth waiting for.
     """
 
     compaction_rate = 0.0
@@ -58,6 +60,7 @@ class AskedTier(CopyQueue):
         self.max_rows_in_flight = max_rows_in_flight
         super().__init__(Index((), Unordered(1)))
         self.answers = Answers() if answers is None else answers
+        self.patience = Patience()
         self.health = Health(self.name)
         self.in_flight = InFlight()
         self.clearing = False
@@ -106,12 +109,16 @@ class AskedTier(CopyQueue):
 
     def _answered(self, keys: Sequence[bytes], completion: Completion, now: float) -> None:
         answers = self.answers
+        since = answers.asked.get(keys[0])
         # What was given up as overdue meanwhile is known all the same.
         answers.end(keys)
         unread = set(completion.unread)
         ends = list(zip(keys, completion.ok, strict=True))
         found = [key for key, ok in ends if ok]
         lacking = [key for n, (key, ok) in enumerate(ends) if not ok and n not in unread]
+        if since is not None and len(unread) < len(keys):
+            asked, seconds = len(keys) - len(unread), completion.ended_by(now) - since
+            self.patience.answered(asked, len(found), max(0.0, seconds))
         self.count("found", len(found))
         self.count("unanswered", len(unread))
         # Of what was copied to it meanwhile more is known than it could say.
@@ -216,7 +223,10 @@ class AskedTier(CopyQueue):
         answers, index = self.answers, self.index
         if answers.asked:
             # Nobody waits for these any longer.
-            self.count("unanswered", len(answers.overdue(now - deadline)))
+            overdue = len(answers.overdue(now - deadline))
+            if overdue:
+                self.count("unanswered", overdue)
+                self.patience.took(deadline)
         self.index.disappear(answers.expire(now))
         reading, writing = len(index.reading), bool(index.writing)
         moves = self.in_flight

@@ -205,6 +205,8 @@ class Core:
         queue = self.queue
         self.transfers.watch(now, elapsed, queue.deadline, queue.max_wait, self.compute_pace)
         self._lookups.begin_step(now)
+        if self._questions:
+            self._questions.watch(now)
         if self._ended:
             self.queue.all_moved(now)
         for request in self.queue.expire(now):
@@ -288,7 +290,7 @@ class Core:
                 self.queue.join(request, now)
                 self.grants.link(request)
                 if self._questions:
-                    self._questions.add(request)
+                    self._questions.add(request, now, self.compute_pace)
             elif request.state is not RequestState.WAITING:
                 request.forget_keys()
                 self._requests.drop_if_idle(request)

@@ -175,7 +175,7 @@ class Grants:
     def _grant(self, request: Request, now: float, *, unasked: bool = False) -> list[Grant]:
         pool = self._pool
         end = min(len(request.keys), request.granted + self._budget.granted)
-        plan = self._plan(request, end, unasked)
+        plan = self._plan(request, end, unasked, now)
         keys, missing, reach = request.keys, plan.missing, plan.reach
         room = 0
         if missing:
@@ -205,7 +205,7 @@ class Grants:
             request.grant(reach, needs_rows=needs_rows, short_of_rows=False)
         return grants
 
-    def _plan(self, request: Request, end: int, unasked: bool) -> _Plan:
+    def _plan(self, request: Request, end: int, unasked: bool, now: float) -> _Plan:
         """What is to be fetched of its keys up to `end`. What is here is leased at once.
 
         What nobody waits for comes from any tier that is alive.
@@ -249,7 +249,7 @@ class Grants:
                     plan.reach, plan.waits_for = position, tier.number
                     break
             if tier is None:
-                if not self._is_asked(key):
+                if now >= request.answer_by or not self._is_asked(key):
                     continue
                 # What lies behind is not fetched before it is known whether this one comes.
                 plan.reach, plan.awaits_answer = position, True

@@ -1,7 +1,8 @@
-"""What stores are to be asked, once for each key."""
+"""What stores are to be asked, once for each key, and who waits for their answers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Sequence
 
 from kvstore.core.pool import HostPool
@@ -22,7 +23,8 @@ class Questions:
     """The questions of requests that begin to wait.
 
     A question names keys of one request, in the order of its prompt, that host memory does not
-    have, nor any tier that is known to have them. Each store is asked about them that may.
+    have, nor any tier that is known to have them. Each store is asked about them that may, and
+    the request waits as long as one of the answers is worth it: see `Patience`.
     """
 
     def __init__(
@@ -40,13 +42,19 @@ class Questions:
         self._due: list[Question] = []
         # What is to be asked and not handed out yet, of each store.
         self._named: dict[int, set[bytes]] = {store.number: set() for store in self._stores}
+        # When the first of those who wait for answers waits no longer.
+        self._soonest = math.inf
 
     def __bool__(self) -> bool:
         """Whether there is anybody to ask."""
         return bool(self._stores)
 
-    def add(self, request: Request) -> None:
-        """The request begins to wait: what nobody knows of its keys is asked."""
+    def add(self, request: Request, now: float, compute: float) -> None:
+        """The request begins to wait: what nobody knows of its keys is asked.
+
+        Args:
+            compute: seconds in which the server computes a chunk; 0 where nobody knows.
+        """
         readable = [tier.entries for tier in self._tiers if tier.health.readable]
         chunks, hidden = self._chunks, self._hidden
         keys = [
@@ -56,14 +64,22 @@ class Questions:
             and key not in hidden
             and not any(key in entries for entries in readable)
         ]
+        patience = 0.0
         for store in self._stores:
             if not store.worth_asking:
                 continue
+            lasts = store.patience.lasts(len(keys), compute, store.health.pace.per_chunk)
+            patience = max(patience, lasts)
+            if not lasts:
+                store.count("unawaited")
             asked, named = store.answers.asked, self._named[store.number]
             its = [k for k in keys if k not in asked and k not in named and store.unknown(k)]
             named.update(its)
             for start in range(0, len(its), MOST_KEYS):
                 self._due.append((store, its[start : start + MOST_KEYS], request.id))
+        if keys:
+            request.wait_for_answers(now + patience)
+            self._soonest = min(self._soonest, now + patience)
 
     def take(self) -> list[Question]:
         """The questions that are to be asked now."""
@@ -72,22 +88,30 @@ class Questions:
             named.clear()
         return due
 
+    def watch(self, now: float) -> None:
+        """Who has waited for answers as long as they are worth goes on without, once a step."""
+        if now >= self._soonest:
+            self.pass_over(now)
+            left = [each.answer_by for each in self._queue.waiting.values()]
+            self._soonest = min((each for each in left if each > now), default=math.inf)
+
     def pass_over(self, now: float) -> None:
         """Go on where stores have answered: requests for which nothing comes wait no longer."""
         waiting = [request for request in self._queue.waiting.values() if request.awaits_answer]
         readable = [tier.entries for tier in self._tiers if tier.health.readable]
         for request in waiting:
             keys, place = request.keys, request.granted
-            while place < len(keys) and self._is_nowhere(keys[place], readable):
+            waits = now < request.answer_by
+            while place < len(keys) and self._is_nowhere(keys[place], readable, waits):
                 place += 1
             if place > request.granted:
                 request.grant(place, needs_rows=None, short_of_rows=False)
             self._queue.answer_if_complete(request, now)
 
-    def _is_nowhere(self, key: bytes, readable: Sequence[Container[bytes]]) -> bool:
+    def _is_nowhere(self, key: bytes, readable: Sequence[Container[bytes]], waits: bool) -> bool:
         if key in self._chunks or any(key in entries for entries in readable):
             return False
-        return not any(key in s.answers.asked and s.worth_asking for s in self._stores)
+        return not (waits and any(key in s.answers.asked and s.worth_asking for s in self._stores))
 
     def reset(self) -> None:
         """Nobody waits any more."""

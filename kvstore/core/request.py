@@ -13,6 +13,7 @@ WAITING, within the `max_wait` that is already running, so this ends.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 
 __all__ = ["Request", "RequestState", "Requests"]
@@ -46,11 +47,13 @@ class Request:
         needs_rows: whether some of what is not granted has no row yet.
         waits_for: the tier from which no more may be under way for now, or -1.
         awaits_answer: a store is being asked about the first key that is not granted.
+        answer_by: until when it waits for answers of stores.
         short_of_rows: what is not granted waits for rows.
         stuck: the last step in which only its own leases stood in its way.
     """
 
     __slots__ = (
+        "answer_by",
         "asked",
         "asked_step",
         "awaits_answer",
@@ -92,6 +95,7 @@ class Request:
         self.store_deferred = False
         self.waits_for = -1
         self.awaits_answer = False
+        self.answer_by = math.inf
         self.short_of_rows = False
         self.stuck = -1
 
@@ -141,6 +145,7 @@ class Request:
         self.needs_rows = needs_rows
         self.waits_for = -1
         self.awaits_answer = False
+        self.answer_by = math.inf
         self.short_of_rows = False
 
     def end_wait(self) -> None:
@@ -192,6 +197,10 @@ class Request:
     def await_answer(self, awaits: bool) -> None:
         """Whether a store is being asked about the first key that is not granted."""
         self.awaits_answer = awaits
+
+    def wait_for_answers(self, until: float) -> None:
+        """Then it goes on without those that have not come."""
+        self.answer_by = until
 
     def grant(self, up_to: int, *, needs_rows: bool | None, short_of_rows: bool) -> None:
         """So many of its keys were leased, fetched or given up; what the rest lacks, if known."""

@@ -45,6 +45,7 @@ class TierStats:
         relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
         asking: keys about which a store is being asked, now. asked: all of them. found: those
             that it had. unanswered: those of which it did not say so, or not in time.
+            unawaited: requests that did not wait for its answer, as that was not worth it.
         closed, stalled, congested, slow, away, outpaced: see `Health`, now.
         read_pace: seconds in which a chunk is read, of late; 0 where nothing was.
         errors: moves that reported an error.
@@ -90,6 +91,7 @@ class TierStats:
     asked: int = 0
     found: int = 0
     unanswered: int = 0
+    unawaited: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     used_bytes: int = _now()

@@ -16,6 +16,7 @@ from kvstore.core.flow import Flow
 from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
+from kvstore.core.patience import Patience
 from kvstore.core.stats import TierStats
 from kvstore.types import Changes, Completion, LogLine, Move
 from policies.admission import AdmissionFilter
@@ -183,9 +184,11 @@ class Store(TierView, Protocol):
 
     Attributes:
         answers: what it has said, and what it is being asked.
+        patience: how long that is worth waiting for.
     """
 
     answers: Answers
+    patience: Patience
 
     @property
     def worth_asking(self) -> bool:

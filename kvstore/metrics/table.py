@@ -292,6 +292,11 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.unanswered,
         "Those of them of which it did not say so, or not in time.",
     ),
+    _store(
+        "store_unawaited_requests",
+        lambda t: t.unawaited,
+        "Requests that did not wait for its answer, as that would take longer than it may save.",
+    ),
     Metric(
         "store_answer_seconds",
         "histogram",

@@ -18,6 +18,7 @@ from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerT
 from kvstore.core.answers import Answers
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
 from kvstore.core.grants import LEFT_TO_OTHERS
+from kvstore.core.patience import Patience
 from kvstore.core.queue import FORGET_AFTER
 from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
@@ -125,6 +126,18 @@ SLOW = Pace(asked=3, told=2, granted=2, absorbed=2, copied=1, questions=1)
 """A core that puts most of what it could do off to the next step."""
 
 
+class Moody(Patience):
+    """Answers are worth waiting for as the dice say, until `calm`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._dice = random.Random(seed)
+        self.calm = False
+
+    def lasts(self, chunks: int, compute: float, read: float) -> float:
+        return math.inf if self.calm else self._dice.choice((0.0, 0.0, 0.02, 0.5, math.inf))
+
+
 class World:
     """See the module's text.
 
@@ -151,6 +164,7 @@ class World:
         followed: bool = False,
         asked: bool = False,
         lasts: float = 5.0,
+        moody: int | None = None,
         in_flight: int = 12,
         policy: str = "lru",
         flow: Flow = Flow.WRITE_THROUGH,
@@ -176,6 +190,8 @@ class World:
         self.followed = tiers if followed else -1
         self.asked = tiers + followed if asked else -1
         self.lasts = lasts
+        self.moody = None if moody is None else Moody(moody)
+        """How long answers of the store are worth waiting for; None: until the deadline."""
         self.shared: dict[int, dict[bytes, int]] = {}
         """What stores have, with the weights of each chunk, for processes that began with some."""
         self.store_has: dict[bytes, int] = {}
@@ -274,7 +290,10 @@ class World:
         opened = RecoveredTier("store", MEDIA[index], [], 1, [], 0)
         flow = Flow.WRITE_THROUGH if self.flow is Flow.EXCLUSIVE else self.flow
         answers = Answers(2 * len(self.rows), self.lasts)
-        return AskedTier(index, opened, self.in_flight, flow=flow, answers=answers)
+        store = AskedTier(index, opened, self.in_flight, flow=flow, answers=answers)
+        if self.moody is not None:
+            store.patience = self.moody
+        return store
 
     # -- the clock and the server ------------------------------------------------------
 
@@ -771,7 +790,7 @@ class World:
             ids.update(segments)
         elif move.op is Op.CLEAR and move.tier == self.followed:
             # What the neighbour has stays; from now on only what is of the epoch is told.
-            if len(self.slots) == 1:
+            if self.followed == 0:
                 self.epoch = self._new_epoch(self.weights)
             self.heard_epoch = self.epoch
             held = contents_of(slots).items()
@@ -1093,6 +1112,8 @@ class World:
         core = self.core
         self.silent.clear()
         self.cramped.clear()
+        if self.moody is not None:
+            self.moody.calm = True
         for tier in core.tiers:
             # A segment that cannot be emptied is tried again for ever.
             tier.compact_at(0.0)
@@ -1186,6 +1207,9 @@ def _watch_pins(tier: OwnedTier) -> None:
 
 def random_world(rng: random.Random) -> World:
     """A world of any shape, small enough that everything is always short."""
+    # Dice of their own for what came later: the worlds of a seed are those of before.
+    aside = random.Random()
+    aside.setstate(rng.getstate())
     rows = rng.choice((1, 2, 3, 5, 8, 12, 20))
     segment_slots = rng.choice((1, 4, 8))
     world = World(
@@ -1196,6 +1220,7 @@ def random_world(rng: random.Random) -> World:
         followed=rng.random() < 0.3,
         asked=rng.random() < 0.3,
         lasts=rng.choice((0.05, 5.0, 60.0)),
+        moody=aside.choice((None, aside.randrange(1000))),
         in_flight=rng.choice((1, 3, rows)),
         max_wait=rng.choice((1.5, 5.0)),
         faults=rng.choice((0.0, 0.01, 0.1)),

@@ -233,6 +233,25 @@ def test_a_tier_that_raises_ends_its_moves_as_failed(
     assert all("today" in (completion.error or "") for completion in done)
 
 
+class Panic(BaseException):
+    """What a client that is not written in Python may raise."""
+
+
+def test_a_panic_of_a_native_client_ends_its_move_as_failed(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Panicking(GatedTier):
+        async def _pass(self, call: str) -> None:
+            raise Panic(call)
+
+    engine = threads(Panicking())
+    with caplog.at_level(logging.CRITICAL):
+        engine.submit(ALL_OPS)
+        done = take(engine, 4)
+    assert [completion.ok for completion in done] == [[False], [False], [], []]
+    assert all("Panic" in (completion.error or "") for completion in done)
+
+
 async def test_a_tier_that_raises_does_not_raise_on_the_callers_loop() -> None:
     engine = Engine([RaisingTier()], lambda: None)
     engine.start(ALL_OPS)

@@ -46,7 +46,7 @@ def open_bench(folder: Path) -> Iterator[OpenBench]:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Starts other Python processes; those that still live are killed at the end."""
+    """Starts other Python processes; what still lives of them is killed at the end."""
     children: list[Child] = []
 
     def start(code: str, *arguments: object) -> Child:
@@ -56,7 +56,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
     yield start
     for started in children:
-        started.kill()
+        started.kill_all()
 
 
 @pytest.fixture

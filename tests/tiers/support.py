@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -128,6 +129,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            start_new_session=True,
         )
         self.pid = self._process.pid
 
@@ -146,6 +148,12 @@ class Child:
         """SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._close()
+
+    def kill_all(self) -> None:
+        """SIGKILL, also to what it has forked."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
 
     def end(self) -> int:
         """Close its standard input and wait; returns the exit status."""

@@ -48,9 +48,9 @@ class ObjectTier(StoreTier):
     Room is the operator's to give: set a lifecycle rule that expires objects.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://account/container/prefix` or
-            `file:///directory`. Credentials come from the environment, or from where the client
-            finds them on such a machine, never from here.
+        url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
+            `file:///directory`. Azure's account and all credentials come from the environment, or
+            from where the client finds them on such a machine, never from here.
         endpoint: of a service that is not the scheme's own, as `http://minio:9000`.
         region: of the bucket.
         timeout_s: seconds after which a call has failed.

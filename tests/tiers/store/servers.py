@@ -12,14 +12,17 @@ from typing import TypeVar
 
 import pytest
 
+from benchmarks.azurite import Azurite
 from benchmarks.ceph_gateway import CephGateway, is_installed
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 
 __all__ = [
+    "Azurite",
     "CephGateway",
     "MooncakeMaster",
     "RedisServer",
+    "azurite",
     "ceph_gateway",
     "mooncake_master",
     "redis_server",
@@ -59,3 +62,11 @@ def ceph_gateway() -> AbstractContextManager[CephGateway]:
     if not is_installed():
         pytest.skip("Ceph (ceph-mon, ceph-osd, radosgw) is not installed")
     return _running(CephGateway, CephGateway.end)
+
+
+def azurite() -> AbstractContextManager[Azurite]:
+    """An Azure server for a while; skips the test where Azurite is not installed."""
+    pytest.importorskip("obstore")
+    if not Azurite.is_installed():
+        pytest.skip("Azurite (npm install -g azurite) is not installed")
+    return _running(Azurite, Azurite.stop)

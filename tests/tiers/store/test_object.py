@@ -1,4 +1,4 @@
-"""Object stores: an S3 server (Ceph's gateway) and a directory."""
+"""Object stores: an S3 server (Ceph's gateway), Azure's emulator (Azurite) and a directory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvstore.testing.store import StoreContract
 from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.store.servers import CephGateway, ceph_gateway
+from tests.tiers.store.servers import Azurite, CephGateway, azurite, ceph_gateway
 from tiers.base import Tier
 
 obstore = pytest.importorskip("obstore")
 
-from obstore.store import S3Store  # noqa: E402
+from obstore.store import AzureStore, S3Store  # noqa: E402
 
 from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 
@@ -50,6 +50,45 @@ class TestS3(StoreContract):
     @pytest.fixture(autouse=True)
     def _use(self, gateway: CephGateway, s3: Any) -> None:
         self.server, self.client = gateway, s3
+
+    def new_tier(self, place: TierPlace) -> Tier:
+        return ObjectTier(place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=3.0)
+
+    def values(self) -> Mapping[str, bytes]:
+        names = _names(self.client)
+        return {name: bytes(obstore.get(self.client, name).bytes()) for name in names}
+
+    def put(self, name: str, value: bytes) -> None:
+        obstore.put(self.client, name, value)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def start(self) -> None:
+        self.server.start()
+
+    def freeze(self) -> None:
+        self.server.freeze()
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Azurite]:
+    with azurite() as running:
+        yield running
+
+
+class TestAzure(StoreContract):
+    seconds = PATIENCE
+
+    @pytest.fixture(autouse=True)
+    def _use(self, emulator: Azurite, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in emulator.environment.items():
+            monkeypatch.setenv(name, value)
+        self.server = emulator
+        self.client = AzureStore(
+            emulator.container, endpoint=emulator.endpoint, client_options={"allow_http": True}
+        )
+        obstore.delete(self.client, _names(self.client))
 
     def new_tier(self, place: TierPlace) -> Tier:
         return ObjectTier(place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=3.0)
