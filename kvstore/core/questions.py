@@ -68,7 +68,9 @@ class Questions:
         for store in self._stores:
             if not store.worth_asking:
                 continue
-            lasts = store.patience.lasts(len(keys), compute, store.health.pace.per_chunk)
+            # What made reads from an outpaced one slow may be over.
+            read = 0.0 if store.health.recompute.outpaced else store.health.pace.per_chunk
+            lasts = store.patience.lasts(len(keys), compute, read)
             patience = max(patience, lasts)
             if not lasts:
                 store.count("unawaited")

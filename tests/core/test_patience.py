@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.core.answers import Answers
 from kvstore.core.patience import LEAST_PATIENCE, RISKED, Patience
+from kvstore.core.recompute import FIRST_PAUSE
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 
@@ -156,3 +157,22 @@ def test_a_store_that_does_not_answer_teaches_not_to_wait_for_it() -> None:
     assert rig.ask(keys, "last") is None
     rig.step()
     assert rig.ask(keys, "last") == 0
+
+
+def test_what_made_reads_slow_is_not_held_against_answers_once_they_are_tried_again() -> None:
+    rig = slow_store(has=8, seconds=0.05)
+    store = rig.core.tiers[-1].store
+    assert store is not None
+    store.health.pace.replace(100, 10.0)
+    rig.step()
+    assert store.health.recompute.outpaced
+    assert rig.ask(KEYS, "early") == 0
+    rig.wait(FIRST_PAUSE + 0.2)
+    assert rig.ask(KEYS, "r") is None
+    rig.step(0.02)
+    assert rig.ask(KEYS, "r") is None, "it waits for the answer"
+    move = question(rig)
+    rig.moves.remove(move)
+    rig.ended.append(Completion(move.id, [True] * 8))
+    rig.step()
+    assert [move.op for move in rig.step()] == [Op.PROMOTE]
