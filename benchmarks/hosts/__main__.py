@@ -1,19 +1,21 @@
 """What one host has computed, another finds: over a good network, and over bad ones.
 
-    python -m benchmarks.hosts [--stores mooncake,redis] [--what faults,places,down]
+    python -m benchmarks.hosts [--stores mooncake,redis] [--what faults,places,down,far]
 
 Two hosts are two network namespaces of this machine with a cable between them (`cable.py`). Each
-has an engine (that of `examples.paged_engine`), host memory and a disk of its own; on the first one
-is the store's server, too. The first host computes prompts. Then something happens, and the second
-host serves the same prompts, one after the other. Told are the prompts that it found, the median
-and the longest time to the first token, how long a request waited for chunks at most, and how long
-after the fault prompts were found again. What it takes to compute a prompt is told beside; while a
-transfer is under way it takes longer, as Mooncake's client polls without a pause. Status 1 if a
-token differs, or a request waits for longer than the deadline and a step. Needs root.
+has an engine (that of `examples.paged_engine`, or with `--engine vllm` a real vLLM), host memory
+and a disk of its own; on the first one is the store's server, too. The first host computes prompts.
+Then something happens, and the second host serves the same prompts, one after the other. Told are
+the prompts that it found, the median and the longest time to the first token, how long a request
+waited for chunks at most, and how long after the fault prompts were found again. What it takes to
+compute a prompt is told beside; while a transfer is under way it takes longer, as Mooncake's client
+polls without a pause. Status 1 if a token differs, or a request waits for longer than the deadline
+and a step. Needs root.
 
 `places` tells the time to the first token of prompts that are computed, found on the other host,
 and found on the own disk after a start; `down` the throughput of an engine whose store is down
-against that of one without a store, in turns: quartiles of the rounds.
+against that of one without a store, in turns: quartiles of the rounds; `far` the time to the first
+token of prompts that nobody has, with a store behind the delay, against none.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ POOL = 512 * 2**20
 
 KV_BYTES = 8192
 """Of a token, by the model of the hosts."""
+
+PROGRAMS = {"paged": "host.py", "vllm": "vllm_host.py"}
+"""Hosts, by their engine."""
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -137,7 +142,7 @@ def scene(options: argparse.Namespace, store: str, room: int = POOL) -> Iterator
                 "store": tier,
                 "deadline_s": DEADLINE_S,
             }
-            hosts.append(Process(name, "host.py", told, folder / f"{name}.log"))
+            hosts.append(Process(name, PROGRAMS[options.engine], told, folder / f"{name}.log"))
             stack.callback(hosts[-1].end)
         made = Scene(options, cable, server, *hosts, folder, told)
         for number, host in enumerate(hosts):
@@ -179,9 +184,11 @@ def _first_host_dies(scene: Scene) -> None:
     scene.one.kill()
 
 
+FAR = "200 ms of delay"
+
 FAULTS: dict[str, tuple[Callable[[Scene], None], Callable[[Scene], None]]] = {
     "nothing": (_nothing, _nothing),
-    "200 ms of delay": (_quality(delay_s=0.1), _mended),
+    FAR: (_quality(delay_s=0.1), _mended),
     "10 Mbit/s": (_quality(bytes_per_s=1.25e6), _mended),
     "1 % of frames lost": (_quality(loss=0.01), _mended),
     "cable cut": (_quality(loss=1.0), _mended),
@@ -248,7 +255,7 @@ def places(options: argparse.Namespace, store: str) -> dict[str, Any]:
         # As the first host, started again, without the store.
         made.one.end()
         told = {**made.told, "disk": str(made.folder / NAMES[0]), "store": None}
-        again = Process(NAMES[0], "host.py", told, made.folder / "again.log")
+        again = Process(NAMES[0], PROGRAMS[options.engine], told, made.folder / "again.log")
         stack.callback(again.end)
         again.do("serve", seeds=[-1])
         own = again.do("serve", seeds=seeds)
@@ -261,35 +268,64 @@ def places(options: argparse.Namespace, store: str) -> dict[str, Any]:
         return row
 
 
-def down(options: argparse.Namespace, store: str) -> dict[str, Any]:
-    """Prompts per second with a store that is down, against none."""
+def against_none(
+    options: argparse.Namespace,
+    store: str,
+    happens: Callable[[Scene], None],
+    measure: Callable[[Process, list[int]], float],
+) -> list[float]:
+    """What an engine with a store measures over one without, in turns, after something happens."""
     with ExitStack() as stack:
         made = stack.enter_context(scene(options, store))
         told = {**made.told, "disk": str(made.folder / "plain"), "store": None}
-        plain = Process(NAMES[1], "host.py", told, made.folder / "plain.log")
+        plain = Process(NAMES[1], PROGRAMS[options.engine], told, made.folder / "plain.log")
         stack.callback(plain.end)
-        made.server.do("stop")
+        happens(made)
         ratios = []
         for number in range(options.rounds + 1):
             seeds = made.fresh()
-            rates = {}
+            measured = {}
             for who in (made.two, plain) if number % 2 else (plain, made.two):
-                rates[who] = who.do("rate", seeds=seeds)["rate"]
+                measured[who] = measure(who, seeds)
                 who.do("settle", seconds=30)
             if number:
-                ratios.append(rates[made.two] / rates[plain])
-        found = {"store": store, "rounds": options.rounds, "kept": True}
-        quartiles = statistics.quantiles(ratios, n=4)
-        return found | {"down_against_none": [round(ratio, 3) for ratio in quartiles]}
+                ratios.append(measured[made.two] / measured[plain])
+        return ratios
+
+
+def down(options: argparse.Namespace, store: str) -> dict[str, Any]:
+    """Prompts per second with a store that is down, against none."""
+
+    def rate(host: Process, seeds: list[int]) -> float:
+        return float(host.do("rate", seeds=seeds)["rate"])
+
+    ratios = against_none(options, store, _server_stops, rate)
+    return _quartiles("down_against_none", store, ratios)
+
+
+def far(options: argparse.Namespace, store: str) -> dict[str, Any]:
+    """Time to the first token of prompts that nobody has, with a store far away, against none."""
+
+    def first_token(host: Process, seeds: list[int]) -> float:
+        return statistics.median(host.do("serve", seeds=seeds)["seconds"])
+
+    ratios = against_none(options, store, FAULTS[FAR][0], first_token)
+    return _quartiles("far_against_none", store, ratios)
+
+
+def _quartiles(name: str, store: str, ratios: list[float]) -> dict[str, Any]:
+    quartiles = [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4)]
+    return {"store": store, "rounds": len(ratios), "kept": True, name: quartiles}
 
 
 def main() -> int:
     """Print a JSON row for each fault; 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stores", default="mooncake,redis")
+    parser.add_argument("--engine", choices=PROGRAMS, default="paged")
     parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--what", default="faults,places,down")
-    parser.add_argument("--rounds", type=int, default=12, help="of `down`")
+    parser.add_argument("--what", default="faults,places,down,far")
+    parser.add_argument("--rounds", type=int, default=12, help="of `down` and `far`")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--logs", action="store_true", help="what the hosts wrote, afterwards")
@@ -297,7 +333,7 @@ def main() -> int:
     kept = True
     what = options.what.split(",")
     for store in options.stores.split(","):
-        for measure in (places, down):
+        for measure in (places, down, far):
             if measure.__name__ in what:
                 row = measure(options, store)
                 kept &= row["kept"]

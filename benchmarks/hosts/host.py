@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +117,23 @@ class Host:
             time.sleep(0.01)
         return {}
 
+    def shutdown(self) -> None:
+        """End the engine."""
+        self.engine.shutdown()
 
-def main() -> None:
+
+def obey(kind: Callable[..., Any]) -> None:
     """The first line says what the host is; those behind it what to do."""
-    torch.set_num_threads(2)
-    host = Host(**json.loads(sys.stdin.readline()))
+    host = kind(**json.loads(sys.stdin.readline()))
     print(json.dumps({}), flush=True)
     try:
         for line in sys.stdin:
             words = json.loads(line)
             print(json.dumps(getattr(host, words.pop("do"))(**words)), flush=True)
     finally:
-        host.engine.shutdown()
+        host.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(2)
+    obey(Host)
