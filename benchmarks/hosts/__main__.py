@@ -15,7 +15,7 @@ and a step. Needs root.
 `places` tells the time to the first token of prompts that are computed, found on the other host,
 and found on the own disk after a start; `down` the throughput of an engine whose store is down
 against that of one without a store, in turns: quartiles of the rounds; `far` the time to the first
-token of prompts that nobody has, with a store whose answers take 100 ms, against none.
+token of prompts that nobody has, with a store whose answers take `--away-ms`, against none.
 """
 
 from __future__ import annotations
@@ -43,9 +43,6 @@ NAMES = ("kvstore-one", "kvstore-two")
 DEADLINE_S = 1.0
 
 POOL = 512 * 2**20
-
-FAR_S = 0.1
-"""How long a question to a store that is far away takes at least."""
 
 KV_BYTES = 8192
 """Of a token, by the model of the hosts."""
@@ -310,7 +307,8 @@ def far(options: argparse.Namespace, store: str) -> dict[str, Any]:
     def first_token(host: Process, seeds: list[int]) -> float:
         return statistics.median(host.do("serve", seeds=seeds)["seconds"])
 
-    ratios = against_none(options, store, _quality(delay_s=FAR_S / 2), first_token)
+    happens = _quality(delay_s=options.away_ms / 2000)
+    ratios = against_none(options, store, happens, first_token)
     return _quartiles("far_against_none", store, ratios)
 
 
@@ -327,6 +325,7 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--what", default="faults,places,down,far")
     parser.add_argument("--rounds", type=int, default=12, help="of `down` and `far`")
+    parser.add_argument("--away-ms", type=float, default=100.0, help="of `far`, there and back")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--logs", action="store_true", help="what the hosts wrote, afterwards")

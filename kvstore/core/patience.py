@@ -19,11 +19,11 @@ RISKED = 0.05
 LEAST_PATIENCE = 0.01
 """Seconds that are waited in any case: the steps of a server take as long."""
 
-WINDOW = 4096
-"""The part that a store has is that of about so many chunks, the last it was asked about."""
+WINDOW = 64
+"""The part that a store has is that of about so many questions, the last ones."""
 
-FIRST_ASKED = 256
-"""A store that was just opened is taken for one that had all of so many chunks."""
+TRUSTED = 4
+"""A store that was just opened is taken for one that had all of so many questions."""
 
 NEWEST = 0.25
 """The weight of an answer in how long answers take."""
@@ -33,21 +33,24 @@ class Patience:
     """Of those who ask one store; told of the answers to its questions.
 
     Attributes:
-        share: part of the chunks it was asked about that the store had, of late.
+        share: part of the chunks it was asked about that the store had, of late: of many questions,
+            as a single prompt says little, whether its chunks are large or small.
         seconds: how long its answers take, of late; 0 while there was none.
     """
 
     def __init__(self) -> None:
-        self._asked = self._found = float(FIRST_ASKED)
+        self._asked = self._found = 0.0
         self.seconds = 0.0
 
     @property
     def share(self) -> float:
-        return self._found / self._asked
+        return self._found / self._asked if self._asked else 1.0
 
     def answered(self, asked: int, found: int, seconds: float) -> None:
         """A question about so many chunks took so long; so many were there."""
-        kept = WINDOW / (WINDOW + asked)
+        if not self._asked:
+            self._asked = self._found = float(TRUSTED * asked)
+        kept = WINDOW / (WINDOW + 1)
         self._asked = kept * self._asked + asked
         self._found = kept * self._found + found
         self.took(seconds)

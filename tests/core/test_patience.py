@@ -54,6 +54,17 @@ def test_a_moment_is_always_waited() -> None:
     assert learned(1, 0, 0.001).lasts(1, 0.0001, 0.0) == LEAST_PATIENCE
 
 
+@pytest.mark.parametrize("chunks", [1, 16, 1000])
+def test_a_store_that_has_nothing_is_found_out_by_a_few_prompts(chunks: int) -> None:
+    computing = 1.0
+    patience = Patience()
+    answers = 0
+    while patience.lasts(chunks, computing / chunks, 0.0):
+        answers += 1
+        patience.answered(chunks, 0, 0.25 * computing)
+    assert 4 <= answers <= 15
+
+
 def test_a_store_that_has_come_to_have_chunks_is_waited_for_again() -> None:
     patience = learned(CHUNKS, 0, 0.2)
     for _ in range(40):
