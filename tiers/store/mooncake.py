@@ -11,17 +11,16 @@ import contextlib
 import ctypes
 import mmap
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvstore.types import TierPlace
 from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreClient, StoreError
 from tiers.store.record import RECORD_BYTES
+from tiers.store.thread import in_thread, to_the_end
 from tiers.store.tier import MOST_CHUNKS, StoreTier
 
 try:
@@ -30,8 +29,6 @@ except ImportError:  # pragma: no cover
     Engine = None
 
 __all__ = ["MooncakeTier"]
-
-_T = TypeVar("_T")
 
 RECORDS = 4 * MOST_CHUNKS
 """Records of all calls under way."""
@@ -134,7 +131,7 @@ class _Client:
     async def exists(self, names: Sequence[str]) -> list[bool]:
         engine = await self._reached()
         # It uses no memory of ours, so nobody has to wait for its end.
-        told = await _in_thread(lambda: engine.batch_is_exist(list(names)))
+        told = await in_thread(lambda: engine.batch_is_exist(list(names)))
         _check(told)
         return [code == 1 for code in told]
 
@@ -147,7 +144,7 @@ class _Client:
                 self._memory[place * RECORD_BYTES : (place + 1) * RECORD_BYTES] = record
             addresses, sizes = self._buffers(places, payloads)
             async with self._putting:
-                told = await _to_the_end(
+                told = await to_the_end(
                     lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes)
                 )
         _check(told)
@@ -158,7 +155,7 @@ class _Client:
         async with self._borrowed(len(names)) as places:
             addresses, sizes = self._buffers(places, payloads)
             async with self._getting:
-                told = await _to_the_end(
+                told = await to_the_end(
                     lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes)
                 )
             # The next call moves while the digests of this one are made.
@@ -175,7 +172,7 @@ class _Client:
     async def remove(self, names: Sequence[str]) -> None:
         engine = await self._reached()
         # By force: somebody who has just read it holds a lease.
-        told = await _in_thread(lambda: engine.batch_remove(list(names), True))
+        told = await in_thread(lambda: engine.batch_remove(list(names), True))
         _check(told)
         failed = [code for code in told if code not in (0, -704)]
         if failed:
@@ -185,7 +182,7 @@ class _Client:
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(Exception):
-                await _to_the_end(engine.close)
+                await to_the_end(engine.close)
 
     # -- inside --------------------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class _Client:
         """The engine, once it has found its master: that may take longer than anybody waits."""
         if self._engine is None:
             if self._starting is None:
-                self._starting = _in_thread(self._start)
+                self._starting = in_thread(self._start)
             try:
                 self._engine = await asyncio.shield(self._starting)
             except StoreError:
@@ -248,43 +245,6 @@ class _Client:
             for place, payload in zip(places, payloads, strict=True)
         ]
         return addresses, [[RECORD_BYTES, len(payload)] for payload in payloads]
-
-
-def _in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
-    """What a blocking call returns. Nobody waits for its thread, not even the interpreter."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[_T] = loop.create_future()
-
-    def work() -> None:
-        tell: Callable[[], None]
-        try:
-            tell = partial(ended.set_result, call())
-        except StoreError as error:
-            tell = partial(ended.set_exception, error)
-        except Exception as error:
-            tell = partial(ended.set_exception, StoreError(repr(error)))
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(lambda: None if ended.done() else tell())
-
-    threading.Thread(target=work, name="kvstore-mooncake", daemon=True).start()
-    return ended
-
-
-async def _to_the_end(call: Callable[[], _T]) -> _T:
-    """What a blocking call returns, cancelled or not: it uses memory until it has ended."""
-    running = _in_thread(call)
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            # Of a task everybody could be cancelled; a future only its thread ends.
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        # What it raised, if it did, nobody asks for.
-        running.exception()
-        raise cancelled
-    return running.result()
 
 
 def _check(codes: Sequence[int]) -> None:

@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from kvstore.types import TierPlace
 from tiers.store.client import StoreClient, StoreError
+from tiers.store.mount import Mount
 from tiers.store.record import RECORD_BYTES
+from tiers.store.thread import in_thread
 from tiers.store.tier import StoreTier
 
 try:
@@ -92,6 +95,7 @@ class ObjectTier(StoreTier):
         if parts.scheme == "s3":
             # Records have digests; the client's own would be a second, slower one.
             self._options["unsigned_payload"] = True
+        self._mount: Mount | None = None
         # What the environment says wrong is told at once.
         self._store = self._made()
 
@@ -100,12 +104,13 @@ class ObjectTier(StoreTier):
         return self._url
 
     def connect(self) -> StoreClient:
-        return _Client(self._store)
+        return _Client(self._store, self._mount)
 
     def _made(self) -> Any:
         try:
             if self._url.startswith("file:"):
-                return LocalStore.from_url(self._url, mkdir=True)
+                self._mount = Mount(Path(unquote(urlsplit(self._url).path)))
+                return LocalStore.from_url(self._url)
             options: Any = self._options
             return from_url(
                 self._url,
@@ -126,14 +131,16 @@ class ObjectTier(StoreTier):
 
 
 class _Client:
-    """See `StoreClient`."""
+    """See `StoreClient`. Nothing is done where another file system is mounted than was."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, mount: Mount | None) -> None:
         self._store = store
+        self._mount = mount
         self._free = asyncio.Semaphore(CONNECTIONS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """In waves, up to one without any: nothing behind a hole so long is asked for."""
+        await self._mounted()
         told: list[bool] = []
         while len(told) < len(names):
             wave = names[len(told) :][: CONNECTIONS if told else FIRST_ASKED]
@@ -161,6 +168,7 @@ class _Client:
                 return str(error)
             return None
 
+        await self._mounted()
         values = zip(names, records, payloads, strict=True)
         return await self._together([one(*value) for value in values])
 
@@ -182,6 +190,7 @@ class _Client:
                 _copy(part[1], payload, start - RECORD_BYTES)
             return record
 
+        await self._mounted()
         return await self._together([one(*value) for value in zip(names, payloads, strict=True)])
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -189,12 +198,17 @@ class _Client:
             with contextlib.suppress(FileNotFoundError):
                 await self._call(lambda: obstore.delete_async(self._store, name))
 
+        await self._mounted()
         await self._together([one(name) for name in names])
 
     async def close(self) -> None:
         """Connections are the client's own; nothing is to be said to anybody."""
 
     # -- inside --------------------------------------------------------------------------
+
+    async def _mounted(self) -> None:
+        if self._mount is not None:
+            await in_thread(self._mount.check)
 
     async def _size(self, name: str) -> int | None:
         """Bytes of a value; None where there is none."""

@@ -19,6 +19,7 @@ obstore = pytest.importorskip("obstore")
 
 from obstore.store import AzureStore, S3Store  # noqa: E402
 
+from tiers.store.mount import MARK  # noqa: E402
 from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
@@ -122,7 +123,7 @@ class TestDirectory(StoreContract):
         return ObjectTier(place, url=self.folder.as_uri())
 
     def values(self) -> Mapping[str, bytes]:
-        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        files = [each for each in self.folder.rglob("*") if each.is_file() and each.name != MARK]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def put(self, name: str, value: bytes) -> None:
