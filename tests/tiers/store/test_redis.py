@@ -1,8 +1,9 @@
-"""The Redis store against a real server."""
+"""The Redis store against real servers: Redis and Valkey."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,25 @@ from kvstore.testing.store import StoreContract
 from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.store.servers import RedisServer, redis_server
+from tests.tiers.store.servers import RedisServer, redis_server, valkey_server
 from tiers.base import Tier
 
 redis = pytest.importorskip("redis")
 
 from tiers.store.redis import PASSWORD, RedisTier  # noqa: E402
 
+Starting = Callable[..., AbstractContextManager[RedisServer]]
+
+
+@pytest.fixture(scope="module", params=[redis_server, valkey_server])
+def starting(request: pytest.FixtureRequest) -> Starting:
+    start: Starting = request.param
+    return start
+
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
+def server(starting: Starting) -> Iterator[RedisServer]:
+    with starting() as running:
         yield running
 
 
@@ -82,9 +91,9 @@ async def bench_of(tier: Tier) -> TierBench:
 
 @pytest.mark.asyncio
 async def test_a_password_comes_from_the_environment_and_is_shown_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
+    starting: Starting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with redis_server("--requirepass", "s3cret") as locked:
+    with starting("--requirepass", "s3cret") as locked:
         bench = await bench_of(RedisTier(PLACE, url=locked.url))
         told = await bench.tier.holds([key_of(1)])
         assert told.error
@@ -98,8 +107,8 @@ async def test_a_password_comes_from_the_environment_and_is_shown_nowhere(
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_is_full_refuses_and_still_serves() -> None:
-    with redis_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as full:
+async def test_a_server_that_is_full_refuses_and_still_serves(starting: Starting) -> None:
+    with starting("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as full:
         bench = await bench_of(RedisTier(PLACE, url=full.url))
         refused = []
         for first in range(0, 640, 16):
