@@ -5,18 +5,14 @@ It has no slots of ours: its engine decides where a chunk lies, and what leaves 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvstore.core.answers import Answers
 from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.flow import Flow
-from kvstore.core.health import Health
-from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.patience import Patience
-from kvstore.core.peer import Unordered
-from kvstore.core.slots import RETRY_PAUSE
+from kvstore.core.slotless import SlotlessTier, Unordered
 from kvstore.core.stats import TierStats
 from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
 from policies.admission import AdmissionFilter
@@ -29,7 +25,7 @@ NOWHERE = 0
 _NO_DEVICE = (0,)
 
 
-class AskedTier(CopyQueue):
+class AskedTier(SlotlessTier, CopyQueue):
     """See `TierView`. `entries` are the keys of which it is known that the store has them.
 
     An answer may be out of date: then the promotion fails, which is a miss. Clearing the
@@ -40,7 +36,6 @@ class AskedTier(CopyQueue):
         patience: how long that is worth waiting for.
     """
 
-    compaction_rate = 0.0
     full_for_now = False
 
     def __init__(
@@ -52,22 +47,14 @@ class AskedTier(CopyQueue):
         flow: Flow = Flow.WRITE_THROUGH,
         answers: Answers | None = None,
     ) -> None:
-        self.number = number
-        self.name = recovered.name
-        self.medium = recovered.medium
+        SlotlessTier.__init__(self, number, recovered, max_rows_in_flight)
+        CopyQueue.__init__(self, Index((), Unordered(1)))
         self.flow = flow
         self.admission = admission
-        self.max_rows_in_flight = max_rows_in_flight
-        super().__init__(Index((), Unordered(1)))
         self.answers = Answers() if answers is None else answers
         self.patience = Patience()
-        self.health = Health(self.name)
-        self.in_flight = InFlight()
-        self.clearing = False
         # Of the step, for calls that do not tell it.
         self._now = 0.0
-        self._retry_after = 0.0
-        self._counts: Counter[str] = Counter()
         self._failed: list[bytes] = []  # a key of the last call that failed
 
     @property
@@ -180,40 +167,12 @@ class AskedTier(CopyQueue):
 
     # -- what it needs for itself --------------------------------------------------------
 
-    @property
-    def gave_up_clearing(self) -> bool:
-        """Whether it failed to be cleared, and waits before it is tried again."""
-        return self.clearing and self._retry_after > 0
-
     def due(self, now: float, *, after_owned: bool) -> Move | None:
         """A move that clears it, if it has to be cleared, or tries whether it is back."""
         if not self.clearing:
             tries = not self.health.closed and self.health.absence.try_now(now)
             return self.ask(self._failed, now) if tries else None
-        idle = not self.in_flight and now >= self._retry_after
-        return Move(-1, Op.CLEAR, self.number) if idle else None
-
-    def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
-        """A move that clears it has ended."""
-        if error is None:
-            self.clearing = False
-        else:
-            self._retry_after = now + RETRY_PAUSE
-
-    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
-        """It never grows."""
-        raise AssertionError(f"tier {self.name} is not this process's to grow")
-
-    def compaction(self, now: float) -> Move | None:
-        """Never: it has no segments."""
-        return None
-
-    def compact_at(self, chunks_per_second: float) -> None:
-        """It has no segments."""
-
-    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
-        """It is never compacted."""
-        raise AssertionError(f"tier {self.name} is not this process's to compact")
+        return self._clear(now)
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
@@ -238,8 +197,7 @@ class AskedTier(CopyQueue):
         self.index.reset()
         self.answers.reset()
         self._queue.clear()
-        self.clearing = True
-        self._retry_after = 0.0
+        self._begin_clearing()
 
     def close(self) -> None:
         """Forget everything and use the store no more."""
@@ -247,10 +205,6 @@ class AskedTier(CopyQueue):
         self.answers.reset()
         self._queue.clear()
         self.health.close()
-
-    def count(self, what: str, number: int = 1) -> None:
-        """Add to one of its counters in `TierStats`."""
-        self._counts[what] += number
 
     def stats(self) -> TierStats:
         """Counters and gauges, up to date."""

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-
 from kvstore.types import TierPlace
 from tiers.store.client import StoreClient, StoreError
+from tiers.store.memory import copy
 from tiers.store.mount import Mount
 from tiers.store.record import RECORD_BYTES
 from tiers.store.thread import in_thread
@@ -179,7 +178,7 @@ class _Client:
             if first is None or first[0] != size:
                 return None
             record = bytes(first[1][:RECORD_BYTES])
-            _copy(first[1][RECORD_BYTES:], payload, 0)
+            copy(first[1][RECORD_BYTES:], payload)
             rest = range(RANGE_BYTES, size, RANGE_BYTES)
             parts = await self._together(
                 [self._range(name, start, min(size, start + RANGE_BYTES)) for start in rest]
@@ -187,7 +186,7 @@ class _Client:
             for start, part in zip(rest, parts, strict=True):
                 if part is None or part[0] != size:
                     return None
-                _copy(part[1], payload, start - RECORD_BYTES)
+                copy(part[1], payload, start - RECORD_BYTES)
             return record
 
         await self._mounted()
@@ -263,12 +262,6 @@ class _Client:
                 first = first.exceptions[0]
             raise StoreError(str(first)) from None
         return [task.result() for task in tasks]
-
-
-def _copy(part: memoryview, payload: memoryview, start: int) -> None:
-    """Copy `part` to where it belongs, without the GIL, which the assignment to a slice holds."""
-    into = np.frombuffer(payload, np.uint8)[start : start + len(part)]
-    np.copyto(into, np.frombuffer(part, np.uint8))
 
 
 def _said(error: Exception) -> str:

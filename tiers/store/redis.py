@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from kvstore.types import TierPlace
 from tiers.store.client import StoreClient, StoreError
+from tiers.store.memory import copy
 from tiers.store.record import RECORD_BYTES
 from tiers.store.tier import StoreTier
 
@@ -129,10 +128,7 @@ class _Client:
             if not isinstance(answer, bytes) or len(answer) != RECORD_BYTES + len(payload):
                 records.append(None)
                 continue
-            # Without the GIL, which the assignment to a slice holds.
-            np.copyto(
-                np.frombuffer(payload, np.uint8), np.frombuffer(answer, np.uint8)[RECORD_BYTES:]
-            )
+            copy(memoryview(answer)[RECORD_BYTES:], payload)
             records.append(answer[:RECORD_BYTES])
         return records
 
