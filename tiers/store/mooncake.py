@@ -36,6 +36,10 @@ RECORDS = 4 * MOST_CHUNKS
 BUFFER_BYTES = 16 * 2**20
 """What the engine has for itself."""
 
+NICE = 10
+"""How much transfers give way: the engine's client polls for their end without a pause, and would
+take a processor from whoever computes meanwhile."""
+
 CONNECT_SECONDS = 5.0
 
 UNREACHED = -900
@@ -145,7 +149,8 @@ class _Client:
             addresses, sizes = self._buffers(places, payloads)
             async with self._putting:
                 told = await to_the_end(
-                    lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes)
+                    lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes),
+                    NICE,
                 )
         _check(told)
         return [None if code == 0 else _said(code) for code in told]
@@ -156,7 +161,8 @@ class _Client:
             addresses, sizes = self._buffers(places, payloads)
             async with self._getting:
                 told = await to_the_end(
-                    lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes)
+                    lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes),
+                    NICE,
                 )
             # The next call moves while the digests of this one are made.
             await asyncio.sleep(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +17,23 @@ __all__ = ["in_thread", "to_the_end"]
 _T = TypeVar("_T")
 
 
-def in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
+def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
     """What a blocking call returns; what it raises is a `StoreError`.
 
     Nobody waits for its thread, not even the interpreter at its end.
+
+    Args:
+        nice: how much its thread gives way to others of the machine, 0 to 19.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_T] = loop.create_future()
 
     def work() -> None:
         tell: Callable[[], None]
+        if nice:
+            # Of Linux a thread has a priority of its own; elsewhere this may be refused.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:
             tell = partial(ended.set_result, call())
         except StoreError as error:
@@ -39,9 +47,9 @@ def in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
     return ended
 
 
-async def to_the_end(call: Callable[[], _T]) -> _T:
+async def to_the_end(call: Callable[[], _T], nice: int = 0) -> _T:
     """What a blocking call returns, cancelled or not: it uses memory until it has ended."""
-    running = in_thread(call)
+    running = in_thread(call, nice)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
