@@ -149,8 +149,10 @@ class _Client:
             addresses, sizes = self._buffers(places, payloads)
             async with self._putting:
                 told = await to_the_end(
-                    lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes),
-                    NICE,
+                    in_thread(
+                        lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes),
+                        NICE,
+                    )
                 )
         _check(told)
         return [None if code == 0 else _said(code) for code in told]
@@ -161,8 +163,10 @@ class _Client:
             addresses, sizes = self._buffers(places, payloads)
             async with self._getting:
                 told = await to_the_end(
-                    lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes),
-                    NICE,
+                    in_thread(
+                        lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes),
+                        NICE,
+                    )
                 )
             # The next call moves while the digests of this one are made.
             await asyncio.sleep(0)
@@ -188,7 +192,7 @@ class _Client:
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(Exception):
-                await to_the_end(engine.close)
+                await to_the_end(in_thread(engine.close))
 
     # -- inside --------------------------------------------------------------------------
 

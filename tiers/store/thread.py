@@ -47,9 +47,8 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
     return ended
 
 
-async def to_the_end(call: Callable[[], _T], nice: int = 0) -> _T:
-    """What a blocking call returns, cancelled or not: it uses memory until it has ended."""
-    running = in_thread(call, nice)
+async def to_the_end(running: asyncio.Future[_T]) -> _T:
+    """What a call in a thread returns, cancelled or not: it uses memory until it has ended."""
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
