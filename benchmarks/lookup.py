@@ -147,7 +147,7 @@ def kvstore_manager(rows: int, folder: str) -> Any:
     # Engines of one name share their host memory.
     name = f"bench-{rows}"
     spec = KVStoreOffloadingSpec(offloading_config(extra, BLOCK, name))
-    worker_region(name, 1, spec.rows, spec.row_bytes)
+    worker_region(name, 1, spec.region_shape)
     return spec.get_manager()
 
 

@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.ceph_gateway import CephGateway
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
+from kvstore.assembly import TAIL_SHARE, rows_for
+from kvstore.config import Config, TierConfig
 from kvstore.sizes import parse_size
 from kvstore.types import TierPlace
 from tiers.base import Tier
@@ -103,7 +105,7 @@ def mooncake(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[t
     assert not failed, failed
     assert not engine.register_buffer(region.address, region.size)
     sizes = [region.row_bytes] * region.rows
-    addresses = [region.address + row * region.row_bytes for row in range(region.rows)]
+    addresses = [region.address + row * region.stride for row in range(region.rows)]
 
     async def native(names: Sequence[str], load: bool) -> None:
         move: Any = engine.batch_get_into if load else engine.batch_put_from
@@ -182,7 +184,7 @@ async def compare(
                     await ours(keys, direction == "read")
                 else:
                     await native(names, direction == "read")
-                speed = region.size / (time.perf_counter() - began) / 1e9
+                speed = region.rows * region.row_bytes / (time.perf_counter() - began) / 1e9
                 if number:
                     # In the first one connections and pages are made.
                     speeds.setdefault((direction, who), []).append(speed)
@@ -205,7 +207,10 @@ def main() -> None:
             size = parse_size(text)
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                region = PinnedRegion.private(BATCH_BYTES // size, size)
+                # As host memory is where such a store is named.
+                room = BATCH_BYTES + BATCH_BYTES // TAIL_SHARE
+                shape = rows_for(Config(cpu_bytes_to_use=room, tiers=(TierConfig(name),)), size)
+                region = PinnedRegion.private(BATCH_BYTES // size, *shape[1:])
                 region.array[:] = np.random.default_rng(0).integers(
                     0, 256, region.array.shape, np.uint8
                 )

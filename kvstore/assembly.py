@@ -18,13 +18,13 @@ from kvstore.errors import ConfigError
 from kvstore.notice import Notice
 from kvstore.recorder import Recorder
 from kvstore.sizes import format_size
-from kvstore.tiering import TierPlace, create_tier
+from kvstore.tiering import TierPlace, create_tier, tail_bytes_of
 from kvstore.types import RecoveredTier
 from policies.table import COMPILED
 from tiers import PinnedRegion, Tier
 from tiers.disk import DiskTier, PeerLanes
 from tiers.disk.namespace import Namespace
-from tiers.pinned import round_to_page
+from tiers.pinned import PAGE, RegionShape, round_to_page
 
 if TYPE_CHECKING:
     from kvstore.tracing import SpanWriter
@@ -38,6 +38,9 @@ __all__ = [
     "rows_for",
     "spans_of",
 ]
+
+TAIL_SHARE = 16
+"""Chunks of so many times a tail's bytes have one: it costs 6 % of host memory at most."""
 
 
 @dataclass(slots=True)
@@ -62,20 +65,29 @@ class Assembly:
         return recency_of(self.core.tiers)
 
 
-def rows_for(config: Config, chunk_bytes: int) -> tuple[int, int]:
-    """Rows, and bytes of a row, that host memory has for chunks of `chunk_bytes`.
+def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
+    """The rows that host memory has for chunks of `chunk_bytes`.
 
     Raises:
         ConfigError: if not even one row fits.
     """
     row_bytes = round_to_page(chunk_bytes)
-    rows = config.cpu_bytes_to_use // row_bytes
+    tail_bytes = _tail_bytes(config, chunk_bytes)
+    rows = config.cpu_bytes_to_use // (row_bytes + tail_bytes)
     if rows < 1:
         raise ConfigError(
             f"cpu_bytes_to_use = {config.cpu_bytes_to_use}: must hold at least one chunk "
-            f"of {row_bytes} bytes"
+            f"of {row_bytes + tail_bytes} bytes"
         )
-    return rows, row_bytes
+    return RegionShape(rows, row_bytes, tail_bytes)
+
+
+def _tail_bytes(config: Config, chunk_bytes: int) -> int:
+    """What is left behind each row for tiers that want it: none where chunks are small, or end
+    before their row does."""
+    kinds = [tier.type for tier in config.tiers if isinstance(tier, TierConfig)]
+    wanted = round_to_page(max(map(tail_bytes_of, kinds), default=0))
+    return 0 if chunk_bytes % PAGE or wanted * TAIL_SHARE > chunk_bytes else wanted
 
 
 def assemble(

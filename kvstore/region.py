@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvstore.errors import KVStoreError
-from tiers.pinned import PinnedRegion
+from tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = ["in_process", "join_region", "private_region", "release_region", "share_region"]
 
@@ -24,34 +24,36 @@ def in_process(server: str) -> bool:
         return server in _in_process
 
 
-def private_region(server: str, rows: int, row_bytes: int) -> PinnedRegion:
+def private_region(server: str, shape: RegionShape) -> PinnedRegion:
     """Private memory for all parts of a server in this process, which are all that there are.
 
     Raises:
         ConfigError: if the machine has not that much memory.
     """
     with _lock:
-        region, users = _in_process.get(server) or (PinnedRegion.private(rows, row_bytes), 0)
+        region, users = _in_process.get(server) or (PinnedRegion.private(*shape), 0)
         _in_process[server] = (region, users + 1)
         return region
 
 
-def share_region(server: str, workers: int, rows: int, row_bytes: int) -> PinnedRegion:
+def share_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
     """Memory that `workers` processes and the scheduler's share, for a worker.
 
     Raises:
         KVStoreError: as `PinnedRegion.shared`.
     """
-    return PinnedRegion.shared(server, rows, row_bytes, workers + 1)
+    return PinnedRegion.shared(
+        server, shape.rows, shape.row_bytes, workers + 1, tail_bytes=shape.tail_bytes
+    )
 
 
-def join_region(server: str, workers: int, rows: int, row_bytes: int) -> PinnedRegion:
+def join_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
     """The same for the scheduler, which comes last, when all workers have it.
 
     Raises:
         KVStoreError: as `share_region`; if workers are missing.
     """
-    region = share_region(server, workers, rows, row_bytes)
+    region = share_region(server, workers, shape)
     if not region.complete:
         region.close()
         raise KVStoreError(

@@ -15,7 +15,7 @@ from kvstore.types import TierPlace
 from policies.registry import Registry
 from tiers.base import Tier
 
-__all__ = ["TierPlace", "check_tier", "create_tier", "register_tier", "tier_names"]
+__all__ = ["TierPlace", "check_tier", "create_tier", "register_tier", "tail_bytes_of", "tier_names"]
 
 _T = TypeVar("_T", bound=type[Tier])
 
@@ -50,6 +50,15 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
         raise ValueError(f"must be one of: {', '.join(tier_names())}")
     _kinds.checked(name, dict(parameters))
     return name
+
+
+def tail_bytes_of(name: str) -> int:
+    """`Tier.tail_bytes` of this kind.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    return 0 if name == "disk" else _kinds.find(name).tail_bytes
 
 
 def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> Tier:

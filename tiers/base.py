@@ -68,10 +68,12 @@ class Tier(ABC):
         is_peer: whether others write to it: it is only read, and the engine calls `refresh` now
             and then.
         is_store: whether it has to be asked what it has.
+        tail_bytes: bytes of memory right behind each chunk that make it faster. It may get none.
     """
 
     is_peer = False
     is_store = False
+    tail_bytes = 0
 
     @abstractmethod
     def open(self, region: PinnedRegion) -> RecoveredTier:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigError
 from tiers.pages import PAGE
-from tiers.pinned import PinnedRegion
+from tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = ["LentRegion"]
 
@@ -33,14 +33,13 @@ class LentRegion(PinnedRegion):
             raise ConfigError(
                 "the server's host memory must be one writable block of rows of equal size"
             )
-        self.rows = len(memory)
-        self.row_bytes = memory.nbytes // max(1, self.rows)
+        rows = len(memory)
+        self._take_shape(RegionShape(rows, memory.nbytes // max(1, rows)))
         if self.rows < 1 or not self.row_bytes or self.row_bytes % PAGE:
             raise ConfigError(
                 f"the server's host memory has {self.rows} rows of {self.row_bytes} bytes: must be "
                 f"at least one, of a multiple of {PAGE} bytes"
             )
-        self.size = self.rows * self.row_bytes
         self.huge_bytes = 0
         self._view: memoryview | None = memory.cast("B")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,7 @@ from tiers.pages import (
 from tiers.registration import Registration, cuda_runtime
 from tiers.rendezvous import Rendezvous, is_complete
 
-__all__ = ["PAGE", "PinnedRegion", "round_to_page"]
+__all__ = ["PAGE", "PinnedRegion", "RegionShape", "round_to_page"]
 
 logger = logging.getLogger("kvstore.host")
 
@@ -43,8 +45,32 @@ def round_to_page(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+class RegionShape(NamedTuple):
+    """How a region is divided.
+
+    Attributes:
+        rows: number of rows.
+        row_bytes: bytes in a row, a multiple of 4096.
+        tail_bytes: bytes behind each row that belong to no row, a multiple of 4096.
+    """
+
+    rows: int
+    row_bytes: int
+    tail_bytes: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Bytes from the beginning of a row to that of the next."""
+        return self.row_bytes + self.tail_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows and tails."""
+        return self.rows * self.stride
+
+
 class PinnedRegion:
-    """`rows` rows of `row_bytes` bytes each, page-aligned, contiguous.
+    """`rows` rows of `row_bytes` bytes each, page-aligned, at equal distances.
 
     Build one with `private` or `shared`. The memory is touched at creation, so
     that no page fault is left for the hot path.
@@ -52,15 +78,16 @@ class PinnedRegion:
     Attributes:
         rows: number of rows.
         row_bytes: bytes in a row, a multiple of 4096.
+        tail_bytes: bytes between a row and the next, see `claim_tails`.
+        stride: bytes from the beginning of a row to that of the next.
+        size: bytes of all rows and tails.
         address: address of row 0.
         huge_bytes: how much of the region is backed by huge pages.
         registered: whether CUDA knows the memory as pinned.
     """
 
-    def __init__(self, memory: mmap.mmap, rows: int, row_bytes: int) -> None:
-        self.rows = rows
-        self.row_bytes = row_bytes
-        self.size = rows * row_bytes
+    def __init__(self, memory: mmap.mmap, shape: RegionShape) -> None:
+        self._take_shape(shape)
         self._registration: Registration | None = None
         self._memory: mmap.mmap | None = memory
         self._fd: int | None = None
@@ -71,25 +98,33 @@ class PinnedRegion:
         self.huge_bytes = 0
 
     @classmethod
-    def private(cls, rows: int, row_bytes: int) -> PinnedRegion:
-        """Memory for this process alone.
+    def private(cls, rows: int, row_bytes: int, tail_bytes: int = 0) -> PinnedRegion:
+        """Memory for this process alone, see `RegionShape`.
 
         Raises:
             ConfigError: if the machine has not that much memory.
         """
-        size = _mapped_size(rows, row_bytes)
-        _check_room(rows * row_bytes, size)
+        shape = RegionShape(rows, row_bytes, tail_bytes)
+        size = _mapped_size(shape)
+        _check_room(shape.size, size)
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(f"host memory of {size} bytes: {error.strerror}") from error
-        region = cls(memory, rows, row_bytes)
+        region = cls(memory, shape)
         region._populate()
         return region
 
     @classmethod
     def shared(
-        cls, name: str, rows: int, row_bytes: int, mappers: int, timeout: float = 60.0
+        cls,
+        name: str,
+        rows: int,
+        row_bytes: int,
+        mappers: int,
+        timeout: float = 60.0,
+        *,
+        tail_bytes: int = 0,
     ) -> PinnedRegion:
         """Memory that `mappers` processes of this user map under `name`.
 
@@ -101,19 +136,20 @@ class PinnedRegion:
                 exists with another size.
             PathUnusableError: if no other process could be met within `timeout` seconds.
         """
-        size = _mapped_size(rows, row_bytes)
+        shape = RegionShape(rows, row_bytes, tail_bytes)
+        size = _mapped_size(shape)
 
         def make(memory_name: str) -> int:
             huge = new_huge_memfd(memory_name, size)
             if huge is not None:
                 return huge
-            _check_room(rows * row_bytes, size)
+            _check_room(shape.size, size)
             try:
                 return new_memfd(memory_name, size)
             except OSError as error:
                 raise _not_mapped(name, size, error) from error
 
-        rendezvous = Rendezvous(name, (rows, row_bytes), mappers)
+        rendezvous = Rendezvous(name, (rows, shape.stride), mappers)
         fd = rendezvous.meet(make, timeout)
         try:
             memory = mmap.mmap(fd, size)
@@ -121,7 +157,7 @@ class PinnedRegion:
             rendezvous.close()
             os.close(fd)
             raise _not_mapped(name, size, error) from error
-        region = cls(memory, rows, row_bytes)
+        region = cls(memory, shape)
         region._fd, region._rendezvous = fd, rendezvous
         region._populate(rendezvous.place / mappers)
         return region
@@ -141,12 +177,23 @@ class PinnedRegion:
     def array(self) -> npt.NDArray[np.uint8]:
         """The region as an array of shape (rows, row_bytes)."""
         assert self._bytes is not None, "the region is closed"
-        return self._bytes.reshape(self.rows, self.row_bytes)
+        return self._bytes.reshape(self.rows, self.stride)[:, : self.row_bytes]
 
     def row(self, row: int) -> memoryview:
         """One row as writable bytes."""
-        start = row * self.row_bytes
+        start = row * self.stride
         return self.view[start : start + self.row_bytes]
+
+    def claim_tails(self) -> bool:
+        """Whether the caller may write behind rows from now on: one may, if there are tails.
+
+        So a row and what is told of it can leave, or come, as one piece of memory.
+        """
+        return self.tail_bytes > 0 and self._tails.acquire(blocking=False)
+
+    def release_tails(self) -> None:
+        """Whoever claimed the tails, and nobody else, lets others do so."""
+        self._tails.release()
 
     @property
     def description(self) -> str:
@@ -175,7 +222,7 @@ class PinnedRegion:
                     extra=about("host.no_device"),
                 )
                 return False
-            registration = Registration.of(runtime, self.address, self.rows, self.row_bytes)
+            registration = Registration.of(runtime, self.address, self.rows, self.stride)
             if registration is None:
                 return False
             self._registration = registration
@@ -204,6 +251,11 @@ class PinnedRegion:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _take_shape(self, shape: RegionShape) -> None:
+        self.rows, self.row_bytes, self.tail_bytes = shape
+        self.stride, self.size = shape.stride, shape.size
+        self._tails = threading.Lock()
 
     def _populate(self, share: float = 0.0) -> None:
         """Touch the pages, from `share` on; if that fails, nothing is left."""
@@ -235,13 +287,14 @@ def _not_mapped(name: str, size: int, error: OSError) -> ConfigError:
     return ConfigError(f"shared memory {name!r} of {size} bytes: {error}")
 
 
-def _mapped_size(rows: int, row_bytes: int) -> int:
-    if rows < 1 or row_bytes < 1 or row_bytes % PAGE:
+def _mapped_size(shape: RegionShape) -> int:
+    if shape.rows < 1 or shape.row_bytes < 1 or shape.row_bytes % PAGE or shape.tail_bytes % PAGE:
+        tails = f" and tails of {shape.tail_bytes}" if shape.tail_bytes else ""
         raise ConfigError(
             f"host memory needs at least one row and rows that are multiples of {PAGE} bytes; "
-            f"got {rows} rows of {row_bytes} bytes"
+            f"got {shape.rows} rows of {shape.row_bytes} bytes{tails}"
         )
-    return -(-rows * row_bytes // HUGE_PAGE) * HUGE_PAGE
+    return -(-shape.size // HUGE_PAGE) * HUGE_PAGE
 
 
 def _check_room(wanted: int, size: int) -> None:

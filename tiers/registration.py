@@ -57,14 +57,17 @@ class Registration:
         self.kernels_read = kernels_read
 
     @classmethod
-    def of(cls, runtime: Runtime, address: int, rows: int, row_bytes: int) -> Registration | None:
+    def of(cls, runtime: Runtime, address: int, rows: int, stride: int) -> Registration | None:
         """Register rows in steps that end where rows end, so that no copy of a row lies in two.
+
+        Args:
+            stride: bytes from the beginning of a row to that of the next.
 
         Returns:
             None if CUDA refuses; why and what it means is in the log.
         """
-        size = rows * row_bytes
-        step = max(1, STEP_BYTES // row_bytes) * row_bytes
+        size = rows * stride
+        step = max(1, STEP_BYTES // stride) * stride
         registration = cls(runtime, [], runtime.kernels_read_host())
         started = time.perf_counter()
         for offset in range(0, size, step):

@@ -17,7 +17,7 @@ from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import ConfigError
 from kvstore.region import join_region, private_region, release_region, share_region
-from tiers.pinned import PinnedRegion
+from tiers.pinned import PinnedRegion, RegionShape
 
 if TYPE_CHECKING:
     import torch
@@ -293,12 +293,12 @@ class KVStoreSpec(OffloadingSpec):
             groups.append(tables)
         return groups
 
-    def _region(self, meet: Callable[[str, int, int, int], PinnedRegion]) -> PinnedRegion:
+    def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
         """Host memory: where workers have processes of their own, they `meet` there."""
-        rows, row_bytes = rows_for(self.store_config, self.chunk_bytes)
+        shape = rows_for(self.store_config, self.chunk_bytes)
         if self._rank is None:
-            return private_region(self._server, rows, row_bytes)
-        return meet(self._server, self.num_workers, rows, row_bytes)
+            return private_region(self._server, shape)
+        return meet(self._server, self.num_workers, shape)
 
     def _release(self, region: PinnedRegion) -> None:
         release_region(self._server, region)

@@ -54,12 +54,15 @@ class TierBench:
         rows: rows of host memory, so the most keys in one call.
         row_bytes: bytes of a row.
         chunk_bytes: bytes of a payload.
+        tail_bytes: bytes behind each row.
     """
 
-    def __init__(self, tier: Tier, rows: int, row_bytes: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, tier: Tier, rows: int, row_bytes: int, chunk_bytes: int, tail_bytes: int = 0
+    ) -> None:
         self.tier = tier
         self.chunk_bytes = chunk_bytes
-        self.region = PinnedRegion.private(rows, row_bytes)
+        self.region = PinnedRegion.private(rows, row_bytes, tail_bytes)
         try:
             self.opening: RecoveredTier = tier.open(self.region)
         except BaseException:

@@ -36,9 +36,9 @@ def facts_of(spec: KVStoreOffloadingSpec) -> dict[str, str | int]:
     policy = config.host_policy
     disks = [tier for tier in config.tiers if isinstance(tier, DiskConfig)]
     values: Sequence[str | int] = (
-        spec.rows,
+        spec.region_shape.rows,
         spec.blocks_per_chunk,
-        spec.rows * spec.row_bytes,
+        spec.region_shape.size,
         "None" if tokens is None else tokens,
         __version__,
         policy if isinstance(policy, str) else policy.name,
@@ -58,4 +58,4 @@ def _tokens(spec: KVStoreOffloadingSpec) -> int | None:
         its = -(-longest // (int(group.tokens_per_block) * spec.blocks_per_chunk))
         window = group.sliding_window_size_in_chunks
         chunks += its if window is None else min(its, int(window))
-    return spec.rows * longest // chunks
+    return spec.region_shape.rows * longest // chunks

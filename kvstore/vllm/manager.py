@@ -92,7 +92,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             identity=spec.identity,
             keep_events=spec.kv_events_config.enable_kv_cache_events,
         )
-        region = manager_region(engine, spec.config.parallel.world_size, spec.rows, spec.row_bytes)
+        region = manager_region(engine, spec.config.parallel.world_size, spec.region_shape)
         self._manager = KVStoreManager(
             config,
             region,

@@ -83,7 +83,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         self.identity: Mapping[str, Any] = self.layout.identity
         # Read by vLLM's connector: with equal bytes on all ranks only one writes.
         self.replicated_layout = self.layout.replicated
-        self.rows, self.row_bytes = rows_for(self.store_config, self.layout.chunk_bytes)
+        self.region_shape = rows_for(self.store_config, self.layout.chunk_bytes)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 

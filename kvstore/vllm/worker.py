@@ -52,7 +52,7 @@ def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> 
             f"{spec.layout.rank_bytes}"
         )
     region = worker_region(
-        spec.config.engine_id, spec.config.parallel.world_size, spec.rows, spec.row_bytes
+        spec.config.engine_id, spec.config.parallel.world_size, spec.region_shape
     )
     kind = HostCopyWorker if device == "cpu" else DeviceCopyWorker
     try:
@@ -70,9 +70,7 @@ def row_views(
     views = []
     for page in pages:
         width = page * blocks_per_chunk
-        views.append(
-            torch.as_strided(flat, (region.rows, width), (region.row_bytes, 1), first_byte)
-        )
+        views.append(torch.as_strided(flat, (region.rows, width), (region.stride, 1), first_byte))
         first_byte += width
     return views
 

@@ -865,9 +865,9 @@ async def test_opening_does_not_hold_up_the_loop(
     where: list[threading.Thread] = []
     real = PinnedRegion.private
 
-    def private(rows: int, row_bytes: int) -> PinnedRegion:
+    def private(rows: int, row_bytes: int, tail_bytes: int) -> PinnedRegion:
         where.append(threading.current_thread())
-        return real(rows, row_bytes)
+        return real(rows, row_bytes, tail_bytes)
 
     monkeypatch.setattr(PinnedRegion, "private", private)
     async with open_store(disk=32):

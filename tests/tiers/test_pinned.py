@@ -66,6 +66,52 @@ def test_a_row_does_not_reach_into_the_next(region: PinnedRegion) -> None:
     assert not region.array[1:].any()
 
 
+@pytest.fixture(params=["private", "shared"])
+def tailed(request: pytest.FixtureRequest, name: str) -> Iterator[PinnedRegion]:
+    """A region of either kind with a page behind each row."""
+    if request.param == "private":
+        region = PinnedRegion.private(ROWS, ROW, PAGE)
+    else:
+        region = PinnedRegion.shared(name, ROWS, ROW, mappers=1, tail_bytes=PAGE)
+    yield region
+    region.close()
+
+
+def test_what_is_written_behind_a_row_is_in_no_row(tailed: PinnedRegion) -> None:
+    assert tailed.size == len(tailed.view) == ROWS * (ROW + PAGE)
+    assert tailed.array.shape == (ROWS, ROW)
+    for row in range(ROWS):
+        begin = row * tailed.stride
+        tailed.view[begin + ROW : begin + tailed.stride] = b"\xff" * PAGE
+    assert not tailed.array.any()
+    assert not any(bytes(tailed.row(row)).strip(b"\0") for row in range(ROWS))
+
+
+def test_rows_with_tails_are_filled_whole_and_tails_stay_as_they_were(tailed: PinnedRegion) -> None:
+    for row in range(ROWS):
+        tailed.row(row)[:] = bytes([row + 1]) * ROW
+        begin = row * tailed.stride
+        assert bytes(tailed.view[begin : begin + ROW]) == bytes([row + 1]) * ROW
+        assert not any(tailed.view[begin + ROW : begin + tailed.stride])
+    assert (tailed.array == np.arange(1, ROWS + 1)[:, None]).all()
+
+
+def test_tails_are_one_users_at_a_time(tailed: PinnedRegion) -> None:
+    assert tailed.claim_tails()
+    assert not tailed.claim_tails()
+    tailed.release_tails()
+    assert tailed.claim_tails()
+
+
+def test_nobody_may_write_behind_rows_where_there_are_no_tails(region: PinnedRegion) -> None:
+    assert not region.claim_tails()
+
+
+def test_tails_that_are_no_pages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tails of 100"):
+        PinnedRegion.private(ROWS, ROW, 100)
+
+
 def test_a_region_says_what_it_is(region: PinnedRegion) -> None:
     assert f"{ROWS} rows of {ROW} B" in region.description
     assert "% huge pages" in region.description

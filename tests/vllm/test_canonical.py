@@ -170,8 +170,9 @@ ALL = [
 def region() -> Any:
     """Rows in which every byte is 255."""
     from kvstore.region import private_region, release_region
+    from tiers.pinned import RegionShape
 
-    region = private_region("canonical", ROWS, 64 * 1024)
+    region = private_region("canonical", RegionShape(ROWS, 64 * 1024, 4096))
     region.array[:] = 255
     yield region
     release_region("canonical", region)

@@ -61,7 +61,7 @@ class Server:
             groups=groups,
             windows=windows,
         )
-        self.region = worker_region(spec.config.engine_id, 1, spec.rows, spec.row_bytes)
+        self.region = worker_region(spec.config.engine_id, 1, spec.region_shape)
         self.manager = spec.get_manager()
 
     def store(self, name: str, keys: list[bytes]) -> int:
@@ -602,7 +602,7 @@ def test_a_chunk_that_a_window_may_leave_in_parts_is_offered_only_once(
 
     extra = {"cpu_bytes_to_use": 4 * blocks_per_chunk * BLOCK}
     spec = make_spec(extra, BLOCK, groups=groups, blocks_per_chunk=blocks_per_chunk)
-    region = worker_region(spec.config.engine_id, 1, spec.rows, spec.row_bytes)
+    region = worker_region(spec.config.engine_id, 1, spec.region_shape)
     manager = spec.get_manager()
     first, second = ReqContext("first"), ReqContext("second")
     manager.on_new_request(first)

@@ -183,7 +183,7 @@ def test_our_own_spec_finds_the_same_chunks(tmp_path: Path) -> None:
         },
         CHUNK,
     )
-    worker_region(spec.config.engine_id, 1, spec.rows, spec.row_bytes)
+    worker_region(spec.config.engine_id, 1, spec.region_shape)
     manager: Any = spec.get_manager()
     try:
         tier = manager._core.tiers[0]

@@ -15,9 +15,10 @@ class StoreError(Exception):
 class StoreClient(Protocol):
     """A client of one engine, used from one event loop.
 
-    A value is a record of `tiers.store.record.RECORD_BYTES` bytes with a payload behind it. Every
-    call raises `StoreError`, and nothing else, where the engine does not answer as it should. It
-    may be cancelled: when it has ended, however it did, it uses no memory of its caller's.
+    A value is a record of `tiers.store.record.RECORD_BYTES` bytes and a payload, in an order that
+    is the client's. Every call raises `StoreError`, and nothing else, where the engine does not
+    answer as it should. It may be cancelled: when it has ended, however it did, it uses no memory
+    of its caller's.
     """
 
     async def exists(self, names: Sequence[str]) -> list[bool]:

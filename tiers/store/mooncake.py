@@ -1,18 +1,15 @@
 """Mooncake Store: memory of many hosts as one pool, read and written without a copy in between.
 
 Rows of host memory are registered with its transfer engine once; payloads go from them, and into
-them, as they are. Records have a small region of their own beside.
+them, as they are. See `tiers.store.slices` for the records.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import mmap
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +17,7 @@ from kvstore.types import TierPlace
 from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreClient, StoreError
 from tiers.store.record import RECORD_BYTES
+from tiers.store.slices import values_of
 from tiers.store.thread import in_thread, to_the_end
 from tiers.store.tier import MOST_CHUNKS, StoreTier
 
@@ -30,8 +28,8 @@ except ImportError:  # pragma: no cover
 
 __all__ = ["MooncakeTier"]
 
-RECORDS = 4 * MOST_CHUNKS
-"""Records of all calls under way."""
+MOST_VALUES = 4 * MOST_CHUNKS
+"""Of all calls under way."""
 
 BUFFER_BYTES = 16 * 2**20
 """What the engine has for itself."""
@@ -78,6 +76,8 @@ class MooncakeTier(StoreTier):
 
     name = "mooncake"
 
+    tail_bytes = RECORD_BYTES
+
     batch_bytes = 64 * 2**20
     """Its calls move all values at once, and begin slowly."""
 
@@ -113,24 +113,20 @@ class MooncakeTier(StoreTier):
         return f"mooncake://{self._settings.master}"
 
     def connect(self) -> StoreClient:
-        return _Client(self._settings, self._region)
+        return _Client(self._settings, self._region, self._chunk_bytes)
 
 
 class _Client:
     """See `StoreClient`. Its calls block, so each has a thread."""
 
-    def __init__(self, settings: _Settings, region: PinnedRegion) -> None:
+    def __init__(self, settings: _Settings, region: PinnedRegion, chunk_bytes: int) -> None:
         self._settings = settings
         self._region = region
         self._engine: Any = None
         self._starting: asyncio.Future[Any] | None = None
-        self._memory = mmap.mmap(-1, RECORDS * RECORD_BYTES)
-        self._records_at = _address(memoryview(self._memory))
-        self._free = list(range(RECORDS))
-        self._turn = asyncio.Lock()
+        self._values = values_of(region, chunk_bytes, MOST_VALUES)
         # Two calls that move at once are slower than one after the other.
         self._putting, self._getting = asyncio.Lock(), asyncio.Lock()
-        self._returned = asyncio.Event()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         engine = await self._reached()
@@ -143,14 +139,15 @@ class _Client:
         self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[str | None]:
         engine = await self._reached()
-        async with self._borrowed(len(names)) as places:
-            for place, record in zip(places, records, strict=True):
-                self._memory[place * RECORD_BYTES : (place + 1) * RECORD_BYTES] = record
-            addresses, sizes = self._buffers(places, payloads)
+        async with self._values.lent(payloads) as slices:
+            for place, record in zip(slices.records, records, strict=True):
+                place[:] = record
             async with self._putting:
                 told = await to_the_end(
                     in_thread(
-                        lambda: engine.batch_put_from_multi_buffers(list(names), addresses, sizes),
+                        lambda: engine.batch_put_from_multi_buffers(
+                            list(names), slices.addresses, slices.sizes
+                        ),
                         NICE,
                     )
                 )
@@ -159,24 +156,23 @@ class _Client:
 
     async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
         engine = await self._reached()
-        async with self._borrowed(len(names)) as places:
-            addresses, sizes = self._buffers(places, payloads)
+        async with self._values.lent(payloads) as slices:
             async with self._getting:
                 told = await to_the_end(
                     in_thread(
-                        lambda: engine.batch_get_into_multi_buffers(list(names), addresses, sizes),
+                        lambda: engine.batch_get_into_multi_buffers(
+                            list(names), slices.addresses, slices.sizes
+                        ),
                         NICE,
                     )
                 )
             # The next call moves while the digests of this one are made.
             await asyncio.sleep(0)
-            records = [
-                self._memory[place * RECORD_BYTES : (place + 1) * RECORD_BYTES] for place in places
-            ]
+            records = [bytes(place) for place in slices.records]
         _check(told)
         return [
-            record if code == sum(size) else None
-            for record, code, size in zip(records, told, sizes, strict=True)
+            record if code == len(payload) + RECORD_BYTES else None
+            for record, code, payload in zip(records, told, payloads, strict=True)
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -193,6 +189,7 @@ class _Client:
         if engine is not None:
             with contextlib.suppress(Exception):
                 await to_the_end(in_thread(engine.close))
+        self._values.close()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -210,10 +207,10 @@ class _Client:
 
     def _start(self) -> Any:
         settings = self._settings
-        own = _own_address(settings.master)
+        host = _own_address(settings.master)
         engine = Engine()
         failed = engine.setup(
-            settings.host or own,
+            settings.host or host,
             settings.metadata,
             settings.contributed,
             BUFFER_BYTES,
@@ -223,38 +220,11 @@ class _Client:
         )
         if failed:
             raise StoreError(f"the master cannot be reached ({failed})")
-        for address, size in (
-            (self._region.address, self._region.size),
-            (self._records_at, RECORDS * RECORD_BYTES),
-        ):
+        for address, size in [(self._region.address, self._region.size), *self._values.memory]:
             failed = engine.register_buffer(address, size)
             if failed:
                 raise StoreError(f"host memory cannot be registered ({failed})")
         return engine
-
-    @asynccontextmanager
-    async def _borrowed(self, count: int) -> AsyncIterator[list[int]]:
-        """Places for records, until the call that uses them has ended."""
-        async with self._turn:
-            while len(self._free) < count:
-                self._returned.clear()
-                await self._returned.wait()
-            places = [self._free.pop() for _ in range(count)]
-        try:
-            yield places
-        finally:
-            self._free += places
-            self._returned.set()
-
-    def _buffers(
-        self, places: Sequence[int], payloads: Sequence[memoryview]
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Addresses and sizes of the two parts of each value."""
-        addresses = [
-            [self._records_at + place * RECORD_BYTES, _address(payload)]
-            for place, payload in zip(places, payloads, strict=True)
-        ]
-        return addresses, [[RECORD_BYTES, len(payload)] for payload in payloads]
 
 
 def _check(codes: Sequence[int]) -> None:
@@ -264,10 +234,6 @@ def _check(codes: Sequence[int]) -> None:
 
 def _said(code: int) -> str:
     return CODES.get(code, f"mooncake says {code}")
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _own_address(master: str) -> str:

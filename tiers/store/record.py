@@ -1,4 +1,4 @@
-"""What stands before a payload in a store, so that nobody takes it for anything else.
+"""What stands beside a payload in a store, so that nobody takes it for anything else.
 
 128 bytes, little-endian:
 

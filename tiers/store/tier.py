@@ -27,7 +27,6 @@ from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreClient, StoreError
 from tiers.store.loop import ClientLoop
 from tiers.store.record import decode, encode, seed_of
-from tiers.store.thread import in_thread, to_the_end
 
 __all__ = ["StoreTier"]
 
@@ -41,9 +40,6 @@ DIGEST_LETTERS = 32
 
 MOST_CHUNKS = 1024
 """Most chunks of such a call."""
-
-SPLIT_BYTES = 8 * 2**20
-"""Payload bytes whose digests take longer than it takes to start a thread, many times over."""
 
 GONE = "the store has none of them"
 WRONG = "a value is not what was stored under its key"
@@ -178,31 +174,23 @@ class StoreTier(Tier):
         self, keys: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[str | None]:
         records = await self._in_time(self._reached().get(self._names(keys), payloads))
-        digests = iter(
-            await _digests(
-                [
-                    payload
-                    for payload, record in zip(payloads, records, strict=True)
-                    if record is not None
-                ]
-            )
-        )
+        seed, size = self._seed, self._chunk_bytes
         told: list[str | None] = []
-        for key, record in zip(keys, records, strict=True):
+        for key, record, payload in zip(keys, records, payloads, strict=True):
             if record is None:
                 told.append(GONE)
                 continue
-            expected = decode(record, key, self._chunk_bytes, self._seed)
-            told.append(None if expected == next(digests) else WRONG)
+            expected = decode(record, key, size, seed)
+            told.append(None if expected == digest(payload) else WRONG)
         return told
 
     async def _write(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[str | None]:
-        digests = await _digests(payloads)
+        size, seed = self._chunk_bytes, self._seed
         records = [
-            encode(key, self._chunk_bytes, digest, self._seed)
-            for key, digest in zip(keys, digests, strict=True)
+            encode(key, size, digest(payload), seed)
+            for key, payload in zip(keys, payloads, strict=True)
         ]
         return await self._in_time(self._reached().put(self._names(keys), records, payloads))
 
@@ -261,15 +249,6 @@ async def _two_at_once(
         for task in running:
             # What they raised nobody asks for.
             task.cancelled() or task.exception()
-
-
-async def _digests(payloads: Sequence[memoryview]) -> list[bytes]:
-    """The digest of each; of many bytes one half is made in another thread."""
-    if sum(map(len, payloads)) < SPLIT_BYTES:
-        return [digest(payload) for payload in payloads]
-    half = len(payloads) // 2
-    others = in_thread(lambda: [digest(payload) for payload in payloads[half:]])
-    return [digest(payload) for payload in payloads[:half]] + await to_the_end(others)
 
 
 def _nothing(count: int, error: str) -> Transfer:

@@ -6,10 +6,15 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvstore
+from kvstore.assembly import rows_for
+from kvstore.config import Config, TierConfig
 from kvstore.testing.store import StoreContract
 from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
@@ -78,6 +83,95 @@ class TestMooncake(StoreContract):
 
     def freeze(self) -> None:
         self.master.freeze()
+
+
+class TestMooncakeBehindRows(TestMooncake):
+    """The same where records lie behind payloads."""
+
+    chunk_bytes = 8192
+    tail_bytes = 4096
+
+
+@pytest.mark.asyncio
+async def test_hosts_with_and_without_room_behind_rows_exchange_chunks(
+    master: MooncakeMaster, host: Any
+) -> None:
+    place = TierPlace("exchange", {}, 8192)
+    benches = [
+        TierBench(MooncakeTier(place, master=master.address, timeout_s=6.0), 4, 8192, 8192, tail)
+        for tail in (0, 4096)
+    ]
+    for number, bench in enumerate(benches):
+        assert all((await bench.store([key_of(number)], [0])).ok)
+    for bench in benches:
+        keys = [key_of(number) for number in range(len(benches))]
+        assert (await bench.fetch(keys, [0] * len(keys))) == [True] * len(keys)
+        assert all(bench.holds(row, key) for row, key in enumerate(keys))
+    for bench in benches:
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_two_stores_at_once_over_the_same_rows_do_not_take_each_others_records(
+    master: MooncakeMaster, host: Any
+) -> None:
+    """Only one of them may write behind rows."""
+    keys = [key_of(number) for number in range(64)]
+    rows = list(range(len(keys)))
+    tiers = [
+        MooncakeTier(TierPlace(name, {}, 8192), master=master.address, timeout_s=6.0)
+        for name in ("first", "second")
+    ]
+    bench = TierBench(tiers[0], len(keys), 8192, 8192, 4096)
+    tiers[1].open(bench.region)
+    bench.fill(keys)
+    for _ in range(8):
+        told = await asyncio.gather(*(tier.write(keys, rows, rows) for tier in tiers))
+        assert [set(one.ok) for one in told] == [{True}, {True}]
+        for tier in tiers:
+            bench.region.array[:] = 0
+            assert all((await tier.read(keys, rows, rows)).ok)
+            assert all(bench.holds(row, key) for row, key in enumerate(keys))
+            # So that the next round stores them again.
+            assert await tier.erase(keys) is None
+    await tiers[1].close([])
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_cache_on_disk_is_the_same_with_and_without_room_behind_rows(
+    master: MooncakeMaster, host: Any, tmp_path: Path
+) -> None:
+    disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": "16MiB"}
+    disk["segment_bytes"] = "4MiB"
+    pool = {"type": "mooncake", "master": master.address}
+    size, keys = 2**16, [key_of(number) for number in range(8)]
+    payloads = [number.to_bytes() * size for number in range(len(keys))]
+    config: dict[str, Any] = {"chunk_bytes": size, "cpu_bytes_to_use": "4MiB"}
+    strides = []
+    for tiers in ([disk, pool], [disk], [disk, pool]):
+        async with kvstore.open(config | {"tiers": tiers}) as store:
+            strides.append(store._region.stride)
+            if len(strides) == 1:
+                assert await store.put(keys, payloads) == len(keys)
+                assert await store.flush(PATIENCE)
+            async with store.get(keys, timeout=PATIENCE) as chunks:
+                assert [bytes(chunk) for chunk in chunks] == payloads
+    assert strides == [size + 4096, size, size + 4096]
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "tail_bytes"),
+    [(2**18, 4096), (2**16, 4096), (2**16 - 4096, 0), (2**18 + 512, 0), (4096, 0)],
+)
+def test_rows_have_room_behind_them_for_large_chunks_of_whole_pages(
+    chunk_bytes: int, tail_bytes: int
+) -> None:
+    config = Config(cpu_bytes_to_use=2**24, tiers=(TierConfig("mooncake"),))
+    shape = rows_for(config, chunk_bytes)
+    assert shape.tail_bytes == tail_bytes
+    assert shape.size <= 2**24 < shape.size + shape.stride
+    assert rows_for(replace(config, tiers=()), chunk_bytes).tail_bytes == 0
 
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)

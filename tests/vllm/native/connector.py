@@ -52,7 +52,7 @@ class Connectors:
         """Our worker for a mock spec."""
         spec = spec_like(mock_spec.config, kv_caches)
         region = worker_region(
-            spec.config.engine_id, spec.config.parallel.world_size, spec.rows, spec.row_bytes
+            spec.config.engine_id, spec.config.parallel.world_size, spec.region_shape
         )
         for cache in kv_caches.tensors:
             cache.tensor.random_()

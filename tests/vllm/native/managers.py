@@ -129,7 +129,7 @@ class Managers:
         self.built += 1
         spec = make_spec(extra, ROW, groups=GROUPS)
         engine = spec.config.engine_id
-        region = worker_region(engine, 1, spec.rows, spec.row_bytes)
+        region = worker_region(engine, 1, spec.region_shape)
         self._ends.append(lambda: release_region(engine, region))
         manager = Stepping(spec)
         self._ends.append(manager.shutdown)

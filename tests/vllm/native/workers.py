@@ -31,7 +31,7 @@ class Workers:
             {"cpu_bytes_to_use": num_cpu_chunks * row}, block, blocks_per_chunk=blocks_per_chunk
         )
         engine = spec.config.engine_id
-        region = worker_region(engine, 1, spec.rows, spec.row_bytes)
+        region = worker_region(engine, 1, spec.region_shape)
         self._ends.append(lambda: release_region(engine, region))
         worker = spec.get_worker(kv_caches)
         assert isinstance(worker, HostCopyWorker)
