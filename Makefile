@@ -62,7 +62,7 @@ check: $(READY)
 	@$(BIN)/ruff format -q --check . || { echo "ruff format: run $(BIN)/ruff format"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-# Replays of long traces, hit for hit: a few minutes.
+# Replays of long traces, hit for hit, and reads over a wire that is too slow: a few minutes.
 figures: $(READY)
 	@$(TESTS) -m slow
 

@@ -107,19 +107,19 @@ class SpanWriter:
         """Begin and end these, in this order. Never raises."""
         if self._closed:
             return
-        try:
-            for one in spans:
+        for one in spans:
+            try:
                 if isinstance(one, SpanBegin):
                     self._begin(one)
                 else:
                     self._end(one)
-        except Exception:
-            # Nobody is served worse for it.
-            if not self._failed:
-                logger.exception(
-                    "spans cannot be handed to OpenTelemetry", extra=about("spans.failed")
-                )
-            self._failed = True
+            except Exception:
+                # Nobody is served worse for it.
+                if not self._failed:
+                    logger.exception(
+                        "spans cannot be handed to OpenTelemetry", extra=about("spans.failed")
+                    )
+                self._failed = True
 
     async def run(self) -> None:
         """Wait for `stop`, and end what is open then."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.testing.tier import payload_of
+from kvstore.testing.bench import payload_of
 from tests.patience import PATIENCE
 
 LIVES = 20
@@ -27,7 +27,7 @@ SEGMENT_CHUNKS = 24
 WRITER = """
 import asyncio, itertools, json, os, sys
 import kvstore
-from kvstore.testing.tier import payload_of
+from kvstore.testing.bench import payload_of
 
 async def main():
     config, life = json.loads(sys.argv[1]), int(sys.argv[2])

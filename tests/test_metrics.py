@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,48 @@ def test_a_store_that_is_gone_is_left_out_of_a_scrape_and_the_log_says_so(
     registry = asyncio.run(opened())
     assert scraped(registry) == {}
     assert "metrics cannot be told" in caplog.text
+
+
+def test_a_loop_that_ends_amid_a_scrape_leaves_the_store_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = threading.Event()
+
+    async def never(self: Collector) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Collector, "_asked", never)
+    found: list[dict[str, float]] = []
+
+    async def scrape() -> threading.Thread:
+        async with kvstore.open(small(tmp_path, disk=32)) as store:
+            registry = registered(store)
+            thread = threading.Thread(target=lambda: found.append(scraped(registry)))
+            thread.start()
+            await asyncio.to_thread(asked.wait)
+        return thread
+
+    asyncio.run(scrape()).join()
+    assert found == [{}]
+    assert "metrics cannot be told" in caplog.text
+
+
+def test_scrapes_that_come_first_at_the_same_time_find_each_series_once(tmp_path: Path) -> None:
+    def lines(registry: Any) -> int:
+        return int(prometheus.generate_latest(registry).count(b"\n"))
+
+    interval = sys.getswitchinterval()
+    with kvstore.open_sync(small(tmp_path, disk=32)) as store, ThreadPoolExecutor(4) as threads:
+        right = lines(registered(store))
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(50):
+                registry = registered(store)
+                each = list(threads.map(lines, [registry] * 4))
+                assert [*each, lines(registry)] == [right] * 5
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def test_stores_of_one_registry_have_prefixes_of_their_own(tmp_path: Path) -> None:

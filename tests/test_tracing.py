@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,19 @@ def test_a_tracer_that_raises_costs_nobody_anything(
     assert [record.getMessage() for record in caplog.records] == [
         "spans cannot be handed to OpenTelemetry"
     ]
+
+
+def test_a_span_that_cannot_be_ended_leaves_no_other_open(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SpanWriter(["disk"], CHUNK)
+    waits = [replace(WAIT, id=f"r{number}", request=f"r{number}") for number in range(4)]
+    writer.write(waits)
+    (broken, _) = writer._open[SpanKind.DEFERRAL, "r1"]
+    monkeypatch.setattr(broken, "end", lambda *_: 1 / 0)
+    writer.write([SpanEnd(wait.kind, wait.id, 2.0, 4, Outcome.COMPLETE) for wait in waits])
+    assert not writer._open
+    assert len(exported.of("deferral")) == 3
 
 
 def test_without_an_sdk_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

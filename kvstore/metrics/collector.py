@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.core import CoreStats, Durations
@@ -73,7 +74,7 @@ class Collector:
         """All metrics as they are now."""
         try:
             stats = self._stats()
-        except (KVStoreError, RuntimeError, TimeoutError) as error:
+        except (KVStoreError, RuntimeError, TimeoutError, CancelledError) as error:
             logger.warning(
                 "metrics cannot be told: %s",
                 str(error) or type(error).__name__,

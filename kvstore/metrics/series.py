@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore.core import CoreStats, TierStats
@@ -10,6 +10,10 @@ from kvstore.core.stats import tier_names
 from kvstore.metrics.table import Metric
 
 __all__ = ["Series"]
+
+
+_Known = tuple[Metric, tuple[str, ...], int]
+"""A metric, its labels, and the place of the tier that has it: -1 for the core."""
 
 
 class Series:
@@ -20,30 +24,29 @@ class Series:
 
     def __init__(self, kind: str, metrics: Iterable[Metric]) -> None:
         self._metrics = [metric for metric in metrics if metric.kind == kind]
-        self._known: list[tuple[Metric, tuple[str, ...]]] = []
-        self._takes: list[tuple[Callable[[Any], Any], int]] = []
+        # Set once it is complete: scrapes may come from several threads.
+        self._known: list[_Known] = []
 
     def __iter__(self) -> Iterator[tuple[Metric, tuple[str, ...]]]:
-        return iter(self._known)
+        return ((metric, labels) for metric, labels, _ in self._known)
 
     def values(self, stats: CoreStats) -> list[Any]:
         """Of each series the value now."""
-        if not self._known:
-            self._find(stats.tiers)
+        known = self._known
+        if not known:
+            known = self._known = list(self._found(stats.tiers))
         sources = [*stats.tiers, stats]
-        return [take(sources[place]) for take, place in self._takes]
+        return [metric.take(sources[place]) for metric, _, place in known]
 
-    def _find(self, tiers: Sequence[TierStats]) -> None:
+    def _found(self, tiers: Sequence[TierStats]) -> Iterator[_Known]:
         names = tier_names(tiers)
         for metric in self._metrics:
             if metric.of == "core":
-                self._known.append((metric, ()))
-                self._takes.append((metric.take, -1))
+                yield metric, (), -1
                 continue
             for place, tier in enumerate(tiers):
                 if metric.of in _kinds(tier):
-                    self._known.append((metric, (names[place],)))
-                    self._takes.append((metric.take, place))
+                    yield metric, (names[place],), place
 
 
 def _kinds(tier: TierStats) -> set[str]:

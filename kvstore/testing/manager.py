@@ -25,7 +25,7 @@ import pytest
 
 from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvstore.connector.mediums import BlockIDsLoadStoreSpec
-from kvstore.testing.tier import key_of, payload_of
+from kvstore.testing.bench import key_of, payload_of
 
 __all__ = ["ManagerBench", "ManagerContract", "keys_from", "stored_in"]
 

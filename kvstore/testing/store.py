@@ -14,20 +14,20 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from uuid import uuid4
 
 import pytest
 
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import Benches, TierBench, key_of
 from kvstore.types import MAX_KEY_BYTES, TierPlace
 from tiers.base import Tier, Transfer
 
 __all__ = ["StoreContract"]
 
 
-class StoreContract(ABC):
+class StoreContract(Benches, ABC):
     """What every store promises. Inherit it and give what is abstract."""
 
     rows = 16
@@ -71,14 +71,6 @@ class StoreContract(ABC):
     def place(self) -> TierPlace:
         """What the tier of this test is made for: nobody has stored anything there."""
         return TierPlace("contract", {"test": uuid4().hex}, self.chunk_bytes)
-
-    @pytest.fixture
-    def benches(self) -> Iterator[list[TierBench]]:
-        """Every bench of this test; what the test leaves open is let go of."""
-        benches: list[TierBench] = []
-        yield benches
-        for bench in benches:
-            bench.abandon()
 
     def open(self, place: TierPlace, benches: list[TierBench]) -> TierBench:
         """A process that uses the store."""

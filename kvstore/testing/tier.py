@@ -14,128 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.types import MAX_KEY_BYTES, RecoveredTier
+from kvstore.testing.bench import Benches, TierBench, key_of
+from kvstore.types import MAX_KEY_BYTES
 from tiers.base import Tier, Transfer
-from tiers.pinned import PinnedRegion
 
-__all__ = ["TierBench", "TierContract", "key_of", "payload_of"]
-
-_UNTOUCHED = 0xA5
+__all__ = ["TierContract"]
 
 
-def key_of(number: int) -> bytes:
-    """A key as servers make them: a hash, then the index of a KV cache group."""
-    return hashlib.sha256(b"block %d" % number).digest() + b"\0\0\0\0"
-
-
-def payload_of(key: bytes, size: int) -> bytes:
-    """The bytes that the tests store under `key`: anybody who has the key can check them."""
-    return hashlib.shake_128(key).digest(size)
-
-
-class TierBench:
-    """A tier with host memory beside it, driven by key and slot alone.
-
-    Row i serves the i-th key of each call.
-
-    Args:
-        tier: not opened yet.
-        rows: rows of host memory, so the most keys in one call.
-        row_bytes: bytes of a row.
-        chunk_bytes: bytes of a payload.
-        tail_bytes: bytes behind each row.
-    """
-
-    def __init__(
-        self, tier: Tier, rows: int, row_bytes: int, chunk_bytes: int, tail_bytes: int = 0
-    ) -> None:
-        self.tier = tier
-        self.chunk_bytes = chunk_bytes
-        self.region = PinnedRegion.private(rows, row_bytes, tail_bytes)
-        try:
-            self.opening: RecoveredTier = tier.open(self.region)
-        except BaseException:
-            self.region.close()
-            raise
-        self._open = True
-
-    @property
-    def slots(self) -> list[int]:
-        """Slots of the segments that were ready when the tier was opened."""
-        per_segment = self.opening.segment_slots
-        return [
-            segment * per_segment + slot
-            for segment in self.opening.segments
-            for slot in range(per_segment)
-        ]
-
-    def fill(self, keys: Sequence[bytes], first_row: int = 0) -> list[int]:
-        """Put the payloads of `keys` into rows; returns the rows."""
-        rows = list(range(first_row, first_row + len(keys)))
-        for key, row in zip(keys, rows, strict=True):
-            self.region.array[row, : self.chunk_bytes] = memoryview(
-                payload_of(key, self.chunk_bytes)
-            )
-        return rows
-
-    def smear(self, rows: Sequence[int]) -> None:
-        """Overwrite rows with bytes that are no payload."""
-        self.region.array[rows] = _UNTOUCHED
-
-    def is_smeared(self, row: int) -> bool:
-        """Whether nobody has written to the row since `smear`."""
-        return bool((self.region.array[row] == _UNTOUCHED).all())
-
-    def holds(self, row: int, key: bytes) -> bool:
-        """Whether the row holds exactly the payload of `key`."""
-        expected = payload_of(key, self.chunk_bytes)
-        return bytes(self.region.row(row)[: self.chunk_bytes]) == expected
-
-    async def store(self, keys: Sequence[bytes], slots: Sequence[int]) -> Transfer:
-        """Write the payloads of `keys` to `slots`."""
-        return await self.tier.write(keys, slots, self.fill(keys))
-
-    async def fetch(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
-        """Read `slots` under `keys`.
-
-        Raises:
-            AssertionError: if a block is called good that does not hold its payload.
-        """
-        rows = list(range(len(keys)))
-        self.smear(rows)
-        done = await self.tier.read(keys, slots, rows)
-        assert len(done.ok) == len(keys)
-        for key, row, ok in zip(keys, rows, done.ok, strict=True):
-            assert not ok or self.holds(row, key), f"wrong bytes were served for {key.hex()}"
-        return done.ok
-
-    async def close(self, coldest_first: Sequence[tuple[bytes, int]] = ()) -> None:
-        """Close the tier in order."""
-        if self._open:
-            self._open = False
-            await self.tier.close(coldest_first)
-            self.region.close()
-
-    def abandon(self) -> None:
-        """Let go of the tier without a word about recency."""
-        if self._open:
-            self._open = False
-            self.tier.abandon()
-            self.region.close()
-
-
-class TierContract(ABC):
+class TierContract(Benches, ABC):
     """What every tier promises. Inherit it and give `new_tier`."""
 
     rows = 16
@@ -157,14 +53,6 @@ class TierContract(ABC):
     def folder(self, tmp_path: Path) -> Path:
         """Where the tier of this test lives."""
         return tmp_path / "tier"
-
-    @pytest.fixture
-    def benches(self) -> Iterator[list[TierBench]]:
-        """Every bench of this test; what the test leaves open is let go of."""
-        benches: list[TierBench] = []
-        yield benches
-        for bench in benches:
-            bench.abandon()
 
     def open(self, folder: Path, benches: list[TierBench]) -> TierBench:
         """Open the tier of `folder`, again if need be."""

@@ -20,7 +20,7 @@ from kvstore.connector.backend import PinnedBackend
 from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
-from kvstore.testing.tier import key_of, payload_of
+from kvstore.testing.bench import key_of, payload_of
 from tests.patience import PATIENCE, TOO_LONG, until
 
 BLOCK_BYTES = 8192

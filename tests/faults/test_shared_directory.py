@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.types import TierPlace
 
 pytest.importorskip("obstore")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvstore.testing.tier import TierBench
+from kvstore.testing.bench import TierBench
 from tests.tiers.support import Child, bench_of
 
 OpenBench = Callable[..., TierBench]

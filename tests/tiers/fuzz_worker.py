@@ -21,7 +21,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.survey import survey, verify
-from kvstore.testing.tier import key_of, payload_of
+from kvstore.testing.bench import key_of, payload_of
 from kvstore.types import MAX_KEY_BYTES
 from kvstore.upkeep import compact, layouts, purge
 from tests.tiers.support import (

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.tier import TierBench
+from kvstore.testing.bench import TierBench
 from tests.patience import PATIENCE
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry
@@ -90,7 +90,7 @@ PREAMBLE = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 from kvstore.errors import KVStoreError
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import TierBench, key_of
 from tiers.disk import DiskTier
 from tiers.disk.namespace import Namespace
 from tiers.pinned import PinnedRegion

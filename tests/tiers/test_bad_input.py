@@ -26,7 +26,7 @@ from kvstore.errors import (
     NamespaceMismatchError,
     PathUnusableError,
 )
-from kvstore.testing.tier import key_of
+from kvstore.testing.bench import key_of
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, SLOTS, Child, lane_of, segment_of

@@ -22,7 +22,7 @@ import pytest
 import safetensors.numpy
 
 from kvstore.errors import PathUnusableError
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import TierBench, key_of
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (

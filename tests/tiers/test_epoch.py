@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ForeignFileError, PathUnusableError
-from kvstore.testing.tier import key_of
+from kvstore.testing.bench import key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, Child, lane_of
 from tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch

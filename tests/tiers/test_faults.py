@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.tier import key_of
+from kvstore.testing.bench import key_of
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ForeignFileError
-from kvstore.testing.tier import key_of
+from kvstore.testing.bench import key_of
 from kvstore.types import MAX_KEY_BYTES
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of

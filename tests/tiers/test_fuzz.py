@@ -22,7 +22,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.testing.tier import key_of
+from kvstore.testing.bench import key_of
 from kvstore.types import MAX_KEY_BYTES
 from tests.patience import PATIENCE
 from tests.tiers.fuzzing import Bed, Worker, fuzz

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.types import Changes
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import PathUnusableError
-from kvstore.testing.tier import TierBench, key_of
+from kvstore.testing.bench import TierBench, key_of
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
 from tiers.disk.peers import PeerLanes

@@ -306,7 +306,7 @@ def test_a_flipped_byte_is_a_miss_of_that_chunk(tmp_path: Path) -> None:
         server.put(keys)
     (path,) = segments(tmp_path)
     data = path.read_bytes()
-    from kvstore.testing.tier import payload_of
+    from kvstore.testing.bench import payload_of
 
     place = data.index(payload_of(keys[3], CHUNK)[:64])
     with path.open("r+b") as file:

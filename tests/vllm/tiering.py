@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.testing.tier import payload_of
+from kvstore.testing.bench import payload_of
 from tests.patience import PATIENCE
 from tests.vllm.parts import offloading_config
 

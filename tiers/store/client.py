@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["StoreClient", "StoreError"]
+__all__ = ["StoreClient", "StoreError", "Unread"]
 
 
 class StoreError(Exception):
     """A call that could not be made, or was not answered: nothing is known of what it named."""
+
+
+class Unread(str):
+    """Why a value could not be read this time: it may be there."""
+
+    __slots__ = ()
 
 
 class StoreClient(Protocol):
@@ -32,12 +38,15 @@ class StoreClient(Protocol):
         Of a name that has a value already nothing is stored: it is the same one.
         """
 
-    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
         """Read the payload of each value into the memory given for it.
 
         Returns:
-            The records; None where there is no value, or one of another size. Then the memory may
-            hold anything.
+            The records; None where there is no value, or one of another size; words where it
+            could not be read, `Unread` where another time it may be. Without a record the memory
+            may hold anything.
         """
 
     async def remove(self, names: Sequence[str]) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from kvstore.types import TierPlace
 from tiers.pinned import PinnedRegion
-from tiers.store.client import StoreClient, StoreError
+from tiers.store.client import StoreClient, StoreError, Unread
 from tiers.store.record import RECORD_BYTES
-from tiers.store.slices import values_of
+from tiers.store.session import Session
+from tiers.store.slices import Slices, values_of
 from tiers.store.thread import in_thread, to_the_end
 from tiers.store.tier import MOST_CHUNKS, StoreTier
 
@@ -43,7 +44,12 @@ CONNECT_SECONDS = 5.0
 UNREACHED = -900
 """Codes from here down say that a call was not answered."""
 
+QUESTION_SECONDS = 1.0
+"""How long the end waits for questions that have been given up."""
+
 CODES = {-200: "the pool has no room", -704: "it has no such value", -800: "the transfer failed"}
+
+NO_ROOM, WRONG_SIZE, NO_VALUE = -200, -600, -704
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,8 @@ class MooncakeTier(StoreTier):
         metadata: metadata server of the transfer engine, or P2PHANDSHAKE for none.
         contribute_bytes: memory of this host that is given to the pool. What it holds is lost when
             the process ends. 0: it only uses what others give.
-        timeout_s: seconds after which a question has failed. A transfer that has begun cannot be
-            given up: the engine itself ends it.
+        timeout_s: seconds after which a question has failed. A transfer that has begun is waited
+            for: the engine gives it up after a minute.
 
     Raises:
         ValueError: for what cannot be used, or without the package `mooncake`.
@@ -122,97 +128,119 @@ class _Client:
     def __init__(self, settings: _Settings, region: PinnedRegion, chunk_bytes: int) -> None:
         self._settings = settings
         self._region = region
-        self._engine: Any = None
-        self._starting: asyncio.Future[Any] | None = None
+        self._giver: Any = None
+        self._session: Session | None = None
+        self._starting: asyncio.Future[Session] | None = None
         self._values = values_of(region, chunk_bytes, MOST_VALUES)
         # Two calls that move at once are slower than one after the other.
         self._putting, self._getting = asyncio.Lock(), asyncio.Lock()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        engine = await self._reached()
+        session = await self._reached()
+
+        def ask() -> Sequence[int]:
+            with session.used() as engine:
+                told: Sequence[int] = engine.batch_is_exist(list(names))
+                return told
+
         # It uses no memory of ours, so nobody has to wait for its end.
-        told = await in_thread(lambda: engine.batch_is_exist(list(names)))
+        told = await in_thread(ask)
         _check(told)
         return [code == 1 for code in told]
 
     async def put(
         self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
     ) -> list[str | None]:
-        engine = await self._reached()
         async with self._values.lent(payloads) as slices:
             for place, record in zip(slices.records, records, strict=True):
                 place[:] = record
             async with self._putting:
-                told = await to_the_end(
-                    in_thread(
-                        lambda: engine.batch_put_from_multi_buffers(
-                            list(names), slices.addresses, slices.sizes
-                        ),
-                        NICE,
-                    )
-                )
+                session = await self._reached()
+                told = await _moved(session, "batch_put_from_multi_buffers", names, slices)
         _check(told)
         return [None if code == 0 else _said(code) for code in told]
 
-    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
-        engine = await self._reached()
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
         async with self._values.lent(payloads) as slices:
             async with self._getting:
-                told = await to_the_end(
-                    in_thread(
-                        lambda: engine.batch_get_into_multi_buffers(
-                            list(names), slices.addresses, slices.sizes
-                        ),
-                        NICE,
-                    )
-                )
+                session = await self._reached()
+                told = await _moved(session, "batch_get_into_multi_buffers", names, slices)
             # The next call moves while the digests of this one are made.
             await asyncio.sleep(0)
             records = [bytes(place) for place in slices.records]
         _check(told)
         return [
-            record if code == len(payload) + RECORD_BYTES else None
+            record if code == len(payload) + RECORD_BYTES else _lacking(code)
             for record, code, payload in zip(records, told, payloads, strict=True)
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        engine = await self._reached()
-        # By force: somebody who has just read it holds a lease.
-        told = await in_thread(lambda: engine.batch_remove(list(names), True))
+        session = await self._reached()
+
+        def remove() -> Sequence[int]:
+            with session.used() as engine:
+                # By force: somebody who has just read it holds a lease.
+                told: Sequence[int] = engine.batch_remove(list(names), True)
+                return told
+
+        told = await in_thread(remove)
         _check(told)
-        failed = [code for code in told if code not in (0, -704)]
+        failed = [code for code in told if code not in (0, NO_VALUE)]
         if failed:
             raise StoreError(_said(failed[0]))
 
     async def close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            with contextlib.suppress(Exception):
-                await to_the_end(in_thread(engine.close))
+        session, self._session = self._session, None
+        giver, self._giver = self._giver, None
+        with contextlib.suppress(StoreError):
+            if session is not None:
+                await to_the_end(in_thread(lambda: session.end(QUESTION_SECONDS)))
+        with contextlib.suppress(StoreError):
+            if giver is not None:
+                await to_the_end(in_thread(giver.close))
         self._values.close()
 
     # -- inside --------------------------------------------------------------------------
 
-    async def _reached(self) -> Any:
-        """The engine, once it has found its master: that may take longer than anybody waits."""
-        if self._engine is None:
+    async def _reached(self) -> Session:
+        """A session, once the master is found: that may take longer than anybody waits."""
+        if self._session is not None and self._session.ends:
+            # Others need not wait until it has ended.
+            self._session = None
+        if self._session is None:
             if self._starting is None:
                 self._starting = in_thread(self._start)
+            starting = self._starting
             try:
-                self._engine = await asyncio.shield(self._starting)
-            except StoreError:
-                self._starting = None
-                raise
-        return self._engine
+                self._session = await asyncio.shield(starting)
+            finally:
+                if starting.done() and self._starting is starting:
+                    self._starting = None
+        return self._session
 
-    def _start(self) -> Any:
+    def _start(self) -> Session:
+        if self._settings.contributed and self._giver is None:
+            # Apart from what moves, so that others keep what they have here when that ends.
+            self._giver = self._connected(self._settings.contributed)
+        engine = self._connected(0)
+        for address, size in [(self._region.address, self._region.size), *self._values.memory]:
+            failed = engine.register_buffer(address, size)
+            if failed:
+                engine.close()
+                raise StoreError(f"host memory cannot be registered ({failed})")
+        return Session(engine)
+
+    def _connected(self, contributed: int) -> Any:
+        """An engine that has found the master, with so much memory for the pool."""
         settings = self._settings
         host = _own_address(settings.master)
         engine = Engine()
         failed = engine.setup(
             settings.host or host,
             settings.metadata,
-            settings.contributed,
+            contributed,
             BUFFER_BYTES,
             settings.protocol,
             settings.devices,
@@ -220,11 +248,41 @@ class _Client:
         )
         if failed:
             raise StoreError(f"the master cannot be reached ({failed})")
-        for address, size in [(self._region.address, self._region.size), *self._values.memory]:
-            failed = engine.register_buffer(address, size)
-            if failed:
-                raise StoreError(f"host memory cannot be registered ({failed})")
         return engine
+
+
+async def _moved(
+    session: Session, call: str, names: Sequence[str], slices: Slices
+) -> Sequence[int]:
+    """What this call of the engine says, cancelled or not, when no transfer is under way."""
+
+    def move() -> Sequence[int]:
+        over = True
+        try:
+            with session.used() as engine:
+                over = False
+                told: Sequence[int] = getattr(engine, call)(
+                    list(names), slices.addresses, slices.sizes
+                )
+                over = all(map(_is_over, told))
+                return told
+        finally:
+            if not over:
+                session.end()
+
+    return await to_the_end(in_thread(move, NICE))
+
+
+def _lacking(code: int) -> str | None:
+    """Why there is no record."""
+    if code >= 0 or code in (NO_VALUE, WRONG_SIZE):
+        return None
+    return Unread(_said(code)) if code <= UNREACHED else _said(code)
+
+
+def _is_over(code: int) -> bool:
+    """Whether this is said of a transfer that is complete or never began."""
+    return code >= 0 or code in (NO_ROOM, WRONG_SIZE, NO_VALUE) or code <= UNREACHED
 
 
 def _check(codes: Sequence[int]) -> None:

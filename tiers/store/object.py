@@ -135,6 +135,7 @@ class _Client:
     def __init__(self, store: Any, mount: Mount | None) -> None:
         self._store = store
         self._mount = mount
+        self._looking: asyncio.Future[None] | None = None
         self._free = asyncio.Semaphore(CONNECTIONS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
@@ -171,8 +172,10 @@ class _Client:
         values = zip(names, records, payloads, strict=True)
         return await self._together([one(*value) for value in values])
 
-    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
-        async def one(name: str, payload: memoryview) -> bytes | None:
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
+        async def one(name: str, payload: memoryview) -> bytes | str | None:
             size = RECORD_BYTES + len(payload)
             first = await self._range(name, 0, min(size, RANGE_BYTES))
             if first is None or first[0] != size:
@@ -206,8 +209,12 @@ class _Client:
     # -- inside --------------------------------------------------------------------------
 
     async def _mounted(self) -> None:
-        if self._mount is not None:
-            await in_thread(self._mount.check)
+        if self._mount is None:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = in_thread(self._mount.check)
+        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
+        await asyncio.shield(self._looking)
 
     async def _size(self, name: str) -> int | None:
         """Bytes of a value; None where there is none."""

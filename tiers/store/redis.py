@@ -6,10 +6,10 @@ import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from kvstore.types import TierPlace
-from tiers.store.client import StoreClient, StoreError
+from tiers.store.client import StoreClient, StoreError, Unread
 from tiers.store.memory import copy
 from tiers.store.record import RECORD_BYTES
 from tiers.store.tier import StoreTier
@@ -26,6 +26,9 @@ USERNAME, PASSWORD = "KVSTORE_REDIS_USERNAME", "KVSTORE_REDIS_PASSWORD"
 """Environment variables with what the server wants to know."""
 
 MOST_CONNECTIONS = 8
+
+SHORTEST_EXPIRY, LONGEST_EXPIRY = 0.001, 1e9
+"""Seconds."""
 
 
 class RedisTier(StoreTier):
@@ -55,11 +58,18 @@ class RedisTier(StoreTier):
     ) -> None:
         if client is None:
             raise ValueError("needs the package redis: pip install kvstore[redis]")
-        if expire_s < 0:
-            raise ValueError("expire_s must not be negative")
+        if expire_s and not SHORTEST_EXPIRY <= expire_s <= LONGEST_EXPIRY:
+            raise ValueError(
+                f"expire_s = {expire_s}: must be 0, or from {SHORTEST_EXPIRY} to {LONGEST_EXPIRY:g}"
+            )
         parts = urlsplit(url)
-        if parts.username or parts.password:
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if parts.username or parts.password or options.keys() & {"username", "password"}:
             raise ValueError(f"url: name and password belong into {USERNAME} and {PASSWORD}")
+        if options.keys() - {"db"}:
+            raise ValueError(
+                f"url: {', '.join(sorted(options))}: only db may be given behind the ?"
+            )
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ValueError(f"url = {url!r}: must begin with redis://, rediss:// or unix://")
         self._url = url
@@ -100,6 +110,9 @@ class _Client:
         if count in (0, len(names)):
             return [bool(count)] * len(names)
         found = await self._calls([("EXISTS", name) for name in names])
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise _fault(answer)
         return [answer == 1 for answer in found]
 
     async def put(
@@ -121,10 +134,15 @@ class _Client:
                 told[place] = str(answer)
         return told
 
-    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bytes | None]:
-        records: list[bytes | None] = []
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
+        records: list[bytes | str | None] = []
         answers = await self._calls([("GET", name) for name in names])
         for answer, payload in zip(answers, payloads, strict=True):
+            if isinstance(answer, Exception):
+                records.append(Unread(_fault(answer)))
+                continue
             if not isinstance(answer, bytes) or len(answer) != RECORD_BYTES + len(payload):
                 records.append(None)
                 continue

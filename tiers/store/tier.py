@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from abc import abstractmethod
 from collections import deque
@@ -24,7 +25,7 @@ from tiers.base import Tier, Transfer, error_of
 from tiers.disk.digest import digest
 from tiers.disk.namespace import Namespace
 from tiers.pinned import PinnedRegion
-from tiers.store.client import StoreClient, StoreError
+from tiers.store.client import StoreClient, StoreError, Unread
 from tiers.store.loop import ClientLoop
 from tiers.store.record import decode, encode, seed_of
 
@@ -40,6 +41,9 @@ DIGEST_LETTERS = 32
 
 MOST_CHUNKS = 1024
 """Most chunks of such a call."""
+
+MOST_REMOVED = 256
+"""Most chunks of a call that removes them."""
 
 GONE = "the store has none of them"
 WRONG = "a value is not what was stored under its key"
@@ -60,8 +64,8 @@ class StoreTier(Tier):
     """Most payload bytes that one call to the client names, a single chunk excepted."""
 
     def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ValueError("timeout_s must be above 0")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s = {timeout_s}: must be above 0, and finite")
         # A namespace may be named by hand; its identity is never left out.
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
@@ -123,7 +127,9 @@ class StoreTier(Tier):
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         async def remove() -> None:
-            await self._in_time(self._reached().remove(self._names(keys)))
+            for start in range(0, len(keys), MOST_REMOVED):
+                names = self._names(keys[start : start + MOST_REMOVED])
+                await self._in_time(self._reached().remove(names))
 
         try:
             await self._loop.run(remove())
@@ -153,8 +159,10 @@ class StoreTier(Tier):
         parts = [slice(start, start + size) for start in range(0, len(keys), size)]
         done = Transfer([])
         errors: list[str] = []
+        unread: list[int] = []
 
         def note(told: Sequence[str | None]) -> None:
+            unread.extend(n for n, error in enumerate(told, len(done.ok)) if type(error) is Unread)
             done.ok += [error is None for error in told]
             errors.extend(filter(None, told))
 
@@ -165,8 +173,9 @@ class StoreTier(Tier):
             # The rest would take as long to fail.
             left = range(len(done.ok), len(keys))
             done.ok += [False] * len(left)
-            done.unread = left
+            unread += left
             errors.append(str(fault))
+        done.unread = unread
         done.error = error_of(errors[0] if errors else None, done.ok)
         return done
 
@@ -177,8 +186,8 @@ class StoreTier(Tier):
         seed, size = self._seed, self._chunk_bytes
         told: list[str | None] = []
         for key, record, payload in zip(keys, records, payloads, strict=True):
-            if record is None:
-                told.append(GONE)
+            if not isinstance(record, bytes):
+                told.append(GONE if record is None else record)
                 continue
             expected = decode(record, key, size, seed)
             told.append(None if expected == digest(payload) else WRONG)

@@ -15,8 +15,8 @@ import pytest
 import kvstore
 from kvstore.assembly import rows_for
 from kvstore.config import Config, TierConfig
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
-from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 from tests.tiers.store.servers import MooncakeMaster, mooncake_master

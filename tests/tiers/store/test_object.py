@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
-from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until_async
 from tests.tiers.store.servers import Azurite, CephGateway, azurite, ceph_gateway
 from tiers.base import Tier
 
@@ -19,8 +20,9 @@ obstore = pytest.importorskip("obstore")
 
 from obstore.store import AzureStore, S3Store  # noqa: E402
 
-from tiers.store.mount import MARK  # noqa: E402
-from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
+from tiers.store.client import StoreError  # noqa: E402
+from tiers.store.mount import MARK, Mount  # noqa: E402
+from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier, _Client  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -236,6 +238,55 @@ async def test_a_large_value_is_read_in_ranges(
         bench = TierBench(ObjectTier(place, url=tmp_path.as_uri()), 4, row_bytes, size)
         assert await bench.fetch(keys, [0] * 4) == [False, True, True, True]
         await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_many_values_are_removed_by_calls_of_which_each_has_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[int] = []
+    remove = _Client.remove
+
+    async def counting(self: _Client, names: Sequence[str]) -> None:
+        named.append(len(names))
+        if len(named) == 9:
+            raise StoreError("it has ended")
+        await remove(self, names)
+
+    monkeypatch.setattr(_Client, "remove", counting)
+    bench = TierBench(ObjectTier(PLACE, url=tmp_path.as_uri()), 16, 8192, 8000)
+    keys = [key_of(number) for number in range(1000)]
+    await bench.store([keys[0], keys[-1]], [0, 0])
+    assert await bench.tier.erase(keys) is None
+    assert (sum(named), len(named)) == (1000, 4)
+    assert await bench.fetch([keys[0], keys[-1]], [0, 0]) == [False, False]
+    assert await bench.tier.erase(keys * 2) == "it has ended"
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_directory_that_hangs_keeps_one_thread_however_often_it_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = threading.Event(), threading.Semaphore(0)
+    check = Mount.check
+
+    def hangs(self: Mount) -> None:
+        asked.release()
+        answers.wait()
+        check(self)
+
+    bench = TierBench(ObjectTier(PLACE, url=tmp_path.as_uri(), timeout_s=0.05), 16, 8192, 8000)
+    assert (await bench.store([key_of(1)], [0])).ok == [True]
+    monkeypatch.setattr(Mount, "check", hangs)
+    for _ in range(5):
+        assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
+    assert asked.acquire(blocking=False)
+    assert not asked.acquire(blocking=False)
+    answers.set()
+    await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
+    assert (await bench.tier.holds([key_of(1)])).ok == [True]
+    await bench.close()
 
 
 @pytest.mark.asyncio

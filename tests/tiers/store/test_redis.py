@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
-from kvstore.testing.tier import TierBench, key_of
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 from tests.tiers.store.servers import RedisServer, redis_server, valkey_server
@@ -74,9 +74,17 @@ PLACE = TierPlace("place", {"model": "tiny"}, 8000)
     [
         ({"url": "http://host"}, "must begin with redis://"),
         ({"url": "redis://user:secret@host"}, "belong into KVSTORE_REDIS_USERNAME"),
+        ({"url": "redis://host/0?password=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
+        ({"url": "unix:///run/sock?db=0&username=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
+        ({"url": "redis://host/0?decode_responses=true"}, "decode_responses: only db may be given"),
         ({"url": "redis://host:port"}, "port"),
         ({"timeout_s": 0.0}, "timeout_s"),
-        ({"expire_s": -1.0}, "expire_s"),
+        ({"timeout_s": float("inf")}, "timeout_s = inf"),
+        ({"timeout_s": float("nan")}, "timeout_s = nan"),
+        ({"expire_s": -1.0}, "expire_s = -1.0: must be 0, or from 0.001"),
+        ({"expire_s": 1e-4}, "expire_s = 0.0001"),
+        ({"expire_s": float("inf")}, "expire_s = inf"),
+        ({"expire_s": float("nan")}, "expire_s = nan"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_once(parameters: dict[str, Any], said: str) -> None:
@@ -121,6 +129,28 @@ async def test_a_server_that_is_full_refuses_and_still_serves(starting: Starting
                 break
         assert refused
         assert await bench.fetch([key_of(0), refused[-1]], [0, 0]) == [True, False]
+        await bench.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refused", ["get", "exists"])
+async def test_what_the_server_refuses_is_not_taken_for_a_value_that_is_not_there(
+    starting: Starting, refused: str
+) -> None:
+    with starting() as strict, redis.Redis(port=strict.port) as client:
+        bench = await bench_of(RedisTier(PLACE, url=strict.url))
+        keys = [key_of(number) for number in range(4)]
+        await bench.store(keys[:2], [0] * 2)
+        client.acl_setuser("default", enabled=True, commands=[f"-{refused}"])
+        if refused == "exists":
+            told = await bench.tier.holds(keys)
+        else:
+            told = await bench.tier.read(keys, [0] * 4, list(range(4)))
+        assert told.ok == [False] * 4
+        assert list(told.unread) == list(range(4))
+        assert "permission" in (told.error or "").lower()
+        client.acl_setuser("default", enabled=True, commands=[f"+{refused}"])
+        assert await bench.fetch(keys, [0] * 4) == [True, True, False, False]
         await bench.close()
 
 

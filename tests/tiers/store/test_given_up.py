@@ -1,0 +1,209 @@
+"""Transfers of Mooncake that are given up: what they had begun touches no row of anybody else's."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.bench import TierBench, key_of
+from kvstore.types import TierPlace
+from tests.patience import PATIENCE, until
+from tiers.store.client import StoreError
+from tiers.store.mooncake import MooncakeTier
+from tiers.store.session import Session
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Engine:
+    """What the engine's calls do, with a transfer that goes on after it was given up.
+
+    The real one does so after a minute over a slow wire: `slow_wire.py`.
+    """
+
+    made: list[Engine]
+    code = -800
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self.wrote = threading.Event()
+        self.contributed = 0
+        self.made.append(self)
+
+    def setup(self, host: str, metadata: str, contributed: int, *_: Any) -> int:
+        self.contributed = contributed
+        return 0
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return 0
+
+    def batch_is_exist(self, names: Sequence[str]) -> list[int]:
+        assert not self.closed.is_set(), "the real one would crash"
+        return [1] * len(names)
+
+    def batch_get_into_multi_buffers(
+        self, names: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        assert not self.closed.is_set(), "the real one would crash"
+
+        def go_on() -> None:
+            while not self.closed.wait(0.001):
+                for slices in zip(addresses, sizes, strict=True):
+                    for address, size in zip(*slices, strict=True):
+                        ctypes.memset(address, 0x11, size)
+                self.wrote.set()
+
+        self.thread = threading.Thread(target=go_on)
+        self.thread.start()
+        return [self.code] * len(names)
+
+    def close(self) -> None:
+        self.closed.set()
+        if self.wrote.is_set():
+            self.thread.join()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """All that were made."""
+    Engine.made = []
+    monkeypatch.setattr("tiers.store.mooncake.Engine", Engine)
+    monkeypatch.setattr("tiers.store.mooncake._own_address", lambda master: "127.0.0.1")
+    return Engine.made
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tail_bytes", [0, 4096])
+async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
+    engines: list[Engine], tail_bytes: int
+) -> None:
+    tier = MooncakeTier(TierPlace("given up", {}, 8192))
+    bench = TierBench(tier, 4, 8192, 8192, tail_bytes)
+    keys = [key_of(number) for number in range(4)]
+    for _ in range(3):
+        assert await bench.fetch(keys, [0] * 4) == [False] * 4
+        before = bytes(bench.region.view)
+        time.sleep(0.02)
+        assert bytes(bench.region.view) == before
+    # Each time there was a new one, and questions are answered.
+    assert len(engines) == 3
+    assert (await tier.holds(keys)).ok == [True] * 4
+    await bench.close()
+    assert all(engine.closed.is_set() for engine in engines)
+
+
+@pytest.mark.asyncio
+async def test_what_this_host_gives_to_the_pool_stays_when_a_transfer_is_given_up(
+    engines: list[Engine],
+) -> None:
+    bench = TierBench(
+        MooncakeTier(TierPlace("given", {}, 8192), contribute_bytes=64), 4, 8192, 8192
+    )
+    for _ in range(3):
+        assert await bench.fetch([key_of(1)], [0]) == [False]
+    giver, *movers = engines
+    assert giver.contributed == 64
+    assert not giver.closed.is_set()
+    assert [mover.contributed for mover in movers] == [0] * 3
+    await bench.close()
+    assert giver.closed.is_set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [-704, -900])
+async def test_an_answer_without_a_transfer_ends_nothing(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def answer(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
+        return [code] * len(names)
+
+    monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", answer)
+    bench = TierBench(MooncakeTier(TierPlace("answered", {}, 8192)), 4, 8192, 8192)
+    for _ in range(3):
+        assert await bench.fetch([key_of(1)], [0]) == [False]
+    (engine,) = engines
+    assert not engine.closed.is_set()
+    await bench.close()
+
+
+# -- a session -----------------------------------------------------------------------------------
+
+
+class Closing:
+    """Tells when it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_session_ends_once_when_its_last_user_is_done() -> None:
+    engine = Closing()
+    session = Session(engine)
+    with ThreadPoolExecutor() as threads:
+        with session.used() as used:
+            assert used is engine
+            ends = [threads.submit(session.end) for _ in range(4)]
+            until(lambda: session.ends)
+            time.sleep(0.05)
+            assert not engine.closed
+            assert not any(end.done() for end in ends)
+        for end in ends:
+            end.result(PATIENCE)
+    assert engine.closed == 1
+
+
+def test_a_session_that_ends_takes_nobody_in() -> None:
+    session = Session(Closing())
+    session.end()
+    with pytest.raises(StoreError, match="the connection ends"), session.used():
+        raise AssertionError
+
+
+def test_a_session_does_not_wait_for_its_users_for_ever_where_it_is_told() -> None:
+    engine = Closing()
+    session = Session(engine)
+    with session.used():
+        session.end(0.01)
+        assert engine.closed == 1
+
+
+def test_an_engine_that_cannot_be_closed_has_ended_all_the_same() -> None:
+    class Broken:
+        def close(self) -> None:
+            raise RuntimeError("broken")
+
+    session = Session(Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        session.end()
+    session.end()
+
+
+# -- the real one --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_over_a_wire_on_which_reads_are_given_up_no_wrong_byte_is_served() -> None:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    alone = ["unshare", "--net", "--pid", "--fork", "--kill-child"]
+    if not (shutil.which("tc") and run([*alone, "true"]).returncode == 0):
+        pytest.skip("no network namespace of its own can be had, or there is no tc")
+    program = f"ip link set lo up && exec {sys.executable} {ROOT}/tests/tiers/store/slow_wire.py"
+    told = run([*alone, "sh", "-c", program], timeout=280)
+    assert "wrong: 0\n" in told.stdout, told.stderr[-2000:]
+
+
+def run(command: list[str], timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
