@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,10 @@ CONNECT_SECONDS = 5.0
 
 UNREACHED = -900
 """Codes from here down say that a call was not answered."""
+
+GIVEN_UP_SECONDS = 30.0
+"""A transfer that fails sooner was not given up: the engine does that after a minute, and has
+waited for all of them otherwise."""
 
 QUESTION_SECONDS = 1.0
 """How long the end waits for questions that have been given up."""
@@ -128,9 +134,12 @@ class _Client:
     def __init__(self, settings: _Settings, region: PinnedRegion, chunk_bytes: int) -> None:
         self._settings = settings
         self._region = region
+        self._starting: asyncio.Future[Session] | None = None
+        # What threads make and the end takes.
+        self._made = threading.Lock()
         self._giver: Any = None
         self._session: Session | None = None
-        self._starting: asyncio.Future[Session] | None = None
+        self._closed = False
         self._values = values_of(region, chunk_bytes, MOST_VALUES)
         # Two calls that move at once are slower than one after the other.
         self._putting, self._getting = asyncio.Lock(), asyncio.Lock()
@@ -192,45 +201,59 @@ class _Client:
             raise StoreError(_said(failed[0]))
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        giver, self._giver = self._giver, None
-        with contextlib.suppress(StoreError):
-            if session is not None:
-                await to_the_end(in_thread(lambda: session.end(QUESTION_SECONDS)))
-        with contextlib.suppress(StoreError):
-            if giver is not None:
-                await to_the_end(in_thread(giver.close))
-        self._values.close()
+        def end() -> None:
+            with self._made:
+                self._closed = True
+            try:
+                if self._session is not None:
+                    self._session.end(QUESTION_SECONDS)
+            finally:
+                if self._giver is not None:
+                    self._giver.close()
+
+        try:
+            with contextlib.suppress(StoreError):
+                await to_the_end(in_thread(end))
+        finally:
+            self._values.close()
 
     # -- inside --------------------------------------------------------------------------
 
     async def _reached(self) -> Session:
         """A session, once the master is found: that may take longer than anybody waits."""
-        if self._session is not None and self._session.ends:
-            # Others need not wait until it has ended.
-            self._session = None
-        if self._session is None:
-            if self._starting is None:
-                self._starting = in_thread(self._start)
-            starting = self._starting
-            try:
-                self._session = await asyncio.shield(starting)
-            finally:
-                if starting.done() and self._starting is starting:
-                    self._starting = None
-        return self._session
+        if self._session is not None and not self._session.ends:
+            return self._session
+        # Of one that ends nobody has to wait for the end.
+        if self._starting is None or self._starting.done():
+            self._starting = in_thread(self._start)
+            # Those who asked may not wait any more.
+            self._starting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return await asyncio.shield(self._starting)
 
     def _start(self) -> Session:
-        if self._settings.contributed and self._giver is None:
+        contributed = self._settings.contributed
+        if contributed and self._giver is None:
             # Apart from what moves, so that others keep what they have here when that ends.
-            self._giver = self._connected(self._settings.contributed)
+            giver = self._connected(contributed)
+            with self._made:
+                if not self._closed:
+                    self._giver = giver
+            if self._closed:
+                giver.close()
+                raise StoreError("the client is closed")
         engine = self._connected(0)
         for address, size in [(self._region.address, self._region.size), *self._values.memory]:
             failed = engine.register_buffer(address, size)
             if failed:
                 engine.close()
                 raise StoreError(f"host memory cannot be registered ({failed})")
-        return Session(engine)
+        session = Session(engine)
+        with self._made:
+            if not self._closed:
+                self._session = session
+                return session
+        session.end()
+        raise StoreError("the client is closed")
 
     def _connected(self, contributed: int) -> Any:
         """An engine that has found the master, with so much memory for the pool."""
@@ -257,14 +280,14 @@ async def _moved(
     """What this call of the engine says, cancelled or not, when no transfer is under way."""
 
     def move() -> Sequence[int]:
-        over = True
+        over, began = True, time.monotonic()
         try:
             with session.used() as engine:
                 over = False
                 told: Sequence[int] = getattr(engine, call)(
                     list(names), slices.addresses, slices.sizes
                 )
-                over = all(map(_is_over, told))
+                over = time.monotonic() - began < GIVEN_UP_SECONDS or all(map(_is_over, told))
                 return told
         finally:
             if not over:

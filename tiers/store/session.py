@@ -29,7 +29,7 @@ class Session:
         self._engine = engine
         self._changed = threading.Condition()
         self._users = 0
-        self._ended = False
+        self._left = self._ended = False
         self.ends = False
 
     @contextmanager
@@ -49,6 +49,9 @@ class Session:
             with self._changed:
                 self._users -= 1
                 self._changed.notify_all()
+                last = self._left and not self._users
+            if last:
+                self._close()
 
     def end(self, patience: float | None = None) -> None:
         """End the engine once nobody uses it. Then nothing that it has begun touches memory.
@@ -56,14 +59,21 @@ class Session:
         Blocks. A thread that uses the engine must not call it.
 
         Args:
-            patience: seconds after which users are not waited for any longer.
+            patience: seconds after which users are not waited for: the last one ends the engine,
+                as it would crash in their calls.
         """
         with self._changed:
             if self.ends:
-                self._changed.wait_for(lambda: self._ended)
+                self._changed.wait_for(lambda: self._ended, patience)
                 return
             self.ends = True
-            self._changed.wait_for(lambda: not self._users, patience)
+            if not self._changed.wait_for(lambda: not self._users, patience):
+                self._left = True
+                return
+        self._close()
+
+    def _close(self) -> None:
+        # Holds the interpreter's lock for about a second.
         try:
             self._engine.close()
         finally:

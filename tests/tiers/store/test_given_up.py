@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import gc
 import shutil
 import subprocess
 import sys
@@ -17,10 +19,13 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.types import TierPlace
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE, until, until_async
+from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreError
 from tiers.store.mooncake import MooncakeTier
 from tiers.store.session import Session
+
+THREAD = "kvstore-client"
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,8 +80,9 @@ class Engine:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """All that were made."""
+    """All that were made; what they fail at they have given up."""
     Engine.made = []
+    monkeypatch.setattr("tiers.store.mooncake.GIVEN_UP_SECONDS", 0.0)
     monkeypatch.setattr("tiers.store.mooncake.Engine", Engine)
     monkeypatch.setattr("tiers.store.mooncake._own_address", lambda master: "127.0.0.1")
     return Engine.made
@@ -136,6 +142,114 @@ async def test_an_answer_without_a_transfer_ends_nothing(
     await bench.close()
 
 
+@pytest.mark.asyncio
+async def test_a_read_that_fails_at_once_was_not_given_up(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the host of a value is dead: to end an engine stops all threads for a second."""
+
+    def refuse(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
+        return [-800] * len(names)
+
+    monkeypatch.setattr("tiers.store.mooncake.GIVEN_UP_SECONDS", 30.0)
+    monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", refuse)
+    bench = TierBench(MooncakeTier(TierPlace("refused", {}, 8192)), 4, 8192, 8192)
+    for _ in range(3):
+        assert await bench.fetch([key_of(1)], [0]) == [False]
+    (engine,) = engines
+    assert not engine.closed.is_set()
+    await bench.close()
+
+
+# -- its end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_not_closed_before_the_last_question_has_left_it(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, crashed = threading.Event(), []
+
+    def hang(self: Engine, names: Sequence[str]) -> list[int]:
+        answers.wait(PATIENCE)
+        crashed.append(self.closed.is_set())
+        return [1] * len(names)
+
+    monkeypatch.setattr(Engine, "batch_is_exist", hang)
+    monkeypatch.setattr("tiers.store.mooncake.QUESTION_SECONDS", 0.01)
+    bench = TierBench(MooncakeTier(TierPlace("asked", {}, 8192), timeout_s=0.05), 4, 8192, 8192)
+    for _ in range(2):
+        assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
+    await bench.close()
+    (engine,) = engines
+    assert not engine.closed.is_set()
+    answers.set()
+    assert engine.closed.wait(PATIENCE)
+    assert crashed == [False, False]
+
+
+@pytest.mark.asyncio
+async def test_what_is_still_being_connected_when_it_is_closed_is_closed_too(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    register = Engine.register_buffer
+
+    def slow(self: Engine, address: int, size: int) -> int:
+        goes_on.wait(PATIENCE)
+        return register(self, address, size)
+
+    monkeypatch.setattr(Engine, "register_buffer", slow)
+    tier = MooncakeTier(TierPlace("begun", {}, 8192), contribute_bytes=64, timeout_s=0.05)
+    bench = TierBench(tier, 4, 8192, 8192)
+    assert "no answer" in ((await tier.holds([key_of(1)])).error or "")
+    await bench.close()
+    goes_on.set()
+    giver, mover = engines
+    assert giver.closed.wait(PATIENCE)
+    assert mover.closed.wait(PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_a_client_whose_closing_is_cancelled_closes_everything(engines: list[Engine]) -> None:
+    region = PinnedRegion.private(4, 8192, 4096)
+    tier = MooncakeTier(TierPlace("cancelled", {}, 8192), contribute_bytes=64)
+    tier.open(region)
+    assert (await tier.holds([key_of(1)])).ok == [True]
+    client = tier._reached()
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert [engine.closed.is_set() for engine in engines] == [True, True]
+    assert region.claim_tails()
+    tier.abandon()
+    region.close()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_failed_while_nobody_waited_is_tried_again_and_told_nowhere(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+
+    def refuses(master: str) -> str:
+        goes_on.wait(PATIENCE)
+        raise StoreError("the master is gone")
+
+    bench = TierBench(MooncakeTier(TierPlace("tried", {}, 8192), timeout_s=0.05), 4, 8192, 8192)
+    with monkeypatch.context() as dead:
+        dead.setattr("tiers.store.mooncake._own_address", refuses)
+        assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
+        goes_on.set()
+        await until_async(lambda: not [t for t in threading.enumerate() if t.name == THREAD])
+    assert (await bench.tier.holds([key_of(1)])).ok == [True]
+    await bench.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 # -- a session -----------------------------------------------------------------------------------
 
 
@@ -172,12 +286,15 @@ def test_a_session_that_ends_takes_nobody_in() -> None:
         raise AssertionError
 
 
-def test_a_session_does_not_wait_for_its_users_for_ever_where_it_is_told() -> None:
+def test_a_session_that_does_not_wait_for_its_users_is_ended_by_the_last_of_them() -> None:
     engine = Closing()
     session = Session(engine)
     with session.used():
-        session.end(0.01)
-        assert engine.closed == 1
+        with session.used():
+            session.end(0.01)
+            session.end(0.01)
+        assert not engine.closed
+    assert engine.closed == 1
 
 
 def test_an_engine_that_cannot_be_closed_has_ended_all_the_same() -> None:
