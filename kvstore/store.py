@@ -305,7 +305,8 @@ class Store:
         For ``async with``, and in the block ``async for chunks``: leases as of `get`, one after the
         other, in prefix order, to the end of `keys` or the first chunk that is missing. Each
         ends when the next one is asked for, which is fetched meanwhile, and the last at the
-        end of the block. Host memory has room for two windows at best.
+        end of the block. Host memory has room for two windows at best: a window has fewer chunks
+        where others leave less, and there is none where they leave nothing until the deadline.
 
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
@@ -360,6 +361,7 @@ class Store:
 
         Raises:
             KVStoreError: for a bad timeout, on another loop, or when the store is closed.
+                If a tier could not forget: this process finds nothing, a later one may.
             TimeoutError: if `timeout` seconds went by first. Everything is forgotten all
                 the same, and the slower tiers go on forgetting.
         """
@@ -476,9 +478,13 @@ class Store:
     async def _remove(self, keys: Sequence[bytes]) -> int:
         self._driver.check()
         removal = self._core.remove(check_keys(keys))
+        era = self._core.era
         self._driver.pump()
         while not removal.done:
             await self._driver.moved()
+        if self._core.era != era:
+            # A reset has taken it over.
+            await self._cleared()
         if removal.unerased:
             raise KVStoreError(
                 f"the records of {len(removal.unerased)} chunks could not be erased, the first of "
@@ -494,6 +500,21 @@ class Store:
         # Who looks on without a lease may do so for ever.
         while core.clearing or len(core.overtaken) > self._onlookers.pins_before(core.era):
             await self._driver.moved()
+        await self._cleared()
+
+    async def _cleared(self) -> None:
+        """Wait until the tiers have forgotten what was there before a reset.
+
+        Raises:
+            KVStoreError: if one of them cannot.
+        """
+        while self._core.clearing:
+            await self._driver.moved()
+        if self._core.uncleared:
+            raise KVStoreError(
+                f"{', '.join(self._core.uncleared)} cannot be cleared now, which is tried again: "
+                "until then the next process may find what was stored before"
+            )
 
     def _look_up(
         self, keys: Sequence[bytes], request: str | None

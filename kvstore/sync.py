@@ -315,6 +315,7 @@ class SyncStore:
 
         Raises:
             KVStoreError: for a bad timeout, or when the store is closed.
+                If a tier could not forget: this process finds nothing, a later one may.
             TimeoutError: if `timeout` seconds went by first. Everything is forgotten all
                 the same, and the slower tiers go on forgetting.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
@@ -41,9 +42,11 @@ class _Portions:
         return self._keys[self._next : self._next + self._size]
 
     def got(self, chunks: int) -> None:
-        """So many chunks of it are there: the prefix ends where one is missing."""
-        whole = chunks == len(self.next())
-        self._next = self._next + chunks if whole else len(self._keys)
+        """So many of its first chunks are leased; none where one is missing, or no room is had.
+
+        Fewer than were asked for may be all that there is room for.
+        """
+        self._next = self._next + chunks if chunks else len(self._keys)
 
 
 class Windows:
@@ -70,7 +73,9 @@ class Windows:
         try:
             await self._give_back(kind, error, trace)
         finally:
-            self._store.release(self._portions.name)
+            # What a child of a fork is told hides no other exception.
+            with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
+                self._store.release(self._portions.name)
 
     def __aiter__(self) -> Windows:
         return self
@@ -127,7 +132,9 @@ class SyncWindows:
         try:
             self._give_back(kind, error, trace)
         finally:
-            self._store.release(self._portions.name)
+            # What a store that has ended, or a child of a fork, says hides no other exception.
+            with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
+                self._store.release(self._portions.name)
 
     def __iter__(self) -> SyncWindows:
         return self

@@ -73,6 +73,15 @@ class FilterReusedOffloadingManager(OffloadingManager):
                 self._count(key)
         return answer
 
+    def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
+        named = list(keys)
+        answer = self.backing.lookup_prefix(named, req_context)
+        if answer is not None:
+            # The first one that is not there was looked up, too.
+            for key in named[: answer + 1]:
+                self._count(key)
+        return answer
+
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:

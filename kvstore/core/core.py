@@ -328,6 +328,11 @@ class Core:
         return self.transfers.clearing
 
     @property
+    def uncleared(self) -> list[str]:
+        """Tiers that are to be cleared after a reset, by name; `clearing` of those that can be."""
+        return self.transfers.uncleared
+
+    @property
     def unsaved(self) -> int:
         """Chunks that wait for a copy to a slower tier, or are being copied."""
         return self.cascades.unsaved

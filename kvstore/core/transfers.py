@@ -68,6 +68,11 @@ class Transfers:
         asked: Sequence[TierView] = self._clearing_targets() or self._tiers
         return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
 
+    @property
+    def uncleared(self) -> list[str]:
+        """Tiers of this process that are still to be cleared after a reset, by name."""
+        return [target.name for target in self._clearing_targets()]
+
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> None:

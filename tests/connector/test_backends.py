@@ -131,3 +131,14 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
         DeviceLoadStoreSpec([1, 2, 3], [1, 1])
     with pytest.raises(ValueError, match="one block for each of the 2 groups"):
         DeviceLoadStoreSpec([1, 2, 3], [1, 2], [0])
+
+
+def test_sizes_and_paths_that_nobody_can_have_are_refused_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "blocks"
+    with pytest.raises(PathUnusableError, match="blocks"):
+        MappedFileBackend(1, 2**52, 2**20, path)
+    assert not path.exists()
+    with pytest.raises(PathUnusableError, match="null byte"):
+        MappedFileBackend(1, 4, 4096, f"{path}\0")

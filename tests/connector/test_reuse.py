@@ -184,3 +184,17 @@ def test_a_threshold_below_two_is_refused(threshold: int) -> None:
 def test_a_tracker_without_room_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"max_tracker_size = {size}: must be at least 1"):
         FilterReusedOffloadingManager(Lists(), max_tracker_size=size)
+
+
+def test_a_request_counts_once_although_a_part_of_its_prefix_is_fetched_first() -> None:
+    class Fetches(Lists):
+        def lookup_prefix(self, keys: Iterable[bytes], req_context: object) -> int | None:
+            return self.answer
+
+    backing = Fetches()
+    manager = FilterReusedOffloadingManager(backing, store_threshold=2)
+    for backing.answer in (None, None, 1):
+        assert manager.lookup_prefix([A, B, C], ReqContext("one")) == backing.answer
+    assert stored(manager, [A, B, C]) == []
+    assert manager.lookup_prefix([A, B, C], ReqContext("two")) == 1
+    assert stored(manager, [A, B, C]) == [A, B], "who looked behind it?"

@@ -230,6 +230,28 @@ def test_transfers_that_are_abandoned_keep_their_rows_until_all_have_ended_and_t
     manager.shutdown()
 
 
+def test_transfers_that_are_abandoned_twice_are_ended_once(tmp_path: Path) -> None:
+    manager = open_manager(tmp_path, rows=16, steady=True, late_completions=False)
+    who, again = ReqContext("r"), keys_from(0, 4)
+    manager.on_new_request(who)
+    store(manager, again, who)
+    while manager.has_pending_work():
+        manager.on_schedule_end()
+    assert manager.lookup_prefix(again, who) == 4
+    manager.prepare_load(again, who)
+    manager.on_schedule_end()
+    manager.abandon_transfers()
+    manager.abandon_transfers()
+    assert manager.lookup_prefix(again, who) == 4
+    manager.prepare_load(again, who)
+    manager.on_schedule_end()
+    manager.transfers_ended()
+    assert manager.stats().busy_rows == 4, "the load that was begun since is under way"
+    manager.complete_load(again, who)
+    assert manager.stats().busy_rows == 0
+    manager.shutdown()
+
+
 def test_tiers_that_are_closed_are_not_used_and_keep_what_they_have_for_the_next_process(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,55 @@ def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "True\n", done.stderr
+
+
+# -- amid a reset --------------------------------------------------------------------------------
+
+
+async def test_a_removal_that_a_reset_takes_over_ends_when_the_disk_has_forgotten(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def slow(real: Any) -> Any:
+        async def later(*args: Any) -> Any:
+            while not goes_on.is_set():
+                await asyncio.sleep(0.001)
+            return await real(*args)
+
+        return later
+
+    keys = keys_of("removed", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys), durable=True)
+        for name in ("erase", "clear"):
+            monkeypatch.setattr(DiskTier, name, slow(getattr(DiskTier, name)))
+        removing = asyncio.create_task(store.remove(keys))
+        await asyncio.sleep(0.02)
+        resetting = asyncio.create_task(store.reset())
+        await asyncio.sleep(0.05)
+        assert not removing.done()
+        goes_on.set()
+        assert await removing == 4
+        await resetting
+
+
+async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who_removes(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        await asyncio.sleep(0.02)
+
+    keys = keys_of("kept", 4)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys), durable=True)
+        with monkeypatch.context() as broken:
+            broken.setattr(DiskTier, "clear", fails)
+            broken.setattr(DiskTier, "erase", fails)
+            removing = asyncio.create_task(store.remove(keys))
+            await asyncio.sleep(0.01)
+            with pytest.raises(KVStoreError, match="cannot be cleared now"):
+                await store.reset()
+            with pytest.raises(KVStoreError, match="cannot be cleared now"):
+                await removing
+        assert store.contains_prefix(keys) == 0

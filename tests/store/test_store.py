@@ -377,7 +377,7 @@ async def test_a_put_that_a_reset_overtakes_stores_no_more(
         assert (store.stats().chunks, store.stats().free_rows) == (0, 4)
 
 
-async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared(
+async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_store(disk=32) as store:
@@ -385,7 +385,8 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared(
         await store.put(keys, payloads(keys))
         await store.flush()
         monkeypatch.setattr(DiskTier, "clear", answer(None))
-        await asyncio.wait_for(store.reset(), PATIENCE)
+        with pytest.raises(KVStoreError, match="cannot be cleared now"):
+            await asyncio.wait_for(store.reset(), PATIENCE)
         assert store.lookup_prefix(keys) == 0
 
 

@@ -60,6 +60,23 @@ async def test_the_prefix_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
         assert sizes == [8, 8, 5]
 
 
+@pytest.mark.parametrize(("leased", "size"), [(5, 4), (0, 16), (13, 8)])
+async def test_windows_for_which_there_is_less_room_are_smaller_and_go_on(
+    tmp_path: Path, leased: int, size: int
+) -> None:
+    async with kvstore.open(config(tmp_path) | {"deadline_s": 0.2}) as store:
+        await fill(store)
+        others = [b"other-%d" % number + bytes(4) for number in range(leased)]
+        await store.put(others, [bytes(CHUNK)] * leased)
+        async with store.get(others) as held:
+            assert len(held) == leased
+            seen = []
+            async with store.windows(KEYS, size) as windows:
+                async for chunks in windows:
+                    seen += [chunk[0] for chunk in chunks]
+        assert seen == list(range(100))
+
+
 async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store)
@@ -113,5 +130,12 @@ def test_without_asyncio_windows_do_the_same(tmp_path: Path) -> None:
             next(windows)
             raise ZeroDivisionError
         until(lambda: not store.stats().busy_rows)
+        with pytest.raises(ZeroDivisionError), store.windows(KEYS, 8) as windows:
+            next(windows)
+            with kvstore.open_sync(config(tmp_path / "other")) as other:
+                gone = other.windows(KEYS, 8)
+                gone.__enter__()
+            with gone:
+                raise ZeroDivisionError
         with pytest.raises(KVStoreError, match="must be a whole number"):
             store.windows(KEYS, 0)

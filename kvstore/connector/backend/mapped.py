@@ -44,14 +44,14 @@ class MappedFileBackend(RowBackend):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             fd = os.open(self.path, flags, 0o600)
-        except OSError as error:
-            raise PathUnusableError(f"{self.path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
         try:
             os.posix_fallocate(fd, 0, num_blocks * row_bytes)
             self._memory = mmap.mmap(fd, num_blocks * row_bytes)
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             self.path.unlink()
-            raise PathUnusableError(f"{self.path}: {error.strerror}") from error
+            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
         finally:
             os.close(fd)
         array = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, row_bytes)
@@ -64,3 +64,7 @@ class MappedFileBackend(RowBackend):
         with contextlib.suppress(BufferError):
             self._memory.close()
         self.path.unlink(missing_ok=True)
+
+
+def _said(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)

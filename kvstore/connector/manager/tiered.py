@@ -406,7 +406,8 @@ class KVStoreManager(OffloadingManager):
         Their chunks stay as they are until `transfers_ended`. What was being stored is dropped
         then: nobody can say what the device has written.
         """
-        self._abandoned += [transfer for transfer, _ in self._core.device_transfers()]
+        # Those that were abandoned before are still among them.
+        self._abandoned = [transfer for transfer, _ in self._core.device_transfers()]
 
     def reset(self, *, close_tiers: bool = False) -> None:
         """Forget everything, on every tier; with `close_tiers` see `kvstore.core.Core.reset`.
