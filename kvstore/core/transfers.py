@@ -231,5 +231,6 @@ class Transfers:
         for tier in self._tiers:
             if close_tiers:
                 tier.close()
-            else:
+            elif not tier.health.closed:
+                # What a closed one has is for the next process.
                 tier.reset()

@@ -122,8 +122,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Steps that the workers have reported."""
         executor = executor_of()
         self._weights = None if executor is None else LiveWeights(executor)
-        self._paused = False
-        """The engine has paused; whether its weights are the same was not looked at since."""
+        self._unsure = False
+        """The engine has paused or was reset; its weights were not looked at since."""
+        self._kept = False
+        """It has paused, and what there was is still there."""
         self._flushed_by: int | None = None
         """The step before which the workers end what was under way at a reset."""
 
@@ -180,8 +182,8 @@ class KVStoreOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if self._paused:
-            self._resume()
+        if self._unsure:
+            self._go_on()
         if req_context.req_id in self._overtaken:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
@@ -255,12 +257,13 @@ class KVStoreOffloadingManager(OffloadingManager):
                 len(self._overtaken),
                 extra=about("store.reset", requests=len(self._overtaken)),
             )
-        if self._weights is not None and self._weights.known and resets_for_pause():
+        # Weights may change between a reset and the next step, as they do in a pause.
+        self._unsure = self._weights is not None and self._weights.known
+        self._kept = self._unsure and resets_for_pause()
+        if self._kept:
             self._manager.abandon_transfers()
-            self._paused = True
-            return
-        self._paused = False
-        self._manager.reset()
+        else:
+            self._manager.reset()
 
     def on_reset_flushed(self) -> None:
         self._flushed_by = None
@@ -295,23 +298,23 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._manager.on_request_finished(context)
 
     def _begin_step(self) -> None:
-        if self._paused:
-            self._resume()
+        if self._unsure:
+            self._go_on()
         self._manager.begin_step()
 
-    def _resume(self) -> None:
-        """The engine goes on: what is kept is right if it computes with the weights of before."""
-        self._paused = False
+    def _go_on(self) -> None:
+        """What is kept is right, and tiers may be used, if the weights are those of before."""
+        self._unsure = False
         assert self._weights is not None
         if self._weights.changed():
             self._manager.reset(close_tiers=True)
             if self._core.tiers:
                 logger.warning(
-                    "the weights have changed while the engine paused: slower tiers keep what "
-                    "they have for the next start, and are not used until then",
+                    "the weights have changed while the engine paused, or since a reset: slower "
+                    "tiers keep what they have for the next start, and are not used until then",
                     extra=about("weights.changed"),
                 )
-        else:
+        elif self._kept:
             logger.info(
                 "the weights are those from before the pause: all that is kept is used",
                 extra=about("weights.same"),
