@@ -339,17 +339,22 @@ async def test_a_removal_that_a_reset_takes_over_ends_when_the_disk_has_forgotte
 async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who_removes(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(*_: Any) -> None:
-        await asyncio.sleep(0.02)
+    goes_on = threading.Event()
+
+    async def waits(*_: Any) -> str:
+        while not goes_on.is_set():
+            await asyncio.sleep(0.001)
+        return "too late"
 
     keys = keys_of("kept", 4)
     async with open_store(disk=32) as store:
         await store.put(keys, payloads(keys), durable=True)
         with monkeypatch.context() as broken:
-            broken.setattr(DiskTier, "clear", fails)
-            broken.setattr(DiskTier, "erase", fails)
+            broken.setattr(DiskTier, "clear", answer(None))
+            broken.setattr(DiskTier, "erase", waits)
             removing = asyncio.create_task(store.remove(keys))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
+            asyncio.get_running_loop().call_later(0.05, goes_on.set)
             with pytest.raises(KVStoreError, match="cannot be cleared now"):
                 await store.reset()
             with pytest.raises(KVStoreError, match="cannot be cleared now"):

@@ -238,12 +238,14 @@ async def test_a_connection_that_failed_while_nobody_waited_is_tried_again_and_t
         goes_on.wait(PATIENCE)
         raise StoreError("the master is gone")
 
-    bench = TierBench(MooncakeTier(TierPlace("tried", {}, 8192), timeout_s=0.05), 4, 8192, 8192)
+    tier = MooncakeTier(TierPlace("tried", {}, 8192), timeout_s=0.05)
+    bench = TierBench(tier, 4, 8192, 8192)
     with monkeypatch.context() as dead:
         dead.setattr("tiers.store.mooncake._own_address", refuses)
         assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
         goes_on.set()
         await until_async(lambda: not [t for t in threading.enumerate() if t.name == THREAD])
+    tier._timeout = PATIENCE
     assert (await bench.tier.holds([key_of(1)])).ok == [True]
     await bench.close()
     gc.collect()
