@@ -134,14 +134,17 @@ class Server:
         self.engine.wake_up()
 
     def drain(self) -> None:
-        """Steps without requests, until everything is on disk, or half a minute has passed.
+        """Steps without requests, until everything is on disk, or a minute has passed.
 
         vLLM's workers yield the processor in a loop until they have had no work for a second.
         Linux 6.18 has been seen to keep the kernel's threads that complete writes waiting for
         seconds meanwhile, where the workers have every core: after a while steps are rare.
         """
-        begin = time.monotonic()
-        while self.manager.has_pending_work() and (passed := time.monotonic() - begin) < 30:
+        begin, pool = time.monotonic(), self.manager._core.pool
+        # What a reset has overtaken holds rows until it has ended, too.
+        while (self.manager.has_pending_work() or pool.held) and (
+            passed := time.monotonic() - begin
+        ) < 60:
             self.engine.step()
             time.sleep(0.002 if passed < 2 else 1.5)
 

@@ -169,6 +169,7 @@ def run(options: argparse.Namespace, folder: Path, right: dict[Case, list[int]])
         turmoil.episode(sleeps=number % 3 == 2)
         if number % 10 == 9:
             print(f"{number + 1} episodes: {dict(turmoil.happened)}", file=sys.stderr, flush=True)
+    server.drain()
     core = server.manager._core
     stats, held = core.stats(), core.pool.held
     server.end()
