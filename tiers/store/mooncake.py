@@ -145,16 +145,7 @@ class _Client:
         self._putting, self._getting = asyncio.Lock(), asyncio.Lock()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        session = await self._reached()
-
-        def ask() -> Sequence[int]:
-            with session.used() as engine:
-                told: Sequence[int] = engine.batch_is_exist(list(names))
-                return told
-
-        # It uses no memory of ours, so nobody has to wait for its end.
-        told = await in_thread(ask)
-        _check(told)
+        told = await self._asked("batch_is_exist", list(names))
         return [code == 1 for code in told]
 
     async def put(
@@ -186,16 +177,8 @@ class _Client:
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        session = await self._reached()
-
-        def remove() -> Sequence[int]:
-            with session.used() as engine:
-                # By force: somebody who has just read it holds a lease.
-                told: Sequence[int] = engine.batch_remove(list(names), True)
-                return told
-
-        told = await in_thread(remove)
-        _check(told)
+        # By force: somebody who has just read it holds a lease.
+        told = await self._asked("batch_remove", list(names), True)
         failed = [code for code in told if code not in (0, NO_VALUE)]
         if failed:
             raise StoreError(_said(failed[0]))
@@ -219,6 +202,19 @@ class _Client:
 
     # -- inside --------------------------------------------------------------------------
 
+    async def _asked(self, call: str, *about: Any) -> Sequence[int]:
+        """What this call of the engine says. It uses no memory, so nobody waits for its end."""
+        session = await self._reached()
+
+        def ask() -> Sequence[int]:
+            with session.used() as engine:
+                told: Sequence[int] = getattr(engine, call)(*about)
+                return told
+
+        told = await in_thread(ask)
+        _check(told)
+        return told
+
     async def _reached(self) -> Session:
         """A session, once the master is found: that may take longer than anybody waits."""
         if self._session is not None and not self._session.ends:
@@ -226,8 +222,6 @@ class _Client:
         # Of one that ends nobody has to wait for the end.
         if self._starting is None or self._starting.done():
             self._starting = in_thread(self._start)
-            # Those who asked may not wait any more.
-            self._starting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.shield(self._starting)
 
     def _start(self) -> Session:

@@ -213,7 +213,6 @@ class _Client:
             return
         if self._looking is None or self._looking.done():
             self._looking = in_thread(self._mount.check)
-            self._looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # A file system that hangs keeps one thread, however many calls are given up meanwhile.
         await asyncio.shield(self._looking)
 

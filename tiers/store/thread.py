@@ -27,6 +27,8 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_T] = loop.create_future()
+    # Who asked may not wait any more: what it raises then nobody asks for.
+    ended.add_done_callback(lambda _: ended.cancelled() or ended.exception())
 
     def work() -> None:
         tell: Callable[[], None]

@@ -126,34 +126,24 @@ async def test_what_this_host_gives_to_the_pool_stays_when_a_transfer_is_given_u
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("code", [-704, -900])
-async def test_an_answer_without_a_transfer_ends_nothing(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize(
+    ("code", "given_up_s"),
+    [
+        pytest.param(-704, 0.0, id="there is no such value"),
+        pytest.param(-900, 0.0, id="the master was not reached"),
+        # As where the host of a value is dead: to end an engine stops all threads for a second.
+        pytest.param(-800, 30.0, id="it failed at once"),
+    ],
+)
+async def test_a_read_that_was_not_given_up_ends_nothing(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, code: int, given_up_s: float
 ) -> None:
     def answer(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
         return [code] * len(names)
 
+    monkeypatch.setattr("tiers.store.mooncake.GIVEN_UP_SECONDS", given_up_s)
     monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", answer)
     bench = TierBench(MooncakeTier(TierPlace("answered", {}, 8192)), 4, 8192, 8192)
-    for _ in range(3):
-        assert await bench.fetch([key_of(1)], [0]) == [False]
-    (engine,) = engines
-    assert not engine.closed.is_set()
-    await bench.close()
-
-
-@pytest.mark.asyncio
-async def test_a_read_that_fails_at_once_was_not_given_up(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the host of a value is dead: to end an engine stops all threads for a second."""
-
-    def refuse(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
-        return [-800] * len(names)
-
-    monkeypatch.setattr("tiers.store.mooncake.GIVEN_UP_SECONDS", 30.0)
-    monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", refuse)
-    bench = TierBench(MooncakeTier(TierPlace("refused", {}, 8192)), 4, 8192, 8192)
     for _ in range(3):
         assert await bench.fetch([key_of(1)], [0]) == [False]
     (engine,) = engines
