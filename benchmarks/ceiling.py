@@ -29,7 +29,7 @@ from disk import Ours, Plan, Sample, measure
 from meter import filled_region, median, size_text, sizes
 from plain import Plain
 
-from kvstore.engine import new_event_loop
+from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
 
 CASES = ("write", "read", "random read")

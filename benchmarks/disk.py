@@ -56,7 +56,7 @@ from meter import Batch, Job, Sample, filled_region, median, meter, percentile, 
 from peer_fs import VllmFs
 from plain import Plain
 
-from kvstore.engine import new_event_loop
+from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
 from tiers.disk import DiskTier
 from tiers.disk.format import Geometry

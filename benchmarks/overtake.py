@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from disk import Ours
 from meter import filled_region, percentile, size_text, sizes
 
-from kvstore.engine import new_event_loop
+from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
 from tiers.disk import DiskTier
 

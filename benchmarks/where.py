@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from disk import CASES, REQUESTS, Ours, Plan, measure
 from meter import Sample, filled_region, median, size_text, sizes
 
-from kvstore.engine import new_event_loop
+from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
 from tiers.disk import extents
 

@@ -112,7 +112,9 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
             occupancy = [0] * 10
             for segment in lane.segments:
                 occupancy[min(9, 10 * segment.live // segment.slots)] += 1
-            told.append(Layout(lane.path, lane_layout(Path(lane.path)), occupancy))
+            # The owner of a lane may be in an older epoch, and goes on with its chunks.
+            epoch = None if lane.owner else namespace.epoch
+            told.append(Layout(lane.path, lane_layout(Path(lane.path), epoch), occupancy))
     return told
 
 
@@ -140,7 +142,7 @@ def compact(
             done.append(CompactedLane(namespace.path, None, refused=_link(namespace)))
             continue
         try:
-            digest = read_namespace(Path(namespace.path))["digest"]
+            read_namespace(Path(namespace.path))
         except KVStoreError as error:
             done.append(CompactedLane(namespace.path, None, failed=str(error)))
             continue
@@ -148,17 +150,13 @@ def compact(
             folder, one = Path(lane.path), CompactedLane(lane.path, None)
             done.append(one)
             try:
-                if dry_run:
-                    one.result = compact_lane(folder, digest, dry_run=True)
-                    if one.result is not None:
-                        one.result.faults = [
-                            fault
-                            for fault in namespace.faults
-                            if folder in (Path(fault.path), Path(fault.path).parent)
-                        ]
-                else:
-                    with _owned(folder, lane.number, trust):
-                        one.result = compact_lane(folder, digest, progress=progress, trust=trust)
+                one.result = compact_lane(folder, dry_run=dry_run, progress=progress, trust=trust)
+                if dry_run and one.result is not None:
+                    one.result.faults = [
+                        fault
+                        for fault in namespace.faults
+                        if folder in (Path(fault.path), Path(fault.path).parent)
+                    ]
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:

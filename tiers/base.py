@@ -134,7 +134,10 @@ class Tier(ABC):
     async def relocate(
         self, keys: Sequence[bytes], slots: Sequence[int], targets: Sequence[int]
     ) -> Transfer:
-        """Copy chunks from `slots` to the empty slots `targets`; the old copies stay valid."""
+        """Copy chunks from `slots` to the empty slots `targets`; the old copies stay valid.
+
+        True for a chunk says that its copy is on the medium: a power cut does not take it.
+        """
         raise NotImplementedError
 
     async def remove_segment(self, segment: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 import kvstore
 from kvstore.errors import PathUnusableError
 from kvstore.survey import survey
+from kvstore.upkeep import compact, purge
 from tests.faults.conftest import Device
-from tests.faults.support import SLOTS, calling, config_of, warned
+from tests.faults.support import SEGMENTS, SLOTS, calling, config_of, keys_of, warned
 from tests.patience import until_async
 
 
@@ -55,6 +57,40 @@ async def test_a_power_cut_amid_rewrites_leaves_right_bytes_or_nothing(device: D
         assert caller.on_disk, "nothing at all has survived"
         served = await caller.each([*range(4 * SLOTS), *range(1000, 1000 + 3 * SLOTS)])
         assert served >= {n for n in range(4 * SLOTS) if b"chunk-%06d\0\0\0\0" % n in kept}
+
+
+def lose_power(device: Device) -> None:
+    """Cut the power when the journal has been written, and the data of other files has not."""
+    with (device.place / "other").open("wb") as file:
+        os.fsync(file.fileno())
+    device.cut_power()
+
+
+@pytest.mark.parametrize("serving", [False, True], ids=["offline", "while serving"])
+async def test_a_power_cut_after_compaction_leaves_what_had_been_synced(
+    device: Device, serving: bool
+) -> None:
+    cache = device.place / "cache"
+    async with calling(cache) as caller:
+        for start in range(0, SEGMENTS * SLOTS, SLOTS):
+            await caller.save(range(start, start + SLOTS))
+    kept = range(0, SEGMENTS * SLOTS, 3)
+    for key in set(keys_of(range(SEGMENTS * SLOTS))) - set(keys_of(kept)):
+        purge(cache, key=key)
+    before = len(list(cache.rglob("segment-*")))
+    device.sync()
+    if serving:
+        async with calling(cache, compaction_rate="1GiB"):
+            await until_async(lambda: len(list(cache.rglob("segment-*"))) < before)
+            lose_power(device)
+    else:
+        (done,) = compact(cache)
+        assert done.result is not None
+        assert done.result.moved > 0
+        lose_power(device)
+    device.restart()
+    async with calling(device.place / "cache") as caller:
+        assert await caller.get(kept) == len(kept)
 
 
 async def test_a_file_system_that_turns_read_only_goes_on_serving(

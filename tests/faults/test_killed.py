@@ -41,7 +41,9 @@ PAYLOAD = (
     "tiers.disk.io.buffered:BufferedIO.write"
 )
 WRITTEN = PAYLOAD.replace("AioIO.begin_writes", "_Writes.end")
-COMPACTION = "kvstore.compaction:_Lane"
+RELOCATION = "tiers.disk.tier:relocate"
+VOLUME = "tiers.disk.volume:Volume"
+DISK = "tiers.disk.tier:DiskTier"
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,12 @@ COMPACTING = [
     Point("after payloads, before their records", f"{INDEX}.place", "before", 5),
     Point("between two new records", f"{INDEX}.place", "after", 5),
     Point("amid a record", f"{INDEX}.write", "half", 5),
-    Point("after new records, before the old are erased", "kvstore.compaction:relocate", "after"),
-    Point("after the old records of one segment are erased", f"{INDEX}.erase_slots", "after", 2),
-    Point("before an empty segment is removed", f"{COMPACTION}.remove", "before"),
-    Point("between two segments that are removed", f"{COMPACTION}.remove", "after"),
+    Point("after new records, before the old slots are free", RELOCATION, "after"),
+    Point("before copies are synced", "tiers.disk.segment:Segment.sync", "before"),
+    Point("before an empty segment is removed", f"{VOLUME}.remove", "before"),
+    Point("between two segments that are removed", f"{VOLUME}.remove", "after"),
+    Point("before displaced records are erased", f"{DISK}.erase_displaced", "before"),
+    Point("amid displaced records", f"{INDEX}.erase_slots", "after", 2),
 ]
 
 FIRST_OPENING = [

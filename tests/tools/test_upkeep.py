@@ -83,6 +83,24 @@ async def test_compaction_gives_files_back_and_loses_nothing(tmp_path: Path) -> 
     assert await survivors(tmp_path) == left
 
 
+async def test_compaction_after_a_reset_loses_nothing_and_keeps_what_was_forgotten_forgotten(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path, KEYS[60:])
+    async with kvstore.open(config(tmp_path)) as store:
+        await store.reset()
+    left = await sparse_cache(tmp_path)
+    promised, done = compact(tmp_path, dry_run=True)[0], compact(tmp_path)[0]
+    assert done.result is not None
+    assert promised.result is not None
+    assert not done.result.faults
+    assert done.result.dropped == 0
+    assert (done.result.before.live, done.result.after.live) == (len(left), len(left))
+    assert promised.result.after.segments == done.result.after.segments
+    assert done.result.after.segments < done.result.before.segments
+    assert await survivors(tmp_path) == left
+
+
 async def test_compaction_puts_chunks_that_follow_each_other_side_by_side(tmp_path: Path) -> None:
     shuffled = random.Random(5).sample(KEYS, len(KEYS))
     await fill(tmp_path, shuffled)

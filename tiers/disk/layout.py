@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import Geometry
+from tiers.disk.format import Geometry, LiveRecords
 from tiers.disk.index import read_index
 from tiers.disk.segment import segment_files
 
@@ -61,14 +61,17 @@ def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLa
     )
 
 
-def lane_layout(folder: Path) -> LaneLayout:
+def lane_layout(folder: Path, epoch: int | None = None) -> LaneLayout:
     """The layout of a lane, read without taking it: it may be in use.
 
     Segments that cannot be read are left out.
+
+    Args:
+        epoch: chunks of other epochs do not count; by default, of other epochs than the
+            newest in the lane.
     """
     geometry: Geometry | None = None
-    slots: list[int] = []
-    sequences: list[int] = []
+    found: list[tuple[int, LiveRecords]] = []
     segments = 0
     for number, path in segment_files(folder):
         try:
@@ -77,9 +80,17 @@ def lane_layout(folder: Path) -> LaneLayout:
             continue
         geometry = geometry or header.geometry
         segments += 1
-        slots += [number * header.geometry.slots + slot for slot in live.slots]
-        sequences += live.records["sequence"].tolist()
+        if len(live.slots):
+            found.append((number * header.geometry.slots, live))
     if geometry is None:
         return LaneLayout(0, 0, 0, 0, 0, 0)
+    if epoch is None:
+        epoch = max((int(live.records["epoch"].max()) for _, live in found), default=0)
+    slots: list[int] = []
+    sequences: list[int] = []
+    for first, live in found:
+        counted, _ = live.of_epoch(epoch)
+        slots += [first + slot for slot in counted.slots]
+        sequences += counted.records["sequence"].tolist()
     order = np.argsort(np.array(sequences, np.uint64), kind="stable").tolist()
     return layout_of([slots[index] for index in order], segments, geometry)

@@ -41,6 +41,8 @@ def relocate(
     What is copied is verified first; the record of a chunk that is lost is
     erased. The other sources stay as they are: a crash at any moment leaves each
     chunk in one valid copy at least, or in two of which either may be used.
+    A copy that is ok is on the medium: whatever happens to its source then, a
+    power cut does not take it.
     """
     if not keys:
         return Relocated([])
@@ -71,6 +73,7 @@ def _relocate(
                 segment, slot = sources[index]
                 segment.index.erase(slot, 1)
     good = [index for index, one in enumerate(done.ok) if one]
+    placed: dict[Segment, list[int]] = {}
     homes = _extents(keys, targets, buffers)
     written = _by_backend(_write_payloads, [homes[index] for index in good])
     for index, outcome in zip(good, written, strict=True):
@@ -81,11 +84,19 @@ def _relocate(
         if outcome.error is None and record is not None:
             try:
                 segment.index.place(record.records, slot)
+                placed.setdefault(segment, []).append(index)
                 continue
             except OSError as error:
                 outcome.error = f"record of {segment.path}: {error.strerror or error}"
         done.ok[index] = False
         done.error = done.error or outcome.error
+    for segment, indices in placed.items():
+        try:
+            segment.sync()
+        except OSError as error:
+            done.error = done.error or f"sync of {segment.path}: {error.strerror or error}"
+            for index in indices:
+                done.ok[index] = False
     return done
 
 

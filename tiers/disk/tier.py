@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class DiskTier(Tier):
         paths: folder of the cache, or several on several disks; made with mode 0700.
         namespace: whose bytes they are.
         chunk_bytes: size of every chunk.
-        capacity_bytes: hard limit for all files of the lanes, shared out evenly.
+        capacity_bytes: hard limit for all files of the lanes, shared out evenly. None keeps
+            the segments that there are: none is removed at opening, and none is added.
         segment_bytes: size of a segment file, at most.
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O, for each path.
@@ -55,7 +56,7 @@ class DiskTier(Tier):
         paths: Path | Sequence[Path],
         namespace: Namespace,
         chunk_bytes: int,
-        capacity_bytes: int,
+        capacity_bytes: int | None,
         *,
         segment_bytes: int,
         io: str = "auto",
@@ -97,7 +98,7 @@ class DiskTier(Tier):
                     path,
                     self._namespace,
                     self.volumes[0].geometry if self.volumes else wanted,
-                    self._capacity // len(self._paths),
+                    None if self._capacity is None else self._capacity // len(self._paths),
                     io=self._io,
                     io_threads=self._thread_count,
                     lane=self._lane,
@@ -288,6 +289,24 @@ class DiskTier(Tier):
         volume = self.volumes[index]
         (told,) = await volume.threads.run([partial(volume.remove, number)], load=False)
         return told
+
+    def where(self, slot: int) -> tuple[Path, int]:
+        """The file in which a slot lies, and its number there."""
+        segment, within = self._place(slot)
+        return segment.path, within
+
+    def erase_displaced(self, valid: Iterable[int]) -> None:
+        """Erase the records of all slots but `valid`. May block; nothing else runs.
+
+        Raises:
+            OSError: as the system says.
+        """
+        kept = set(valid)
+        for index, volume in enumerate(self.volumes):
+            for number, segment in volume.segments.items():
+                first = self._segment(index, number) * self.geometry.slots
+                live = segment.index.live().slots
+                segment.index.erase_slots([slot for slot in live if first + slot not in kept])
 
     def _place(self, slot: int) -> Place:
         index, number, within = self._locate(slot)

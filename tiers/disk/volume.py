@@ -25,7 +25,7 @@ from tiers.disk.io import choose_backend
 from tiers.disk.lane import Lane
 from tiers.disk.namespace import Namespace
 from tiers.disk.recovery import Recovered, held_geometry, recover
-from tiers.disk.segment import Segment
+from tiers.disk.segment import Segment, segment_files
 from tiers.disk.threads import IOThreads, Parts
 from tiers.disk.trust import Trust
 from tiers.pinned import PinnedRegion
@@ -33,6 +33,8 @@ from tiers.pinned import PinnedRegion
 __all__ = ["Job", "Volume"]
 
 logger = logging.getLogger("kvstore.disk")
+
+NO_LIMIT = 2**63
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Volume:
         path: folder of the cache; made with mode 0700 if it does not exist.
         namespace: whose bytes they are.
         wanted: geometry of segments, unless the lane has some already.
-        capacity_bytes: hard limit for the files of the lane.
+        capacity_bytes: hard limit for the files of the lane; None for what they take now.
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
@@ -77,7 +79,7 @@ class Volume:
         path: Path,
         namespace: Namespace,
         wanted: Geometry,
-        capacity_bytes: int,
+        capacity_bytes: int | None,
         *,
         io: str,
         io_threads: int,
@@ -109,22 +111,23 @@ class Volume:
     def _open(self, wanted: Geometry, io: str) -> Recovered:
         folder = self.lane.folder
         self.geometry = geometry = held_geometry(folder, self._digest, wanted) or wanted
-        if self.capacity_bytes < geometry.file_bytes:
+        capacity = self.capacity_bytes
+        if capacity is not None and capacity < geometry.file_bytes:
             way_out = "raise it or lower segment_bytes"
             if geometry != wanted:
                 way_out = f"those in {folder} have that size; raise it or remove them"
             raise ConfigError(
-                f"capacity_bytes = {self.capacity_bytes}: smaller than one segment of "
+                f"capacity_bytes = {capacity}: smaller than one segment of "
                 f"{geometry.file_bytes} bytes; {way_out}"
             )
-        most = self.capacity_bytes // geometry.file_bytes
+        most = len(segment_files(folder)) if capacity is None else capacity // geometry.file_bytes
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
         recovered = recover(
             folder,
             self._digest,
             geometry,
-            self.capacity_bytes,
+            NO_LIMIT if capacity is None else capacity,
             self.backend,
             self.trust,
             self.epoch,
@@ -150,7 +153,8 @@ class Volume:
                 folder,
                 extra=about("disk.damaged_records", path=folder, records=recovered.damaged),
             )
-        _warn_of_size(folder, self.capacity_bytes)
+        if capacity is not None:
+            _warn_of_size(folder, capacity)
         if recovered.outdated:
             logger.warning(
                 "disk tier: %d chunks in %s are from before a reset; they are gone",
@@ -158,8 +162,10 @@ class Volume:
                 folder,
                 extra=about("disk.outdated", path=folder, chunks=recovered.outdated),
             )
-        room = max(0, self.capacity_bytes - recovered.foreign_bytes)
-        self.max_segments = room // geometry.file_bytes
+        if capacity is None:
+            self.max_segments = len(self.segments)
+        else:
+            self.max_segments = max(0, capacity - recovered.foreign_bytes) // geometry.file_bytes
         if not self.segments and self.max_segments:
             try:
                 self._new_segment()
