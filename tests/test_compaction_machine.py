@@ -1,4 +1,4 @@
-"""Offline compaction at any moment of a cache's life: nothing that was found before is missing after.
+"""Offline compaction at any moment of a cache's life: what was found before is found after.
 
 Servers are real processes over real files: two lanes of one namespace that start, store, remove,
 are reset, stop and are killed, with `kvstore.upkeep.compact` in between, killed now and then, too.
