@@ -5,6 +5,7 @@ It has no slots of ours: its engine decides where a chunk lies, and what leaves 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from kvstore.core.answers import Answers
@@ -116,6 +117,11 @@ class AskedTier(SlotlessTier, CopyQueue):
         self.index.disappear(answers.has(found, now))
 
     # -- copies to it ------------------------------------------------------------------
+
+    @property
+    def most(self) -> int:
+        """No limit: what it has room for is its own business."""
+        return sys.maxsize
 
     def accepts(self, now: float) -> bool:
         """Whether copies to it are wanted at present."""

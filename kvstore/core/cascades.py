@@ -108,6 +108,12 @@ class Cascades:
         """Put `chunks` in the queue for a tier, as far as it admits them; returns their keys."""
         if self._hidden:
             chunks = [chunk for chunk in chunks if chunk.key not in self._hidden]
+        most = target.most
+        fitting = [chunk for chunk in chunks if chunk.depth < most]
+        if len(fitting) < len(chunks):
+            # The end of a prompt that is larger than the tier would take the place of its head.
+            target.count("declined", len(chunks) - len(fitting))
+            chunks = fitting
         if target.admission is not None and chunks:
             answers = target.admission.admit([chunk.key for chunk in chunks], now)
             wanted = [chunk for chunk, answer in zip(chunks, answers, strict=True) if answer]

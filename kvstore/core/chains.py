@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 
 from kvstore.core.pool import HostPool
@@ -45,7 +45,7 @@ class _Chain:
         groups: for each KV cache group its keys, in prompt order.
         prompts: what policies hear at its end, in prompt order: one for each group, or one for
             all, whose ends are `ends`.
-        known: all keys in `groups`.
+        known: all keys in `groups`, each with how many were known before it.
         counted: keys of which the filters have heard.
         storing: chunks of this request that are being written by the device.
     """
@@ -55,7 +55,7 @@ class _Chain:
     def __init__(self, counted: set[bytes]) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
         # Not a set, through whose keys the garbage collector would look again and again.
-        self.known: dict[bytes, None] = {}
+        self.known: dict[bytes, int] = {}
         self.counted = counted
         self.storing = 0
         self.prompts: list[list[bytes]] = []
@@ -130,7 +130,7 @@ class Chains:
         fresh = [key for key in keys if key not in known] if known else list(keys)
         if not fresh:
             return
-        known.update(dict.fromkeys(fresh))
+        known.update(zip(fresh, itertools.count(len(known))))
         self._keys += len(fresh)
         group = group_of(fresh[0])
         if all(map(methodcaller("endswith", group), keys)):
@@ -146,6 +146,11 @@ class Chains:
         chains = self._chains
         while len(chains) > MAX_REQUESTS or (self._keys > MAX_KEYS and len(chains) > 1):
             self.end(next(iter(chains)))
+
+    def depths(self, request_id: str) -> Mapping[bytes, int]:
+        """For each key that the request has used, how many it had used before."""
+        chain = self._chains.get(request_id)
+        return chain.known if chain is not None else {}
 
     def storing(self, request_id: str, count: int) -> None:
         """`count` more chunks of the request are being written (less, when negative)."""

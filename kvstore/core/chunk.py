@@ -188,6 +188,7 @@ class Life:
             chunk.key = key
             chunk.origin = origin
             chunk.order = order
+            chunk.depth = 0
             chunk.stored_by = stored_by
             order += 1
 
@@ -306,6 +307,7 @@ class Chunk:
         waiters: requests that wait until it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were given, prefix order within a store.
+        depth: how many chunks its request had used or stored before it; 0 if not stored by one.
         origin: number of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
         aside: the policy met it while it could not leave, and is to be told when it can.
@@ -314,6 +316,7 @@ class Chunk:
 
     __slots__ = (
         "aside",
+        "depth",
         "key",
         "left_step",
         "order",
@@ -341,6 +344,7 @@ class Chunk:
         self.waiters: list[Request] | tuple[Request, ...] | None = None
         self.origin = -1
         self.order = -1
+        self.depth = 0
         self.stored_by: str | None = None
         self.aside = False
         self.left_step = -1
@@ -399,6 +403,12 @@ def keep_all(chunks: Sequence[Chunk], step: int) -> int:
             chunk.step = step
             leavable += not chunk.pins and chunk.state != FILLING and not chunk.unsaved
     return leavable
+
+
+def set_depths(chunks: Sequence[Chunk], depths: Mapping[bytes, int]) -> None:
+    """Each stands as deep in its prompt as `depths` says of its key."""
+    for chunk in chunks:
+        chunk.depth = depths.get(chunk.key, 0)
 
 
 def queue_all(chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:

@@ -76,6 +76,11 @@ class OwnedTier(CopyQueue):
         )
 
     @property
+    def most(self) -> int:
+        """How many chunks one prompt may have on it: all its slots that are not pinned."""
+        return self.slots.most - len(self.index.pinned)
+
+    @property
     def full_for_now(self) -> bool:
         """Whether there is no room until a slow growth has ended."""
         return self.slots.full_for_now

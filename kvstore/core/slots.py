@@ -93,6 +93,11 @@ class Slots:
         return self.cannot_grow or self.segments >= self.max_segments
 
     @property
+    def most(self) -> int:
+        """Chunks that fit at most, as far as is known."""
+        return self.segment_slots * (self.segments if self.at_its_end else self.max_segments)
+
+    @property
     def room(self) -> int:
         """Chunks that still fit before others have to leave."""
         unmade = 0 if self.at_its_end else self.max_segments - self.segments

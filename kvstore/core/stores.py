@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.core.budget import Budget
 from kvstore.core.cascades import Cascades
 from kvstore.core.chains import Chains
-from kvstore.core.chunk import FILLING, Chunk
+from kvstore.core.chunk import FILLING, Chunk, set_depths
 from kvstore.core.entrance import Entrance
 from kvstore.core.lookups import Lookups
 from kvstore.core.pins import Pins
@@ -132,6 +132,7 @@ class Stores:
             self._requests.drop_if_idle(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1, request_id)
+        set_depths(chunks, self._chains.depths(request_id))
         self._chains.storing(request_id, len(chunks))
         unwanted += entered.declined
         self.declined += len(unwanted)

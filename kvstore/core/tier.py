@@ -139,6 +139,10 @@ class CopyTarget(TierView, Protocol):
         """Whether copies to it are wanted at present."""
 
     @property
+    def most(self) -> int:
+        """How many chunks one prompt may have on it: what lies deeper would displace its head."""
+
+    @property
     def full_for_now(self) -> bool:
         """Whether chunks that find no room are not stored rather than kept waiting."""
 

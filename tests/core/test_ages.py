@@ -88,7 +88,7 @@ def test_chunks_that_leave_host_memory_and_the_disk_tell_how_long_nobody_used_th
     rig.step()
     rig.wait(30.0)
     for name in "abcd":
-        rig.put(chain(name, EVERY))
+        rig.put(chain(name, EVERY), name)
         rig.settle()
         rig.step()
     stats = rig.stats

@@ -111,7 +111,7 @@ def test_chunks_that_were_being_read_do_not_stay_protected() -> None:
     rig.core.reset()
     rig.settle()
     for wave in range(2):
-        rig.put(chain(f"w{wave}", 4))
+        rig.put(chain(f"w{wave}", 4), f"w{wave}")
         rig.settle()
     assert set(rig.core.tiers[0].entries) == set(chain("w1", 4))
 

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.errors import KVStoreError
 from kvstore.store import COPY_INLINE_BYTES
+from policies import policy_names
 from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.store.support import (
     CHUNK,
@@ -24,6 +26,7 @@ from tests.store.support import (
     hold,
     keys_of,
     payloads,
+    small,
 )
 from tiers import Transfer
 from tiers.disk import DiskTier
@@ -326,3 +329,32 @@ async def test_who_waits_for_room_when_the_store_closes_is_told(open_store: Open
         with pytest.raises(KVStoreError, match="closed"):
             await asyncio.wait_for(putting, PATIENCE)
     await lease.__aexit__(None, None, None)
+
+
+# -- prompts larger than the disk --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
+@pytest.mark.parametrize("policy", policy_names())
+async def test_a_prompt_larger_than_the_disk_keeps_its_head_there(
+    tmp_path: Path, policy: str, flow: str
+) -> None:
+    rows = 16
+    config = small(tmp_path / "cache", rows, disk=64)
+    (disk,) = config["tiers"]
+    disk |= {"capacity_bytes": 4 * disk["segment_bytes"], "eviction_policy": policy, "flow": flow}
+    keys = keys_of("long", 100)
+    async with kvstore.open(config) as store:
+        await store.put(keys, payloads(keys))
+        await store.flush(PATIENCE)
+        tier = store._core.tiers[0].stats()
+        slots = tier.free + len(store._core.tiers[0].entries)
+        assert tier.segments == tier.max_segments
+    async with kvstore.open(config) as store:
+        assert await store.resolve(keys) == rows
+        found = 0
+        async for chunks in store.windows(keys, rows // 2):
+            assert list(map(bytes, chunks)) == payloads(keys[found:][: len(chunks)])
+            found += len(chunks)
+        assert rows < slots < len(keys)
+        assert found >= slots - (0 if flow == "write-through" else rows)
