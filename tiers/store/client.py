@@ -31,11 +31,18 @@ class StoreClient(Protocol):
         """Whether there is a value of each name."""
 
     async def put(
-        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
     ) -> list[str | None]:
         """Store values; for each why that could not be, or None.
 
-        Of a name that has a value already nothing is stored: it is the same one.
+        Args:
+            replace: whatever the names have is replaced: a value among them is no good. Otherwise
+                a name that has a value keeps it: it is the same one.
         """
 
     async def get(
@@ -44,9 +51,9 @@ class StoreClient(Protocol):
         """Read the payload of each value into the memory given for it.
 
         Returns:
-            The records; None where there is no value, or one of another size; words where it
-            could not be read, `Unread` where another time it may be. Without a record the memory
-            may hold anything.
+            The records; an empty one where the value has another size; None where there is no
+            value; words where it could not be read, `Unread` where another time it may be. Without
+            a record the memory may hold anything.
         """
 
     async def remove(self, names: Sequence[str]) -> None:

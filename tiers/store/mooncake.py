@@ -149,8 +149,16 @@ class _Client:
         return [code == 1 for code in told]
 
     async def put(
-        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
     ) -> list[str | None]:
+        if replace:
+            # The engine itself keeps what is there.
+            await self.remove(names)
         async with self._values.lent(payloads) as slices:
             for place, record in zip(slices.records, records, strict=True):
                 place[:] = record
@@ -290,10 +298,12 @@ async def _moved(
     return await to_the_end(in_thread(move, NICE))
 
 
-def _lacking(code: int) -> str | None:
-    """Why there is no record."""
-    if code >= 0 or code in (NO_VALUE, WRONG_SIZE):
+def _lacking(code: int) -> bytes | str | None:
+    """What stands where there is no record."""
+    if code == NO_VALUE:
         return None
+    if code >= 0 or code == WRONG_SIZE:
+        return b""
     return Unread(_said(code)) if code <= UNREACHED else _said(code)
 
 

@@ -151,10 +151,15 @@ class _Client:
         return told + [False] * (len(names) - len(told))
 
     async def put(
-        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
     ) -> list[str | None]:
         async def one(name: str, record: bytes, payload: memoryview) -> str | None:
-            if await self._size(name) is not None:
+            if not replace and await self._size(name) is not None:
                 return None
             value = b"".join((record, payload))
             try:
@@ -179,7 +184,7 @@ class _Client:
             size = RECORD_BYTES + len(payload)
             first = await self._range(name, 0, min(size, RANGE_BYTES))
             if first is None or first[0] != size:
-                return None
+                return None if first is None else b""
             record = bytes(first[1][:RECORD_BYTES])
             copy(first[1][RECORD_BYTES:], payload)
             rest = range(RANGE_BYTES, size, RANGE_BYTES)
@@ -188,7 +193,7 @@ class _Client:
             )
             for start, part in zip(rest, parts, strict=True):
                 if part is None or part[0] != size:
-                    return None
+                    return b""
                 copy(part[1], payload, start - RECORD_BYTES)
             return record
 
@@ -225,7 +230,7 @@ class _Client:
         return int(found["size"])
 
     async def _range(self, name: str, start: int, end: int) -> tuple[int, memoryview] | None:
-        """The size of a value, and these of its bytes; None where it does not reach so far."""
+        """The size of a value, and these of its bytes; None where there is no value."""
 
         async def read() -> tuple[int, memoryview]:
             result = await obstore.get_async(self._store, name, options={"range": (start, end)})
@@ -238,8 +243,10 @@ class _Client:
         except StoreError:
             # One that is shorter has no such range, which each store says in its own words.
             size_now = await self._size(name)
-            if size_now is None or size_now <= start:
+            if size_now is None:
                 return None
+            if size_now <= start:
+                return size_now, memoryview(b"")
             raise
         return size, part
 

@@ -116,14 +116,21 @@ class _Client:
         return [answer == 1 for answer in found]
 
     async def put(
-        self, names: Sequence[str], records: Sequence[bytes], payloads: Sequence[memoryview]
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
     ) -> list[str | None]:
-        there = await self.exists(names)
+        there = [False] * len(names) if replace else await self.exists(names)
         lacking = [place for place, known in enumerate(there) if not known]
-        options = () if self._expire_ms is None else ("PX", self._expire_ms)
+        options: tuple[Any, ...] = () if replace else ("NX",)
+        if self._expire_ms is not None:
+            options += ("PX", self._expire_ms)
         answers = await self._calls(
             [
-                ("SET", names[place], b"".join((records[place], payloads[place])), "NX", *options)
+                ("SET", names[place], b"".join((records[place], payloads[place])), *options)
                 for place in lacking
             ]
         )
@@ -144,7 +151,7 @@ class _Client:
                 records.append(Unread(_fault(answer)))
                 continue
             if not isinstance(answer, bytes) or len(answer) != RECORD_BYTES + len(payload):
-                records.append(None)
+                records.append(None if answer is None else b"")
                 continue
             copy(memoryview(answer)[RECORD_BYTES:], payload)
             records.append(answer[:RECORD_BYTES])

@@ -15,9 +15,11 @@ import asyncio
 import contextlib
 import math
 import secrets
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.types import RecoveredTier, TierPlace
@@ -44,6 +46,12 @@ MOST_CHUNKS = 1024
 
 MOST_REMOVED = 256
 """Most chunks of a call that removes them."""
+
+MOST_BAD = 2**14
+"""Keys whose values are known to be no good; the oldest are forgotten for new ones."""
+
+BAD_LASTS = 600.0
+"""Seconds for which the store does not hold a key whose value is no good: others may replace it."""
 
 GONE = "the store has none of them"
 WRONG = "a value is not what was stored under its key"
@@ -100,7 +108,12 @@ class StoreTier(Tier):
             return Transfer([])
 
         async def ask() -> list[bool]:
-            return await self._in_time(self._reached().exists(self._names(keys)))
+            found = await self._in_time(self._reached().exists(self._names(keys)))
+            now = time.monotonic()
+            return [
+                there and self._bad.get(key, -math.inf) + BAD_LASTS < now
+                for key, there in zip(keys, found, strict=True)
+            ]
 
         try:
             return Transfer(await self._loop.run(ask()))
@@ -186,11 +199,16 @@ class StoreTier(Tier):
         seed, size = self._seed, self._chunk_bytes
         told: list[str | None] = []
         for key, record, payload in zip(keys, records, payloads, strict=True):
-            if not isinstance(record, bytes):
+            if isinstance(record, bytes):
+                good = decode(record, key, size, seed) == digest(payload)
+                told.append(None if good else WRONG)
+            else:
                 told.append(GONE if record is None else record)
-                continue
-            expected = decode(record, key, size, seed)
-            told.append(None if expected == digest(payload) else WRONG)
+            self._bad.pop(key, None)
+            if record is not None and type(told[-1]) is str:
+                self._bad[key] = time.monotonic()
+        for _ in range(len(self._bad) - MOST_BAD):
+            del self._bad[next(iter(self._bad))]
         return told
 
     async def _write(
@@ -201,7 +219,14 @@ class StoreTier(Tier):
             encode(key, size, digest(payload), seed)
             for key, payload in zip(keys, payloads, strict=True)
         ]
-        return await self._in_time(self._reached().put(self._names(keys), records, payloads))
+        put: Callable[..., Coroutine[Any, Any, list[str | None]]] = self._reached().put
+        if any(key in self._bad for key in keys):
+            put = partial(put, replace=True)
+        told = await self._in_time(put(self._names(keys), records, payloads))
+        for key, error in zip(keys, told, strict=True):
+            if error is None:
+                self._bad.pop(key, None)
+        return told
 
     async def _in_time(self, call: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -229,6 +254,8 @@ class StoreTier(Tier):
     def _begin_epoch(self, epoch: str) -> None:
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
+        # Keys whose values were found to be no good, and when.
+        self._bad: dict[bytes, float] = {}
 
 
 async def _two_at_once(
