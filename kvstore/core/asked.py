@@ -138,12 +138,15 @@ class AskedTier(SlotlessTier, CopyQueue):
         self.health.stored(_NO_DEVICE)
         self.count("written", len(keys))
 
-    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
+    def not_copied(
+        self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
+    ) -> bool:
         """Copies of these chunks failed."""
         for key, _ in entries:
             self.index.not_written(key)
         self.health.refused(_NO_DEVICE, now)
         self.count("failed_writes", len(entries))
+        return True
 
     # -- promotions from it --------------------------------------------------------------
 

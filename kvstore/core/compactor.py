@@ -130,7 +130,7 @@ class Compactor:
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
         elif move.op is Op.RELOCATE:
-            if not self._relocated(move, completion):
+            if not self._relocated(move, completion, now):
                 self._give_up(now)
             return
         elif completion.error is None:
@@ -146,7 +146,7 @@ class Compactor:
         self._under_way = False
         self._groups, self._settled = None, set()
 
-    def _relocated(self, move: Move, completion: Completion) -> bool:
+    def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
         """Take in copies; returns whether all chunks that may be whole were copied."""
         index, slots = self._index, self._slots
         index.end_reads(move.keys)
@@ -160,8 +160,11 @@ class Compactor:
                 slots.give((source,))
                 self.relocated += 1
                 continue
+            if place in unread:
+                slots.set_aside((target,), now)
+                continue
             slots.give((target,))
-            if here and place not in unread:
+            if here:
                 slots.give(index.forget((key,)))
         return not unread
 
@@ -203,7 +206,7 @@ class Compactor:
         if self._pending:
             return self._copy_out(now)
         if not self._emptied:
-            if self._slots.retired_free < self._slots.segment_slots:
+            if not self._slots.is_empty(self._victim):
                 # Chunks that the tier did not name, because their records are damaged.
                 self._give_up(now)
                 return None

@@ -21,23 +21,21 @@ def take_in(
     """
     # Tail first, as everything that reaches a policy.
     keys, slots = move.keys[::-1], move.slots[::-1]
-    failed: list[tuple[bytes, int]] = []
+    name, what = target.name, f"tier {target.name} cannot store now"
     if all(completion.ok):
         target.copied(keys, slots)
-    else:
-        ok = completion.ok[::-1]
-        target.copied(list(compress(keys, ok)), list(compress(slots, ok)))
-        ends = zip(keys, slots, ok, strict=True)
-        failed = [(key, slot) for key, slot, whole in ends if not whole]
-        target.not_copied(failed, now)
-    what = f"tier {target.name} cannot store now"
-    if failed and target.health.ailing:
-        complaints.failed(what, completion.error, now, len(failed), tier=target.name)
-        return True
-    if failed:
-        of_device = f"a device of {what}"
-        complaints.failed(of_device, completion.error, now, len(failed), tier=target.name)
-    elif target.health.recovered(now):
-        again = f"tier {target.name} stores again"
-        complaints.went_well(what, again, now, tier=target.name)
-    return False
+        if target.health.recovered(now):
+            complaints.went_well(what, f"tier {name} stores again", now, tier=name)
+        return False
+    ok = completion.ok[::-1]
+    written = list(compress(slots, ok))
+    target.copied(list(compress(keys, ok)), written)
+    ends = zip(keys, slots, ok, strict=True)
+    failed = [(key, slot) for key, slot, whole in ends if not whole]
+    at_fault = target.not_copied(failed, written, now)
+    if not at_fault:
+        what = f"slots of tier {name} cannot be written and are set aside"
+    elif not target.health.ailing:
+        what = f"a device of {what}"
+    complaints.failed(what, completion.error, now, len(failed), tier=name)
+    return at_fault and target.health.ailing

@@ -139,9 +139,9 @@ class Health:
 
     def refused(self, devices: Iterable[int], now: float) -> None:
         """Copies to these devices failed: they are passed over for a while, or all wait."""
-        for device in devices:
-            self._faulty[device] = now + DEVICE_PAUSE
-        if self.ailing:
+        until = dict.fromkeys(devices, now + DEVICE_PAUSE)
+        self._faulty.update(until)
+        if until and self.ailing:
             self.store_after = now + STORE_PAUSE
 
     def recovered(self, now: float) -> bool:

@@ -23,8 +23,8 @@ __all__ = ["OwnedTier"]
 class OwnedTier(CopyQueue):
     """See `TierView`. Its parts answer one question each: `index`, `slots`, `health`.
 
-    A slot is in exactly one place: free, under an entry, being written, or the target
-    of a relocation.
+    A slot is in exactly one place: free, set aside, under an entry, being written, or the
+    target of a relocation.
 
     Attributes:
         compactor: empties its sparse segments.
@@ -109,6 +109,9 @@ class OwnedTier(CopyQueue):
             short = min(short, len(self.entries) - len(index.reading) - len(index.pinned))
             if short > 0:
                 slots.give(index.evict(short, incoming))
+            if not slots.free_on(passed_over):
+                # Nothing else is to be had; perhaps they can be written now.
+                slots.give_aside(count)
         return slots.take(count, passed_over)
 
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
@@ -117,13 +120,21 @@ class OwnedTier(CopyQueue):
         self.health.stored(map(self.slots.device_of, slots))
         self.count("written", len(keys))
 
-    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
-        """Copies of these chunks to these slots failed."""
-        for key, slot in entries:
+    def not_copied(
+        self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
+    ) -> bool:
+        """Copies of these chunks to these slots failed: the slots are set aside.
+
+        A device that wrote other slots in the same move is not at fault.
+        """
+        for key, _ in entries:
             self.index.not_written(key)
-            self.slots.give((slot,))
-        self.health.refused((self.slots.device_of(slot) for _, slot in entries), now)
+        slots, device_of = [slot for _, slot in entries], self.slots.device_of
+        self.slots.set_aside(slots, now)
         self.count("failed_writes", len(entries))
+        at_fault = set(map(device_of, slots)) - set(map(device_of, copied))
+        self.health.refused(at_fault, now)
+        return bool(at_fault)
 
     # -- promotions from it --------------------------------------------------------------
 
@@ -222,6 +233,7 @@ class OwnedTier(CopyQueue):
     ) -> tuple[list[LogLine], bool]:
         """Notice how it does, once a step: see `Health.watch`."""
         index, slots = self.index, self.slots
+        slots.end_aside(now)
         if slots.growing:
             slots.watch_growth(now, deadline, max_wait)
         writing = slots.growing or bool(index.writing)
@@ -253,6 +265,7 @@ class OwnedTier(CopyQueue):
             self.medium,
             free=self.slots.free,
             room=self.slots.room,
+            set_aside=self.slots.aside,
             segments=self.slots.segments,
             max_segments=self.slots.max_segments,
             queued=len(self._queue),

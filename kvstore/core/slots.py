@@ -1,23 +1,28 @@
 """Which slots of a tier are free, side by side, and how many there may be.
 
-A slot is free, retired (free, in the segment that is being emptied), or somebody's.
-Segments are dealt out among the tier's devices, its stripes: segment s lies on
-device ``s % stripes``. A tier grows segment by segment, ahead of need.
+A slot is free, retired (free, in the segment that is being emptied), set aside (free,
+but a write to it failed), or somebody's. Segments are dealt out among the tier's devices,
+its stripes: segment s lies on device ``s % stripes``. A tier grows segment by segment,
+ahead of need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice, takewhile
 
 from kvstore.core.extents import ExtentAllocator
 
-__all__ = ["RETRY_PAUSE", "STRIPE_CHUNKS", "Slots"]
+__all__ = ["ASIDE_PAUSE", "RETRY_PAUSE", "STRIPE_CHUNKS", "Slots"]
 
 STRIPE_CHUNKS = 8
 """Fewest chunks for which a further device is worth a call of its own."""
 
 RETRY_PAUSE = 5.0
 """Seconds before a tier that could not grow or be cleared is asked again."""
+
+ASIDE_PAUSE, MOST_ASIDE = 600.0, 4096
+"""Seconds for which slots are set aside; how many at most, an eighth of all where that is less."""
 
 
 class Slots:
@@ -51,6 +56,7 @@ class Slots:
         self._stripes = [ExtentAllocator(segment_slots) for _ in range(stripes)]
         self._retired = -1
         self._retired_free: set[int] = set()
+        self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
         self.growing = self.cannot_grow = self.growing_slowly = self.clearing = False
         self._growing_since = 0.0
         self.retry_after = 0.0
@@ -72,9 +78,9 @@ class Slots:
         return len(self._segments)
 
     @property
-    def retired_free(self) -> int:
-        """Slots that hold nothing in the segment that is being emptied."""
-        return len(self._retired_free)
+    def aside(self) -> int:
+        """Slots that hold nothing and are given to nobody, as a write to them failed."""
+        return len(self._aside)
 
     @property
     def full_for_now(self) -> bool:
@@ -148,6 +154,24 @@ class Slots:
         for device, its_slots in of.items():
             self._stripes[device].give(its_slots)
 
+    def set_aside(self, slots: Iterable[int], now: float) -> None:
+        """Give these slots, to which writes failed, after a while or once there are too many."""
+        self._aside.update(dict.fromkeys(slots, now + ASIDE_PAUSE))
+        most = min(MOST_ASIDE, max(1, self.segments * self.segment_slots // 8))
+        self.give_aside(max(0, self.aside - most))
+
+    def end_aside(self, now: float) -> None:
+        """Give what was set aside long enough."""
+        if self._aside:
+            self.give_aside(sum(1 for _ in takewhile(now.__ge__, self._aside.values())))
+
+    def give_aside(self, count: int) -> None:
+        """Give so many of those that were set aside, the first ones."""
+        slots = list(islice(self._aside, count))
+        for slot in slots:
+            del self._aside[slot]
+        self.give(slots)
+
     # -- growth ----------------------------------------------------------------------
 
     def wants_growth(self, now: float) -> bool:
@@ -193,7 +217,7 @@ class Slots:
     def reset(self) -> None:
         """Everything was forgotten. No slot is given until that is durable."""
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
-        self._retired, self._retired_free = -1, set()
+        self._retired, self._retired_free, self._aside = -1, set(), {}
         self.clearing = True
         self.retry_after = 0.0
 
@@ -221,7 +245,7 @@ class Slots:
         size = self.segment_slots
         victim = max(self._segments, key=self._free_in)
         its_free = self._free_in(victim)
-        live = size - its_free
+        live = size - its_free - self._aside_in(victim)
         # Half a segment more than makes the tier grow again.
         enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
         return victim if live <= most * size and enough else None
@@ -232,8 +256,9 @@ class Slots:
         return max(rest, key=self._free_in, default=None)
 
     def is_empty(self, segment: int) -> bool:
-        """Whether every slot of the segment is free."""
-        return self._free_in(segment) == self.segment_slots
+        """Whether no slot of the segment holds anything."""
+        free = len(self._retired_free) if segment == self._retired else self._free_in(segment)
+        return free + self._aside_in(segment) == self.segment_slots
 
     def retire(self, segment: int) -> None:
         """No slot of the segment is given to anybody from now on. There is one at a time."""
@@ -255,6 +280,8 @@ class Slots:
     def segment_removed(self, segment: int) -> None:
         """The segment that was emptied is gone."""
         self._segments.discard(segment)
+        size, aside = self.segment_slots, self._aside
+        self._aside = {slot: at for slot, at in aside.items() if slot // size != segment}
         self._retired, self._retired_free = -1, set()
 
     # -- inside ----------------------------------------------------------------------
@@ -266,6 +293,9 @@ class Slots:
 
     def _free_in(self, segment: int) -> int:
         return self._stripe_of(segment * self.segment_slots).free_in(segment)
+
+    def _aside_in(self, segment: int) -> int:
+        return sum(slot // self.segment_slots == segment for slot in self._aside)
 
     def _stripe_of(self, slot: int) -> ExtentAllocator:
         return self._stripes[self.device_of(slot)]

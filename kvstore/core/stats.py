@@ -31,6 +31,7 @@ class TierStats:
             its `chunks` are those of which that is known.
         chunks: entries now. free: ready slots that hold nothing, now. room: chunks that still
             fit before others have to leave, now.
+        set_aside: slots that hold nothing and are not used, as a write to them failed, now.
         segments, max_segments: now.
         promoted: chunks read into host memory. failed_reads: chunks that could
             not be read or whose digest did not match.
@@ -62,6 +63,7 @@ class TierStats:
     chunks: int = _now()
     free: int = _now()
     room: int = _now()
+    set_aside: int = _now()
     segments: int = _now()
     max_segments: int = _now()
     loaded: int = 0

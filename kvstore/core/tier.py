@@ -179,8 +179,14 @@ class CopyTarget(TierView, Protocol):
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copies of these chunks to these slots, tail first, went well."""
 
-    def not_copied(self, entries: Sequence[tuple[bytes, int]], now: float) -> None:
-        """Copies of these chunks to these slots failed."""
+    def not_copied(
+        self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
+    ) -> bool:
+        """Copies of these chunks to these slots failed; whether a whole device is at fault.
+
+        Args:
+            copied: slots that were written in the same move.
+        """
 
 
 class Store(TierView, Protocol):

@@ -233,6 +233,11 @@ METRICS: tuple[Metric, ...] = (
         "Those of the failed reads whose bytes were not those of the chunk.",
     ),
     _target("disk_failed_writes", lambda t: t.failed_writes, "Chunks that could not be written."),
+    _owned_now(
+        "disk_set_aside_slots",
+        lambda t: t.set_aside,
+        "Free slots that are not used now, because a write to them failed.",
+    ),
     _tier("disk_errors", lambda t: t.errors, "Moves that reported an error."),
     _tier_now(
         "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from the tier now."

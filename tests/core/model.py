@@ -1082,7 +1082,8 @@ class World:
             right = contents[slot] == (key, self.weights)
             assert right or (tier.number, slot) in self.rotten, "a stale entry"
         if not tier.clearing:
-            in_use = len(slots) + tier.slots.free + tier.slots.retired_free
+            unused = tier.slots.free + len(tier.slots._retired_free) + tier.slots.aside
+            in_use = len(slots) + unused
             for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
                 in_use += len(move.targets) if move.id not in self.core.transfers.orphans else 0
             assert in_use == tier.slots.segments * self.segment_slots, "slots leaked"

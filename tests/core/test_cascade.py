@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.core.cascades import CASCADE_BATCH
 from kvstore.core.health import STORE_PAUSE
-from kvstore.core.slots import RETRY_PAUSE
+from kvstore.core.slots import ASIDE_PAUSE, RETRY_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -158,7 +158,7 @@ def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
     assert set(rig.core.tiers[0].entries) == set(chain("new", 4))
 
 
-def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_free() -> None:
+def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_set_aside() -> None:
     rig = Rig(rows=8, segment_slots=8)
     keys = chain("a", 4)
     rig.put(keys)
@@ -166,8 +166,64 @@ def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_free() ->
     rig.end(move, failed={keys[1]})
     rig.step()
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
-    assert rig.core.tiers[0].slots.free == 5
+    assert rig.core.tiers[0].slots.free == 4
+    assert rig.stats.tiers[0].set_aside == 1
     assert rig.core.pool.busy == 0
+    (line,) = rig.log
+    assert line == "slots of tier tier0 cannot be written and are set aside: injected"
+    rig.put(chain("b", 4))
+    (move,) = rig.step()
+    assert not set(move.slots) & {1}, "nobody pauses, and the others are used"
+
+
+def put_one_by_one(rig: Rig, names: str, bad: set[int]) -> int:
+    """Put a chunk for each name, with a pause after each; how often a bad slot was written to."""
+    tries = 0
+    for name in names:
+        rig.put(chain(name, 1))
+        rig.step()
+        for move in rig.under_way(Op.CASCADE):
+            failed = bool(bad & set(move.slots))
+            tries += failed
+            rig.end(move, move.keys if failed else ())
+        rig.wait(STORE_PAUSE + 2, each=1.0)
+    return tries
+
+
+def test_a_slot_that_cannot_be_written_is_tried_again_after_a_long_while_alone() -> None:
+    rig = Rig(rows=8, segment_slots=16)
+    assert put_one_by_one(rig, "abcdefgh", {2}) == 1
+    assert len(rig.core.tiers[0].entries) == 7
+    assert rig.stats.tiers[0].set_aside == 1
+    rig.wait(ASIDE_PAUSE, each=10.0)
+    assert rig.stats.tiers[0].set_aside == 0
+    assert put_one_by_one(rig, "ijklmnop", {2}) == 1
+    assert len(rig.core.tiers[0].entries) == 14
+    # All others are in use: what is new displaces what is old.
+    assert put_one_by_one(rig, "qrstuvwx", {2}) == 0
+    assert len(rig.core.tiers[0].entries) == 15
+    assert set(rig.core.tiers[0].entries) >= {chain(name, 1)[0] for name in "qrstuvwx"}
+
+
+def test_no_more_than_an_eighth_of_the_slots_is_set_aside() -> None:
+    rig = Rig(rows=64, segment_slots=32)
+    for name in "abc":
+        rig.put(chain(name, 16))
+        rig.step()
+        for move in rig.under_way(Op.CASCADE):
+            rig.end(move, move.keys)
+        rig.wait(STORE_PAUSE + 2, each=1.0)
+    assert rig.stats.tiers[0].set_aside == 4
+    assert rig.core.tiers[0].slots.free == 28
+
+
+def test_a_reset_gives_what_was_set_aside() -> None:
+    rig = Rig(rows=8, segment_slots=16)
+    put_one_by_one(rig, "ab", {1})
+    assert rig.stats.tiers[0].set_aside == 1
+    rig.core.reset()
+    rig.settle()
+    assert (rig.stats.tiers[0].set_aside, rig.core.tiers[0].slots.free) == (0, 16)
 
 
 def test_a_failed_write_pauses_the_tier_and_lets_waiting_chunks_go() -> None:
@@ -328,3 +384,11 @@ def test_a_tier_of_one_slot_holds_the_last_chunk_that_was_copied() -> None:
     rig.settle()
     assert len(rig.core.tiers[0].entries) == 1
     assert rig.core.unsaved == 0
+
+
+def test_a_slot_that_is_set_aside_is_used_where_there_is_no_other() -> None:
+    rig = Rig(rows=8, segment_slots=1)
+    assert put_one_by_one(rig, "ab", {0}) == 2
+    rig.put(chain("c", 1))
+    rig.settle()
+    assert set(rig.core.tiers[0].entries) == set(chain("c", 1))

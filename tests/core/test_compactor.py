@@ -70,6 +70,19 @@ def test_sparse_segments_are_emptied_and_given_back() -> None:
     assert tier.slots.free == 2 * SLOTS - len(before)
 
 
+def test_slots_that_are_set_aside_do_not_keep_a_segment() -> None:
+    rig = sparse()
+    tier = rig.core.tiers[0]
+    aside = [slot for segment in range(4) for slot in tier.slots._stripe_of(0).withdraw(segment)]
+    bad = {segment * SLOTS + SLOTS - 1 for segment in range(4)}
+    tier.slots.give(sorted(set(aside) - bad))
+    tier.slots.set_aside(sorted(bad), rig.now)
+    compact(rig)
+    assert tier.slots.segments == 3
+    assert rig.stats.tiers[0].set_aside == 3
+    assert tier.slots.free + 3 + len(tier.entries) == tier.slots.segments * SLOTS
+
+
 def test_what_is_copied_is_free_of_charge_for_the_policy() -> None:
     rig = sparse()
     order = list(rig.core.tiers[0].index.policy.order())
@@ -146,7 +159,8 @@ def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     moves = compact(rig, steps=20, failed=set(before))
     assert [move.op for move in moves] == [Op.LIST, Op.RELOCATE]
     assert dict(tier.entries) == before
-    assert tier.slots.free + len(before) == tier.slots.segments * SLOTS
+    assert tier.slots.aside == 2, "nobody knows whether they can be written"
+    assert tier.slots.free + tier.slots.aside + len(before) == tier.slots.segments * SLOTS
     assert compact(rig, steps=700)[0].op is Op.LIST, "it is tried again later"
 
 
@@ -205,7 +219,7 @@ def test_chunks_are_laid_out_in_order_and_what_is_empty_is_given_back(
     assert set(order) - rotten <= set(tier.entries) <= set(order)
     assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
     assert tier.slots.segments + compactor.removed_segments == segments
-    assert tier.slots.retired_free == 0
+    assert not tier.slots._retired_free
     if not roomy:
         return
     assert tier.slots.segments == len({slot // SLOTS for slot in tier.entries.values()})
@@ -221,7 +235,7 @@ def test_a_layout_that_cannot_copy_loses_nothing_and_ends() -> None:
     before = set(tier.entries)
     laid_out(rig, sorted(before), failed=before)
     assert set(tier.entries) == before
-    assert tier.slots.free + len(before) == tier.slots.segments * SLOTS
+    assert tier.slots.free + tier.slots.aside + len(before) == tier.slots.segments * SLOTS
 
 
 def test_it_stops_when_what_was_free_is_needed_again() -> None:
@@ -237,7 +251,7 @@ def test_it_stops_when_what_was_free_is_needed_again() -> None:
                 rig.end(move)
         rig.step(0.1)
     rig.settle()
-    assert tier.slots.retired_free == 0
+    assert not tier.slots._retired_free
     assert victim in tier.slots._segments
     assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
 

@@ -279,13 +279,18 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Index, "end_reads", lambda self, keys: None)
 
 
-@breaks("the slot of a failed write is free again")
+@breaks("the slot of a failed write is set aside")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def not_copied(self: OwnedTier, places: Any, now: float) -> None:
-        for key, _ in places:
-            self.index.not_written(key)
+    patch.setattr(Slots, "set_aside", lambda self, slots, now: None)
 
-    patch.setattr(OwnedTier, "not_copied", not_copied)
+
+@breaks("what was set aside comes back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def lose(self: Slots, count: int) -> None:
+        for slot in list(self._aside)[:count]:
+            del self._aside[slot]
+
+    patch.setattr(Slots, "give_aside", lose)
 
 
 @breaks("a chunk is pinned while it is copied to a tier")

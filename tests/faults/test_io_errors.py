@@ -132,17 +132,39 @@ async def test_payloads_that_cannot_be_written_are_not_stored_and_their_neighbou
         kept = await caller.save(ALL)
         assert len(kept) == SLOTS - 2
         assert caller.disk.failed_writes == 2
-        assert warned(caplog.records, "cannot store now", "Input/output error")
+        assert warned(caplog.records, "are set aside", "Input/output error")
         caller.forget_host()
         assert await caller.each(ALL) == kept
         faulty.obey()
-        await asyncio.sleep(0.35)
-        await caller.save([99])
-        assert warned(caplog.records, "stores again")
         lost = set(ALL) - kept
         assert await caller.save(lost) == lost
     async with calling(faulty.path, seen_at=faulty.behind) as caller:
         assert await caller.get(ALL) == SLOTS
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+async def test_a_few_slots_that_cannot_be_written_do_not_keep_the_others_from_it(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture, at_once: int
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind) as caller:
+        faulty.obey({"op": "write", **at(5, 7), "path": "segment-0", **EIO})
+        stored: set[int] = set()
+        for first in range(0, 3 * SLOTS, at_once):
+            numbers = range(first, first + at_once)
+            stored |= await caller.save(numbers)
+            if set(numbers) - stored and at_once == 1:
+                await asyncio.sleep(0.35)
+        assert len(stored) == 3 * SLOTS - 2
+        assert caller.disk.failed_writes == 2, "they are not tried again"
+        assert caller.disk.set_aside == 2
+        told = "are set aside" if at_once > 1 else "stores again"
+        assert warned(caplog.records, told)
+        caller.forget_host()
+        assert await caller.each(stored) == stored
+        for first in range(100, 100 + 8 * SLOTS, at_once):
+            stored |= await caller.save(range(first, first + at_once))
+        assert len(stored) == 11 * SLOTS - 2, "those of a full disk are displaced, all but these"
+        assert caller.disk.failed_writes == 2
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
@@ -162,7 +184,9 @@ async def test_a_disk_that_writes_nothing_is_left_alone_and_host_memory_serves(
         assert await caller.get(range(4)) == 4, "what was on disk is served"
         faulty.obey()
         await asyncio.sleep(0.35)
-        assert await caller.save(ALL) == set(ALL)
+        kept = await caller.save(ALL)
+        assert caller.disk.set_aside <= 2
+        assert len(kept) >= SLOTS - caller.disk.set_aside
         assert warned(caplog.records, "stores again")
 
 
