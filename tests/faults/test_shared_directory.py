@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +13,10 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.types import TierPlace
-
-pytest.importorskip("obstore")
-
 from tiers.store.mount import MARK
 from tiers.store.object import ObjectTier
+
+STRANGER = 65534
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -99,4 +100,57 @@ async def test_a_share_that_may_only_be_read_is_read(mount: Mounting) -> None:
     bench = bench_on(share)
     assert await finds(bench, 1)
     assert not await stores(bench, 2)
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_share_that_others_may_write_to_is_used_no_more(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    bench = bench_on(share)
+    assert await stores(bench, 1)
+    share.chmod(0o777)
+    done = await bench.tier.read([key_of(1)], [0], [0])
+    assert done.ok == [False]
+    assert list(done.unread) == [0], "the store is away"
+    assert f"{share} may be written by every user" in (done.error or "")
+    assert not await stores(bench, 2)
+    share.chmod(0o700)
+    assert await finds(bench, 1)
+    assert await stores(bench, 2)
+    await bench.close()
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def link_to(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files to another user needs root")
+@pytest.mark.parametrize("plant", [give_away, open_to_all, link_to])
+async def test_a_value_that_others_could_have_written_is_not_served_and_is_replaced(
+    tmp_path: Path, plant: Callable[[Path], None]
+) -> None:
+    bench = bench_on(tmp_path / "share")
+    keys = [key_of(number) for number in range(4)]
+    await bench.store(keys, [0] * 4)
+    (path,) = (tmp_path / "share").rglob(keys[1].hex())
+    plant(path)
+    assert (await bench.tier.holds(keys)).ok == [True, False, True, True]
+    done = await bench.tier.read(keys, [0] * 4, [0, 1, 2, 3])
+    assert done.ok == [True, False, True, True]
+    assert list(done.unread) == [], "it is lost"
+    assert str(path) in (done.error or "")
+    await bench.store(keys, [0] * 4)
+    assert await bench.fetch(keys, [0] * 4) == [True] * 4
+    assert path.lstat().st_uid == os.geteuid()
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
     await bench.close()

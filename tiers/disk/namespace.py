@@ -48,6 +48,18 @@ class Namespace:
         """SHA-256 of the identity in canonical JSON, in hex: what segments carry."""
         return _digest(self.identity)
 
+    def check_name(self) -> None:
+        """Make sure that the name is that of a folder.
+
+        Raises:
+            PathUnusableError: if it is not.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
+            raise PathUnusableError(
+                f"namespace name {self.name!r}: allowed are up to 128 letters, digits, "
+                "'.', '_' and '-', not beginning with '.' or '-'"
+            )
+
     def establish(self, root: Path, trust: Trust = STRICT) -> Path:
         """Make sure that ``root/name`` exists and is this namespace; returns the folder.
 
@@ -56,11 +68,7 @@ class Namespace:
             PathUnusableError: if it cannot be made, read or written, or is not to be trusted.
             ConfigError: if the identity cannot be written as JSON.
         """
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
-            raise PathUnusableError(
-                f"namespace name {self.name!r}: allowed are up to 128 letters, digits, "
-                "'.', '_' and '-', not beginning with '.' or '-'"
-            )
+        self.check_name()
         told = {
             "format": "kvstore namespace",
             "version": 1,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-__all__ = ["StoreClient", "StoreError", "Unread"]
+__all__ = ["StoreClient", "StoreError", "Unread", "in_waves"]
+
+FIRST_ASKED = 4
+"""Values of which `in_waves` asks before those behind them."""
 
 
 class StoreError(Exception):
@@ -61,3 +64,20 @@ class StoreClient(Protocol):
 
     async def close(self) -> None:
         """Let go of all connections. Never raises."""
+
+
+async def in_waves(
+    names: Sequence[str], most: int, ask: Callable[[Sequence[str]], Awaitable[list[bool]]]
+) -> list[bool]:
+    """Whether there is a value of each name, asked up to a wave of names without any.
+
+    Args:
+        most: names of one wave.
+    """
+    told: list[bool] = []
+    while len(told) < len(names):
+        found = await ask(names[len(told) :][: most if told else FIRST_ASKED])
+        told += found
+        if not any(found):
+            break
+    return told + [False] * (len(names) - len(told))

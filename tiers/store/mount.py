@@ -1,11 +1,13 @@
-"""A directory that several hosts share, and whether it is still the one that was mounted."""
+"""A directory that several hosts share: whether it is still the one that was mounted, and whose."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
+from tiers.disk.trust import STRICT, Trust, open_folder
 from tiers.store.client import StoreError
 
 __all__ = ["MARK", "Mount"]
@@ -24,22 +26,29 @@ class Mount:
     Where a network's file system is not mounted any more, files would go to the disk below it,
     until that is full. Mounted again it may have another device number, but it has the mark.
 
+    Attributes:
+        directory: the shared one. trust: what is asked of it and of all that lies in it.
+
     Args:
         directory: is made, and marked, if need be and if it may be written.
 
     Raises:
-        OSError: if it cannot be made or looked into.
+        OSError: if it cannot be made or looked into, or is not to be trusted.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._mark = directory / MARK
-        if not self._mark.exists():
+    def __init__(self, directory: Path, trust: Trust = STRICT) -> None:
+        self.directory = directory
+        self.trust = trust
+        folder = open_folder(directory, trust, own=False, make=True)
+        try:
             # Who may only read cannot write to the wrong place, either.
             with contextlib.suppress(OSError):
-                self._mark.write_text(_TEXT)
-        self._device = directory.stat().st_dev
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                with open(os.open(MARK, flags, 0o600, dir_fd=folder), "w") as file:
+                    file.write(_TEXT)
+            self._device = os.fstat(folder).st_dev
+        finally:
+            os.close(folder)
 
     def check(self) -> None:
         """Blocks as long as the file system takes to answer.
@@ -49,13 +58,42 @@ class Mount:
         """
         # Who empties the directory may take it away as well: then it is made again, on the same
         # file system.
-        there = self._directory
+        there = self.directory
         while not os.path.lexists(there):
             there = there.parent
         if there.stat().st_dev == self._device:
             return
-        if not self._mark.is_file():
-            raise StoreError(
-                f"what was mounted there is not: no file {self._mark}, another file system"
-            )
-        self._device = self._directory.stat().st_dev
+        mark = self.directory / MARK
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = mark.lstat()
+            if stat.S_ISREG(found.st_mode) and self.trust.doubt(found) is None:
+                self._device = self.directory.stat().st_dev
+                return
+        raise StoreError(f"what was mounted there is not: no file {mark}, another file system")
+
+    def enter(self, below: str, *, make: bool) -> int:
+        """A descriptor (O_PATH) of a folder in it, every step to it looked at.
+
+        Args:
+            make: whether folders that are missing are made, with mode 0700.
+
+        Raises:
+            FileNotFoundError: if it is missing, and not made.
+            OSError: if it cannot be opened or made, is not to be trusted, or lies on another file
+                system.
+        """
+        folder = self.directory / below
+        try:
+            found = open_folder(folder, self.trust, own=True)
+        except FileNotFoundError:
+            if not make:
+                raise
+            parts = folder.relative_to(self.directory).parts
+            for count in range(len(parts)):
+                above = self.directory.joinpath(*parts[:count])
+                os.close(open_folder(above, self.trust, own=count > 0, make=True))
+            found = open_folder(folder, self.trust, own=True, make=True)
+        if os.fstat(found).st_dev == self._device:
+            return found
+        os.close(found)
+        raise OSError(f"{folder} is on another file system than was mounted there")

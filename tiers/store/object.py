@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from kvstore.types import TierPlace
-from tiers.store.client import StoreClient, StoreError
+from tiers.disk.namespace import Namespace
+from tiers.disk.trust import Trust
+from tiers.store.client import StoreClient, StoreError, in_waves
+from tiers.store.directory import DirectoryClient
 from tiers.store.memory import copy
 from tiers.store.mount import Mount
 from tiers.store.record import RECORD_BYTES
-from tiers.store.thread import in_thread
 from tiers.store.tier import StoreTier
 
 try:
     import obstore
     from obstore.exceptions import BaseError
-    from obstore.store import LocalStore, from_url
+    from obstore.store import from_url
 except ImportError:  # pragma: no cover
     obstore = None  # type: ignore[assignment]
 
@@ -40,9 +44,6 @@ CONNECTIONS = 32
 RANGE_BYTES = 4 * 2**20
 """Of a value that one request reads."""
 
-FIRST_ASKED = 4
-"""Values whose existence is asked for before those behind them."""
-
 
 class ObjectTier(StoreTier):
     """A bucket, a container or a directory, shared by all who name it.
@@ -56,9 +57,12 @@ class ObjectTier(StoreTier):
         endpoint: of a service that is not the scheme's own, as `http://minio:9000`.
         region: of the bucket.
         timeout_s: seconds after which a call has failed.
+        strict_modes: of a directory: whether folders and files that users other than this
+            process's and root own, or may write to, are refused.
 
     Raises:
-        ValueError: for a URL that cannot be used, or without the package `obstore`.
+        ValueError: for a URL that cannot be used, or without the package `obstore`, which a
+            directory does not need.
     """
 
     name = "object"
@@ -71,9 +75,8 @@ class ObjectTier(StoreTier):
         endpoint: str = "",
         region: str = "",
         timeout_s: float = 5.0,
+        strict_modes: bool = True,
     ) -> None:
-        if obstore is None:
-            raise ValueError("needs the package obstore: pip install kvstore[object]")
         parts = urlsplit(url)
         if "@" in parts.netloc or "@" in urlsplit(endpoint).netloc or parts.query:
             raise ValueError("url, endpoint: credentials belong into the environment")
@@ -87,6 +90,10 @@ class ObjectTier(StoreTier):
             raise ValueError(f"endpoint: not for {parts.scheme}://")
         if parts.scheme != "s3" and region:
             raise ValueError("region: for s3:// alone")
+        if parts.scheme != "file" and not strict_modes:
+            raise ValueError("strict_modes: for file:// alone")
+        if parts.scheme != "file" and obstore is None:
+            raise ValueError("needs the package obstore: pip install kvstore[object]")
         self._url = url
         super().__init__(place, timeout_s=timeout_s)
         options = {"endpoint": endpoint, "region": region}
@@ -94,22 +101,33 @@ class ObjectTier(StoreTier):
         if parts.scheme == "s3":
             # Records have digests; the client's own would be a second, slower one.
             self._options["unsigned_payload"] = True
-        self._mount: Mount | None = None
-        # What the environment says wrong is told at once.
-        self._store = self._made()
+        # What cannot be used, and what the environment says wrong, is told at once.
+        self._client_of: Callable[[], StoreClient]
+        if parts.scheme == "file":
+            self._client_of = partial(DirectoryClient, self._mounted(place, Trust(strict_modes)))
+        else:
+            self._client_of = partial(_Client, self._made())
 
     @property
     def address(self) -> str:
         return self._url
 
     def connect(self) -> StoreClient:
-        return _Client(self._store, self._mount)
+        return self._client_of()
+
+    def _mounted(self, place: TierPlace, trust: Trust) -> Mount:
+        try:
+            Namespace(place.namespace, place.identity).check_name()
+            mount = Mount(Path(unquote(urlsplit(self._url).path)), trust)
+            # What others have made there is told at once, too.
+            with contextlib.suppress(FileNotFoundError):
+                os.close(mount.enter(self._prefix, make=False))
+        except OSError as error:
+            raise ValueError(f"url = {self._url!r}: {error}") from error
+        return mount
 
     def _made(self) -> Any:
         try:
-            if self._url.startswith("file:"):
-                self._mount = Mount(Path(unquote(urlsplit(self._url).path)))
-                return LocalStore.from_url(self._url)
             options: Any = self._options
             return from_url(
                 self._url,
@@ -130,25 +148,20 @@ class ObjectTier(StoreTier):
 
 
 class _Client:
-    """See `StoreClient`. Nothing is done where another file system is mounted than was."""
+    """See `StoreClient`."""
 
-    def __init__(self, store: Any, mount: Mount | None) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
-        self._mount = mount
-        self._looking: asyncio.Future[None] | None = None
         self._free = asyncio.Semaphore(CONNECTIONS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """In waves, up to one without any: nothing behind a hole so long is asked for."""
-        await self._mounted()
-        told: list[bool] = []
-        while len(told) < len(names):
-            wave = names[len(told) :][: CONNECTIONS if told else FIRST_ASKED]
+
+        async def ask(wave: Sequence[str]) -> list[bool]:
             found = await self._together([self._size(name) for name in wave])
-            told += [size is not None for size in found]
-            if not any(size is not None for size in found):
-                break
-        return told + [False] * (len(names) - len(told))
+            return [size is not None for size in found]
+
+        return await in_waves(names, CONNECTIONS, ask)
 
     async def put(
         self,
@@ -173,7 +186,6 @@ class _Client:
                 return str(error)
             return None
 
-        await self._mounted()
         values = zip(names, records, payloads, strict=True)
         return await self._together([one(*value) for value in values])
 
@@ -197,7 +209,6 @@ class _Client:
                 copy(part[1], payload, start - RECORD_BYTES)
             return record
 
-        await self._mounted()
         return await self._together([one(*value) for value in zip(names, payloads, strict=True)])
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -205,21 +216,12 @@ class _Client:
             with contextlib.suppress(FileNotFoundError):
                 await self._call(lambda: obstore.delete_async(self._store, name))
 
-        await self._mounted()
         await self._together([one(name) for name in names])
 
     async def close(self) -> None:
         """Connections are the client's own; nothing is to be said to anybody."""
 
     # -- inside --------------------------------------------------------------------------
-
-    async def _mounted(self) -> None:
-        if self._mount is None:
-            return
-        if self._looking is None or self._looking.done():
-            self._looking = in_thread(self._mount.check)
-        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
-        await asyncio.shield(self._looking)
 
     async def _size(self, name: str) -> int | None:
         """Bytes of a value; None where there is none."""

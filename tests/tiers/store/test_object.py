@@ -21,8 +21,9 @@ obstore = pytest.importorskip("obstore")
 from obstore.store import AzureStore, S3Store  # noqa: E402
 
 from tiers.store.client import StoreError  # noqa: E402
+from tiers.store.directory import DirectoryClient  # noqa: E402
 from tiers.store.mount import MARK, Mount  # noqa: E402
-from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier, _Client  # noqa: E402
+from tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -245,15 +246,15 @@ async def test_many_values_are_removed_by_calls_of_which_each_has_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named: list[int] = []
-    remove = _Client.remove
+    remove = DirectoryClient.remove
 
-    async def counting(self: _Client, names: Sequence[str]) -> None:
+    async def counting(self: DirectoryClient, names: Sequence[str]) -> None:
         named.append(len(names))
         if len(named) == 9:
             raise StoreError("it has ended")
         await remove(self, names)
 
-    monkeypatch.setattr(_Client, "remove", counting)
+    monkeypatch.setattr(DirectoryClient, "remove", counting)
     bench = TierBench(ObjectTier(PLACE, url=tmp_path.as_uri()), 16, 8192, 8000)
     keys = [key_of(number) for number in range(1000)]
     await bench.store([keys[0], keys[-1]], [0, 0])

@@ -1,0 +1,188 @@
+"""A shared directory: whose folders and files a store uses, and with which modes it makes them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.bench import TierBench, key_of
+from kvstore.types import TierPlace
+from tests.patience import PATIENCE, until_async
+from tiers.store.client import StoreError
+from tiers.store.directory import DirectoryClient
+from tiers.store.mount import MARK, Mount
+from tiers.store.object import ObjectTier
+
+pytestmark = pytest.mark.asyncio
+
+PLACE = TierPlace("place", {"model": "tiny"}, 8000)
+STRANGER = 65534
+KEYS = [key_of(number) for number in range(4)]
+
+
+@pytest.fixture
+def as_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    return tmp_path / "share"
+
+
+def opened(share: Path, **parameters: Any) -> TierBench:
+    return TierBench(ObjectTier(PLACE, url=share.as_uri(), **parameters), 16, 8192, 8000)
+
+
+async def stored(share: Path, **parameters: Any) -> None:
+    bench = opened(share, **parameters)
+    assert (await bench.store(KEYS, [0] * 4)).ok == [True] * 4
+    await bench.close()
+
+
+async def found(share: Path, **parameters: Any) -> list[bool]:
+    bench = opened(share, **parameters)
+    told = await bench.fetch(KEYS, [0] * 4)
+    await bench.close()
+    return told
+
+
+def value_of(share: Path, key: bytes) -> Path:
+    (path,) = (path for path in share.rglob(key.hex()) if path.is_file())
+    return path
+
+
+def refusal(share: Path) -> str:
+    with pytest.raises(ValueError, match="url = ") as caught:
+        opened(share)
+    return str(caught.value)
+
+
+async def test_what_is_made_is_its_owners_alone_whatever_the_mask(share: Path) -> None:
+    before = os.umask(0)
+    try:
+        await stored(share)
+    finally:
+        os.umask(before)
+    for path in (share, *share.rglob("*")):
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.lstat().st_mode) == expected, path
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("part", ["share", "namespace", "identity", "epoch"])
+async def test_a_folder_of_another_user_is_refused_by_name_at_opening(
+    share: Path, part: str
+) -> None:
+    await stored(share)
+    epoch = value_of(share, KEYS[0]).parents[1]
+    above = {"share": share, "namespace": epoch.parents[1], "identity": epoch.parent}
+    folder = above.get(part, epoch)
+    os.chown(folder, STRANGER, STRANGER)
+    told = refusal(share)
+    assert f"{folder} belongs to user nobody" in told
+    assert "strict_modes = false" in told
+    assert await found(share, strict_modes=False) == [True] * 4
+
+
+@pytest.mark.parametrize("part", ["above", "share", "epoch"])
+async def test_a_folder_that_others_may_write_to_is_refused_by_name_at_opening(
+    share: Path, part: str
+) -> None:
+    await stored(share)
+    epoch = value_of(share, KEYS[0]).parents[1]
+    folder = {"above": share.parent, "share": share}.get(part, epoch)
+    folder.chmod(0o777)
+    assert f"{folder} may be written by every user (mode 0777)" in refusal(share)
+    assert await found(share, strict_modes=False) == [True] * 4
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def link_to(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.usefixtures("as_root")
+async def test_neither_the_mark_nor_a_value_is_written_through_a_link(
+    share: Path, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("somebody's")
+    share.mkdir(mode=0o700)
+    (share / MARK).symlink_to(precious)
+    await stored(share)
+    path = value_of(share, KEYS[0])
+    path.unlink()
+    path.symlink_to(precious)
+    await stored(share)
+    assert precious.read_text() == "somebody's"
+    (share / MARK).unlink()
+    (share / MARK).symlink_to(tmp_path / "not there")
+    await stored(share)
+    assert not (tmp_path / "not there").exists()
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("plant", [give_away, open_to_all, link_to])
+async def test_a_mark_that_others_could_have_made_marks_nothing(
+    share: Path, plant: Callable[[Path], None]
+) -> None:
+    mount = Mount(share)
+    plant(share / MARK)
+    mount.check()
+    mount._device += 1
+    with pytest.raises(StoreError, match="what was mounted there is not"):
+        mount.check()
+
+
+@pytest.mark.parametrize("namespace", ["..", "../elsewhere", "/etc", ".", "a/b"])
+async def test_a_namespace_that_leads_elsewhere_is_refused(share: Path, namespace: str) -> None:
+    with pytest.raises(ValueError, match="namespace name"):
+        ObjectTier(TierPlace(namespace, {}, 8000), url=share.as_uri())
+
+
+async def test_values_are_spread_over_folders(share: Path) -> None:
+    bench = opened(share)
+    keys = [key_of(number) for number in range(512)]
+    for start in range(0, 512, 16):
+        assert all((await bench.store(keys[start : start + 16], [0] * 16)).ok)
+    await bench.close()
+    folders = {value_of(share, key).parent for key in keys}
+    assert len(folders) > 200
+    assert len({folder.parent for folder in folders}) == 1
+
+
+async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read = threading.Event(), DirectoryClient._read
+
+    def late(self: DirectoryClient, *about: Any) -> bytes | str:
+        goes_on.wait(PATIENCE)
+        return read(self, *about)
+
+    await stored(share)
+    monkeypatch.setattr(DirectoryClient, "_read", late)
+    bench = opened(share)
+    assert isinstance(bench.tier, ObjectTier)
+    bench.tier._timeout = 0.05
+    assert await bench.fetch(KEYS, [0] * 4) == [False] * 4
+    goes_on.set()
+    await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
+    assert all(bench.is_smeared(row) for row in range(4))
+    await bench.close()

@@ -1,0 +1,219 @@
+"""A directory that several hosts share, through NFS or a parallel file system, as a store.
+
+Each value is a file, in one of 256 folders by its key, as a single folder ends at some millions of
+names. It is written under another name and renamed, so that nobody sees a part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from tiers.store.client import StoreError, Unread, in_waves
+from tiers.store.memory import copy
+from tiers.store.mount import Mount
+from tiers.store.record import RECORD_BYTES
+from tiers.store.thread import in_thread
+
+__all__ = ["DirectoryClient"]
+
+_T = TypeVar("_T")
+
+THREADS = 8
+"""Files that one call reads or writes at once."""
+
+WAVE = 32 * THREADS
+"""Values whose existence is asked for at once."""
+
+
+class DirectoryClient:
+    """See `StoreClient`. All names of one call have the same folder.
+
+    Nothing is done where another file system is mounted than was, nor in a folder that the mount's
+    trust does not reach. A file that it does not reach is a value that is no good.
+    """
+
+    def __init__(self, mount: Mount) -> None:
+        self._mount = mount
+        self._looking: asyncio.Future[None] | None = None
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """In waves, up to one without any."""
+
+        async def ask(wave: Sequence[str]) -> list[bool]:
+            return await self._each(wave, False, lambda folder, at, _: self._has(folder, at))
+
+        return await in_waves(names, WAVE, ask)
+
+    async def put(
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
+    ) -> list[str | None]:
+        # Whoever asked may be gone before a thread is done.
+        values = [b"".join(value) for value in zip(records, payloads, strict=True)]
+
+        def one(folder: int, at: str, place: int) -> str | None:
+            try:
+                if replace or not self._has(folder, at):
+                    _write(folder, at, values[place])
+            except OSError as error:
+                return _said(error)
+            return None
+
+        return await self._each(names, "its folder was removed meanwhile", one, make=True)
+
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
+        # Whoever asked may be gone before a thread is done, and the memory with them.
+        using, lent = threading.Lock(), list(payloads)
+        sizes = [RECORD_BYTES + len(payload) for payload in payloads]
+
+        def one(folder: int, at: str, place: int) -> bytes | str | None:
+            try:
+                value = self._read(folder, at, sizes[place], names[place])
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                return Unread(_said(error))
+            if isinstance(value, str) or not value:
+                return value
+            with using:
+                if lent:
+                    copy(memoryview(value)[RECORD_BYTES:], lent[place])
+            return value[:RECORD_BYTES]
+
+        try:
+            return await self._each(names, None, one)
+        finally:
+            with using:
+                lent.clear()
+
+    async def remove(self, names: Sequence[str]) -> None:
+        def one(folder: int, at: str, _: int) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(at, dir_fd=folder)
+
+        await self._each(names, None, one)
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+    # -- inside --------------------------------------------------------------------------
+
+    async def _each(
+        self,
+        names: Sequence[str],
+        missing: _T,
+        work: Callable[[int, str, int], _T],
+        *,
+        make: bool = False,
+    ) -> list[_T]:
+        """What `work` gives for each name, in threads: told the folder, the path in it, the place.
+
+        Args:
+            missing: what stands for it where there is no such folder.
+            make: the folder is made instead.
+
+        Raises:
+            StoreError: if the directory cannot be used, or `work` raises.
+        """
+        if self._looking is None or self._looking.done():
+            self._looking = in_thread(self._mount.check)
+        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
+        await asyncio.shield(self._looking)
+        below = names[0].rpartition("/")[0]
+        paths = [_path(name) for name in names]
+        count = min(len(names), THREADS)
+
+        def some(first: int) -> list[_T]:
+            places = range(first, len(names), count)
+            try:
+                folder = self._mount.enter(below, make=make)
+                try:
+                    return [work(folder, paths[place], place) for place in places]
+                finally:
+                    os.close(folder)
+            except FileNotFoundError:
+                return [missing for _ in places]
+            except OSError as error:
+                raise StoreError(_said(error)) from error
+
+        told = [missing for _ in names]
+        parts = await asyncio.gather(*(in_thread(partial(some, first)) for first in range(count)))
+        for first, part in enumerate(parts):
+            told[first::count] = part
+        return told
+
+    def _has(self, folder: int, at: str) -> bool:
+        """Whether there is a file that may be used."""
+        try:
+            found = os.stat(at, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and self._mount.trust.doubt(found) is None
+
+    def _read(self, folder: int, at: str, size: int, name: str) -> bytes | str:
+        """The value; an empty one if it has another size; words if it may not be used."""
+        try:
+            # A pipe in its place must not hold anybody up.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(at, flags, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            fault: str | None = "is a symbolic link"
+        else:
+            with open(fd, "rb", buffering=0) as file:
+                fault = self._mount.trust.file_fault(fd, written=False)
+                if fault is None:
+                    value = file.read(size) if os.fstat(fd).st_size == size else b""
+                    while 0 < len(value) < size and (more := file.read(size - len(value))):
+                        value += more
+                    return value if len(value) == size else b""
+        return f"{self._mount.directory / name.rpartition('/')[0] / at}: {fault}"
+
+
+def _write(folder: int, at: str, value: bytes) -> None:
+    within = at.partition("/")[0]
+    temporary = f"{within}/.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        fd = os.open(temporary, flags, 0o600, dir_fd=folder)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(within, 0o700, dir_fd=folder)
+        fd = os.open(temporary, flags, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb", buffering=0) as file:
+            left = memoryview(value)
+            while left:
+                left = left[file.write(left) :]
+        os.rename(temporary, at, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def _path(name: str) -> str:
+    """Where the file of this name lies within its folder."""
+    key = name.rpartition("/")[2]
+    return f"{zlib.crc32(key.encode()) & 0xFF:02x}/{key}"
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
