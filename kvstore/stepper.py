@@ -50,8 +50,8 @@ class Stepper:
     def __init__(self, assembly: Assembly, *, steady: bool) -> None:
         """
         Args:
-            steady: the scheduler says where its steps end, and takes steps while anything is to
-                be copied: upkeep is compaction, and what is fetched unasked.
+            steady: the scheduler says where its steps end. While it is idle, upkeep goes on with
+                copies to tiers, compaction, and what is fetched unasked.
         """
         self._assembly = assembly
         self.core = assembly.core
@@ -163,7 +163,8 @@ class Stepper:
 
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
-        if self._steady and not (self._compacts or self.core.prefetches):
+        core = self.core
+        if self._steady and not (self._compacts or core.prefetches or core.unsaved):
             return True
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS

@@ -39,6 +39,13 @@ logger = logging.getLogger("kvstore")
 NOBODY = "\0"
 """A request that has prepared nothing."""
 
+PENDING_SECONDS = 1.0
+"""For how long after a store the server is asked to take steps for copies to tiers.
+
+A server with pending work neither sleeps nor ends. After that, copies go on while it is idle, so
+a tier that hangs or is slow delays it no longer.
+"""
+
 STEP_SECONDS = 0.25
 """How long a step lasts whose end nobody tells."""
 
@@ -147,6 +154,8 @@ class KVStoreManager(OffloadingManager):
         self._abandoned: list[Transfer] = []
         self._store_refused = False
         """Since the last step: somebody waits for room, although nobody is deferred."""
+        self._stored = 0.0
+        """When chunks were stored last."""
         self._closed = False
         logger.info(
             "kvstore: %s",
@@ -340,6 +349,7 @@ class KVStoreManager(OffloadingManager):
         req_context, success = by_lists(req_context, success)
         if self._closed:
             return
+        self._stored = time.monotonic()
         if req_context is not None:
             request = req_context.req_id
             for era, its in self._eras(list(keys), request, stores=True):
@@ -385,7 +395,7 @@ class KVStoreManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         # Copies to a tier queue up in the core and go out as earlier ones end.
-        return self._core.unsaved > 0
+        return self._core.unsaved > 0 and time.monotonic() - self._stored < PENDING_SECONDS
 
     def take_events(self) -> list[OffloadingEvent]:
         return [
