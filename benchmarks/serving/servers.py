@@ -167,10 +167,14 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
 
-    def stop(self) -> None:
-        """End it as an operator does, and see that nothing of it stays."""
+    def terminate(self) -> None:
+        """Ask it to end, as an operator does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Let it end, and see that nothing of it stays."""
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
         with contextlib.suppress(ProcessLookupError):
