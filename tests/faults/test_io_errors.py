@@ -26,6 +26,7 @@ from tests.faults.support import (
     warned,
 )
 from tests.patience import PATIENCE, until_async
+from tiers.disk.format import RECORD_BYTES
 
 ALL = range(SLOTS)
 BLOCKS = {"path": "segment-", "first": GEOMETRY.blocks_offset}
@@ -35,6 +36,12 @@ INDEX = {"path": "segment-", "first": GEOMETRY.index_offset, "end": GEOMETRY.blo
 def at(first: int, end: int) -> Rule:
     """Applies to the payloads of the slots from `first` to before `end`."""
     return {"path": "segment-", "first": slot_offset(first), "end": slot_offset(end)}
+
+
+def record_of(slot: int) -> Rule:
+    """Applies to the record of a slot of the first segment."""
+    first = GEOMETRY.index_offset + slot * RECORD_BYTES
+    return {"path": "segment-0", "first": first, "end": first + RECORD_BYTES}
 
 
 # -- reading -------------------------------------------------------------------------------
@@ -199,6 +206,26 @@ async def test_records_that_cannot_be_written_are_not_reported_stored(faulty: Fa
     faulty.obey()
     async with calling(faulty.path, seen_at=faulty.behind) as caller:
         assert caller.on_disk == set()
+
+
+async def test_records_that_cannot_be_erased_hold_up_neither_a_reset_nor_the_next_opening(
+    faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with calling(faulty.path, seen_at=faulty.behind) as caller:
+        assert await caller.save(ALL) == set(ALL)
+        faulty.obey({"op": "write", **record_of(5), **EIO})
+        await caller.store.reset(PATIENCE)
+        assert warned(caplog.records, "cannot erase", "Input/output error")
+        caller.on_disk.clear()
+        caller.look()
+        assert await caller.each(ALL) == set()
+        assert len(await caller.save(range(100, 100 + SLOTS))) >= SLOTS - 1
+        kept = set(caller.on_disk)
+    async with calling(faulty.path, seen_at=faulty.behind) as caller:
+        assert caller.on_disk == kept, "what is from before the reset is not found again"
+        assert await caller.each(range(100, 100 + SLOTS)) == {int(key[6:12]) for key in kept}
+        assert await caller.each(ALL) == set()
+        assert len(await caller.save(range(200, 204))) >= 3
 
 
 @pytest.mark.parametrize("most", [4096, 12288, CHUNK - 4096])

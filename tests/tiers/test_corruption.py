@@ -268,23 +268,35 @@ async def test_random_damage_anywhere_never_serves_wrong_bytes(
     assert len(await served(again)) == len(again.opening.entries)
 
 
-@pytest.mark.parametrize("fails", ["read", "erase"])
+def fail_in_segment_0(monkeypatch: pytest.MonkeyPatch, stored: Path, method: str) -> None:
+    works = getattr(IndexFile, method)
+
+    def fail(index: IndexFile, first: int, count: int) -> Any:
+        if os.readlink(f"/proc/self/fd/{index._fd}") == str(segment_of(stored)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return works(index, first, count)
+
+    monkeypatch.setattr(IndexFile, method, fail)
+
+
+async def test_a_damaged_record_that_cannot_be_erased_costs_its_chunk_alone(
+    stored: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(segment_of(stored), record_offset(4) + 20)
+    fail_in_segment_0(monkeypatch, stored, "erase")
+    for _ in range(2):
+        bench = open_bench()
+        assert await served(bench) == (SEGMENT_0 | SEGMENT_1) - {4}
+        bench.abandon()
+
+
 async def test_a_segment_whose_index_cannot_be_reached_is_left_alone_and_counted(
     stored: Path,
     open_bench: OpenBench,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    fails: str,
 ) -> None:
-    flip(segment_of(stored), record_offset(4) + 20)
-    works = getattr(IndexFile, fails)
-
-    def fail_in_segment_0(index: IndexFile, first: int, count: int) -> Any:
-        if os.readlink(f"/proc/self/fd/{index._fd}") == str(segment_of(stored)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return works(index, first, count)
-
-    monkeypatch.setattr(IndexFile, fails, fail_in_segment_0)
+    fail_in_segment_0(monkeypatch, stored, "read")
     descriptors = len(os.listdir("/proc/self/fd"))
     bench = open_bench()
     assert str(segment_of(stored)) in caplog.text

@@ -168,8 +168,8 @@ async def test_who_is_killed_before_it_has_erased_brings_nothing_back(
     bench = open_bench()
     await bench.store(KEYS[:4], range(4))
     with monkeypatch.context() as patch:
-        patch.setattr(Volume, "erase_all", lambda self: False)
-        assert await bench.tier.clear() is None
+        patch.setattr(Volume, "erase_all", lambda self: None)
+        assert await bench.tier.clear() == [0]
     bench.abandon()
     assert list(open_bench().opening.entries) == []
 
@@ -182,15 +182,21 @@ async def test_many_that_reset_at_once_are_each_alone(open_bench: OpenBench) -> 
 
 
 async def test_a_reset_that_is_tried_again_joins_what_it_had_moved_to(
-    open_bench: OpenBench, folder: Path, monkeypatch: pytest.MonkeyPatch
+    open_bench: OpenBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = open_bench(share_after_reset=True)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    bench = open_bench(paths, share_after_reset=True)
+
+    def refuse(self: Volume, epoch: int) -> int | str:
+        return "refused" if self is bench.tier.volumes[1] else raises(self, epoch)
+
+    raises = Volume.raise_epoch
     with monkeypatch.context() as patch:
-        patch.setattr(Volume, "erase_all", lambda self: False)
+        patch.setattr(Volume, "raise_epoch", refuse)
         for _ in range(3):
             assert await bench.tier.clear() is None
-    assert await bench.tier.clear() == [0]
-    assert read_epoch(folder / NAMESPACE.name) == 1
+    assert await bench.tier.clear() == [0, 1]
+    assert [read_epoch(path / NAMESPACE.name) for path in paths] == [1, 1]
 
 
 async def test_a_path_whose_epoch_cannot_be_moved_is_not_cleared(

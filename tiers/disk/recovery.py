@@ -34,8 +34,8 @@ class Recovered:
         foreign: files that occupy space but cannot be used.
         foreign_bytes: what they take of the disk.
         faults: segments that cannot be used or were cut short, and records that were
-            neither empty nor valid and have been erased.
-        outdated: records of another epoch, which were erased.
+            neither empty nor valid.
+        outdated: records of another epoch.
         removed: names of leftovers and surplus segments that were removed.
     """
 
@@ -94,7 +94,8 @@ def recover(
     was cut short gets its size back where the capacity has room for it.
 
     Args:
-        epoch: chunks of other epochs are erased; without one, all are kept.
+        epoch: chunks of other epochs are left out, and erased where that is possible; without
+            one, all are kept.
     """
     removed = remove_leftovers(folder)
     found: dict[int, _Found] = {}
@@ -118,11 +119,11 @@ def recover(
     for number, one in list(found.items()):
         try:
             room -= one.make_whole(room)
-            one.erase_invalid()
         except (ForeignFileError, OSError) as error:
             unusable.append(Fault.of(one.segment.path, error))
             found.pop(number).segment.close()
         else:
+            one.erase_invalid()
             faults += one.faults
     entries, sequences = _entries(found, geometry.slots)
     # No lane ever comes near the limit: a sequence beyond it is not counted on from.
@@ -205,9 +206,10 @@ class _Found:
         return more
 
     def erase_invalid(self) -> None:
-        """Erase what is damaged or of another epoch."""
-        self.segment.index.erase_slots(self.records.damaged)
-        self.segment.index.erase_slots(self.outdated)
+        """Erase what is damaged or of another epoch, if that is possible."""
+        # What stays is never served, and the rest of the segment is as good as any.
+        with contextlib.suppress(OSError):
+            self.segment.index.erase_slots(sorted(self.records.damaged + self.outdated))
 
 
 def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:

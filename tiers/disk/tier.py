@@ -337,9 +337,7 @@ class DiskTier(Tier):
             return None
         # From here on the next process takes nothing that is older, erased or not.
         for volume in self.volumes:
-            (done,) = await volume.threads.run([volume.erase_all], load=False)
-            if not done:
-                return None
+            await volume.threads.run([volume.erase_all], load=False)
         for volume in self.volumes:
             volume.enter_epoch(epoch)
         return sorted(

@@ -336,25 +336,23 @@ class Volume:
             self.lane.touch()
         return None
 
-    def erase_all(self) -> bool:
-        """Take out every record, for good; whether that worked. May block."""
-        try:
-            for segment in self.segments.values():
+    def erase_all(self) -> None:
+        """Take out every record that can be erased. May block.
+
+        Those that stay are of an epoch that is over, so nobody takes them for valid.
+        """
+        for segment in self.segments.values():
+            try:
                 segment.index.erase(0, self.geometry.slots)
-            for segment in self.segments.values():
-                # Weights may have changed: what is erased must not come back after a power cut.
                 segment.sync()
-        except OSError as error:
-            logger.warning(
-                "disk tier: cannot erase %s: %s",
-                segment.path,
-                error.strerror,
-                extra=about("disk.not_erased", path=segment.path, error=error.strerror),
-            )
-            return False
-        finally:
-            self.lane.touch()
-        return True
+            except OSError as error:
+                logger.warning(
+                    "disk tier: cannot erase %s: %s",
+                    segment.path,
+                    error.strerror,
+                    extra=about("disk.not_erased", path=segment.path, error=error.strerror),
+                )
+        self.lane.touch()
 
     def save_recency(self, coldest_first: Sequence[tuple[int, int]]) -> None:
         """Write recency, as sequences, and this process's reads into the records. May block.
