@@ -181,7 +181,7 @@ class Core:
         self._stray = self._deferrals = self._illegal = self._loss_told = 0
         pool.history.want(events)
         for tier in self.tiers:
-            tier.index.history.want(events)
+            tier.index.history.want(events, tier.entries)
         self._ages = [pool.ages, *(tier.index.ages for tier in self.tiers)]
         pool.begin_step()
 

@@ -249,7 +249,7 @@ class Index:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.history.left(self.entries)
+        self.history.all_left(self.entries)
         self.entries.clear()
         self.policy.clear()
         places = (self._unread, self.reading, self._aside, self.writing, self.pinned, self._wanted)

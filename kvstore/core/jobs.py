@@ -73,7 +73,7 @@ class Jobs:
         self._next = 0
         self._polled = 0.0
         for tier in tiers:
-            tier.index.history.want(events and tier is self.target)
+            tier.index.history.want(events and tier is self.target, tier.entries)
 
     def __len__(self) -> int:
         """Jobs that have not ended."""

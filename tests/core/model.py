@@ -282,7 +282,7 @@ class World:
         self.hits_this_step: set[bytes] = set()
         self.removals: list[tuple[Removal, set[bytes]]] = []
         """Each with the keys that were not erased yet when anybody looked."""
-        self.told: list[set[bytes]] = [set(), *(set(entries) for entries in found)]
+        self.told: list[set[bytes]] = [set() for _ in range(len(found) + 1)]
         """What a listener to the events believes to be in host memory and on each tier."""
         self.core.poll(self.now)
 

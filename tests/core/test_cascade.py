@@ -180,7 +180,7 @@ def put_one_by_one(rig: Rig, names: str, bad: set[int]) -> int:
     """Put a chunk for each name, with a pause after each; how often a bad slot was written to."""
     tries = 0
     for name in names:
-        rig.put(chain(name, 1))
+        rig.put(chain(name, 1), name)
         rig.step()
         for move in rig.under_way(Op.CASCADE):
             failed = bool(bad & set(move.slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.history import History
+from kvstore.core.history import PORTION, History
 from tests.core.rig import Rig, chain
 
 
@@ -74,11 +74,50 @@ def test_a_reset_tells_what_is_gone() -> None:
     keys = chain("a", 3)
     rig = Rig(on=[keys])
     rig.put(keys)
-    known = {"disk": set(keys)}
+    known: dict[str, set[bytes]] = {}
     follow(rig, known)
+    assert known == {"disk": set(keys), "host": set(keys)}
     rig.core.reset()
     follow(rig, known)
     assert known == {"disk": set(), "host": set()}
+
+
+def test_what_was_there_at_the_start_is_told_in_portions_most_recently_used_first() -> None:
+    keys = chain("old", 2 * PORTION + 1)
+    rig = Rig(rows=2, on=[keys], segment_slots=len(keys))
+    told = [[*event.keys] for _ in range(4) for event in rig.core.take_events()]
+    assert [len(portion) for portion in told] == [PORTION, PORTION, 1]
+    coldest_first = [*rig.core.tiers[0].entries]
+    assert [key for portion in told for key in portion] == coldest_first[::-1]
+
+
+def test_nothing_leaves_that_was_not_told_and_what_has_left_is_not_told_any_more() -> None:
+    keys = chain("old", PORTION + 8)
+    rig = Rig(rows=8, on=[keys], segment_slots=len(keys))
+    before = [*rig.core.tiers[0].entries]
+    known: dict[str, set[bytes]] = {}
+    rig.put(chain("new", 8))
+    rig.settle()
+    displaced = set(before) - {*rig.core.tiers[0].entries}
+    assert len(displaced) == 8
+    for _ in range(3):
+        follow(rig, known)
+    assert known["disk"] == {*rig.core.tiers[0].entries}
+    rig.core.reset()
+    follow(rig, known)
+    assert known == {"disk": set(), "host": set()}
+
+
+def test_a_reset_before_all_is_told_tells_the_end_of_what_was_told() -> None:
+    keys = chain("old", 2 * PORTION)
+    rig = Rig(rows=8, on=[keys], segment_slots=len(keys))
+    known: dict[str, set[bytes]] = {}
+    follow(rig, known)
+    assert len(known["disk"]) == PORTION
+    rig.core.reset()
+    follow(rig, known)
+    assert known["disk"] == set()
+    assert rig.core.take_events() == []
 
 
 def test_without_a_listener_nothing_is_kept() -> None:

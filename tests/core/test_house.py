@@ -12,7 +12,7 @@ import kvstore.core
 
 FOLDER = Path(kvstore.core.__file__).parent
 MODULES = sorted(FOLDER.glob("*.py"))
-MOST_LINES = 300
+MOST_LINES = 450
 
 
 def assigned(tree: ast.AST) -> Iterator[tuple[int, str, str]]:

@@ -58,6 +58,8 @@ def test_what_a_neighbour_evicts_is_a_miss() -> None:
 def test_what_a_neighbour_moved_is_read_from_its_new_place_and_told_once() -> None:
     (key,) = chain("a", 1)
     rig = rig_beside([key])
+    (event,) = rig.core.take_events()
+    assert (event.keys, event.removed) == ([key], False)
     tell(rig, appeared=[(key, 7)])
     assert rig.core.take_events() == []
     assert rig.ask([key]) is None
