@@ -19,7 +19,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 import kvstore
 from kvstore.upkeep import compact
@@ -156,6 +162,14 @@ class Compactions(RuleBasedStateMachine):
         server.ask("put", [(key, self.versions[key]) for key in keys])
         self.kept[lane] |= set(keys)
         self.perhaps -= set(keys)
+
+    @initialize(lane=st.sampled_from(LANES), reset=st.booleans())
+    def begin_sparse(self, lane: int, reset: bool) -> None:
+        """A lane of several segments with holes, before or after a reset."""
+        if reset:
+            self.reset(lane)
+        self.put(lane, set(NUMBERS))
+        self.remove(lane, 0.66, 5)
 
     @rule(lane=st.sampled_from(LANES), share=st.floats(0.1, 0.9), seed=st.integers(0, 99))
     def remove(self, lane: int, share: float, seed: int) -> None:
