@@ -3,6 +3,7 @@
     python benchmarks/step.py
     python benchmarks/step.py --chunks 1000000 --policies lru,hit-density
     python benchmarks/step.py --against HEAD~5      # before and after, case by case, in one run
+    python benchmarks/step.py --neighbour 1000000   # beside a lane of others: neighbour.py
 
 The core is driven as vLLM's manager drives it, call by call in the order of vLLM 0.32: lookups
 of every waiting request, `prepare_load`, `on_schedule_end`, `prepare_store`,
@@ -45,9 +46,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from neighbour import Neighbour, phases
 from revision import ROOT, checked_out
 
-from kvstore.core import Core, Flow, HostPool, OwnedTier
+from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.types import Completion, Move, Op, RecoveredTier
 from policies import create_policy
 
@@ -112,8 +114,15 @@ class Prompt:
 class Server:
     """vLLM's scheduler and manager, as far as the core notices them."""
 
-    def __init__(self, core: Core, args: argparse.Namespace, seed: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        args: argparse.Namespace,
+        seed: int,
+        news: Callable[[], list[Completion]] = list,
+    ) -> None:
         self.core = core
+        self.news = news
         self.args = args
         self.disk = Disk()
         self.rng = random.Random(seed)
@@ -142,7 +151,7 @@ class Server:
 
     def begin_step(self) -> None:
         self.in_step = True
-        taken = self.disk.take(self.now)
+        taken = [*self.disk.take(self.now), *self.news()]
         began = self.clock()
         self.core.poll(self.now, taken)
         self.spent["poll"] += self.clock() - began
@@ -284,7 +293,9 @@ class Server:
             self.hand_over("complete")
 
 
-def build(args: argparse.Namespace, policy: str, flow: str) -> Core:
+def build(
+    args: argparse.Namespace, policy: str, flow: str, others: RecoveredTier | None = None
+) -> Core:
     slots = -(-args.chunks // SEGMENT) * SEGMENT
     segments = list(range(slots // SEGMENT))
     opening = RecoveredTier(
@@ -298,7 +309,8 @@ def build(args: argparse.Namespace, policy: str, flow: str) -> Core:
     tier = OwnedTier(0, opening, create_policy(policy, slots), 1024, flow=Flow(flow))
     ahead = 0 if flow == "write-through" else args.rows // 10
     pool = HostPool(args.rows, create_policy(policy, args.rows), None, ahead)
-    return Core(pool, [tier], events=False)
+    peers = [] if others is None else [PeerTier(1, others, 1024)]
+    return Core(pool, [tier, *peers], events=False)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -371,11 +383,32 @@ def measure(args: argparse.Namespace, policy: str, flow: str) -> dict[str, Any]:
     return row
 
 
-def case(args: argparse.Namespace, tree: Path, policy: str, flow: str) -> dict[str, Any]:
-    """One row, measured in a process of its own over the code in `tree`."""
+def beside_neighbour(args: argparse.Namespace, policy: str, flow: str) -> list[dict[str, Any]]:
+    """Rows of the phases of a lane of others that appears and goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        neighbour = Neighbour(Path(folder), args.neighbour)
+        core = build(args, policy, flow, neighbour.recovered)
+        server = Server(core, args, seed=1, news=neighbour.take)
+        gc.collect()
+        gc.freeze()
+
+        def step() -> float:
+            server.spent.clear()
+            server.step()
+            return sum(server.spent.values())
+
+        for _ in range(START):
+            step()
+        rows = list(phases(neighbour, step, lambda: len(core.tiers[1].entries)))
+        neighbour.end()
+    return [{"policy": policy, "flow": flow, **row} for row in rows]
+
+
+def case(args: argparse.Namespace, tree: Path, policy: str, flow: str) -> list[dict[str, Any]]:
+    """Rows measured in a process of its own over the code in `tree`: one, without a neighbour."""
     command = [sys.executable, __file__, "--one", "--policies", policy, "--flows", flow]
     names = ("rows", "chunks", "waiting", "keys", "steps", "rounds", "clock", "arrivals", "portion")
-    for name in names:
+    for name in (*names, "neighbour"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(
         command,
@@ -385,8 +418,8 @@ def case(args: argparse.Namespace, tree: Path, policy: str, flow: str) -> dict[s
         text=True,
         check=True,
     )
-    row: dict[str, Any] = json.loads(done.stdout)
-    return row
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -417,13 +450,17 @@ def main() -> None:
         default="wall",
         help="cpu: processor time of the thread, for machines that others use",
     )
+    parser.add_argument("--neighbour", type=int, default=0, metavar="CHUNKS")
     parser.add_argument("--against", metavar="REV", help="measure this revision too, in turn")
     parser.add_argument("--profile", action="store_true", help="name the worst step of --one")
     parser.add_argument("--one", action="store_true", help="one case, in this process")
     args = parser.parse_args()
     policies, flows = args.policies.split(","), args.flows.split(",")
     if args.one:
-        print(json.dumps(measure(args, policies[0], flows[0])))
+        policy, flow = policies[0], flows[0]
+        beside = args.neighbour > 0
+        done = beside_neighbour(args, policy, flow) if beside else [measure(args, policy, flow)]
+        print(json.dumps(done))
         return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as place:
         trees = {"this": ROOT}
@@ -434,9 +471,11 @@ def main() -> None:
         for policy in policies:
             for flow in flows:
                 for name, tree in trees.items():
-                    rows.append({"revision": name, **case(args, tree, policy, flow)})
-                    print(json.dumps(rows[-1]), flush=True)
-    print("\n".join(table(rows)))
+                    for row in case(args, tree, policy, flow):
+                        rows.append({"revision": name, **row})
+                        print(json.dumps(rows[-1]), flush=True)
+    if not args.neighbour:
+        print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

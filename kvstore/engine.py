@@ -21,13 +21,19 @@ from kvstore.background import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with
-from kvstore.types import NO_MOVE, Completion, Move, Op, about
+from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, about
 from tiers.base import Tier
 
 __all__ = ["Beside", "Engine", "EngineThread"]
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
+
+MOST_AHEAD = 4
+"""Portions of what others have done that the core has not taken in: more are not looked for."""
+
+TAKEN_SECONDS = 0.01
+"""How often it is looked whether the core has taken one in."""
 
 COMPANION_SECONDS = 5.0
 """How long what runs beside the engine gets to end."""
@@ -153,10 +159,19 @@ class Engine:
 
     async def _follow(self, index: int, tier: Tier) -> None:
         what = "cannot follow the lanes of other processes"
+        ahead: deque[Changes] = deque()
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
-                changes = await tier.refresh()
+                while changes := await tier.refresh():
+                    self._done.append(Completion(NO_MOVE, [], changes=changes, tier=index))
+                    self._on_completion()
+                    ahead.append(changes)
+                    while len(ahead) >= MOST_AHEAD:
+                        if ahead[0].taken:
+                            ahead.popleft()
+                        else:
+                            await asyncio.sleep(TAKEN_SECONDS)
             except Exception as error:
                 # What was known of them stays true or fails its digest; the next look may go well.
                 if self._complaints.failed(what, repr(error), time.monotonic()):
@@ -169,9 +184,6 @@ class Engine:
             self._complaints.went_well(
                 what, "the lanes of other processes are followed again", time.monotonic()
             )
-            if changes:
-                self._done.append(Completion(NO_MOVE, [], changes=changes, tier=index))
-                self._on_completion()
 
     async def _run(self, move: Move) -> None:
         raised: BaseException | None = None

@@ -157,7 +157,7 @@ class Stepper:
                 return IDLE_SECONDS
             self._poll(now)
             self.hand_over()
-            return UPKEEP_SECONDS if self.core.in_flight else IDLE_SECONDS
+            return UPKEEP_SECONDS if self.core.in_flight or self.core.behind else IDLE_SECONDS
         finally:
             self.turn.release()
 

@@ -138,17 +138,24 @@ class Completion:
 
 @dataclass(slots=True)
 class Changes:
-    """What others have done to a tier: (key, slot) that appeared, keys that are gone."""
+    """What others have done to a tier: keys that are gone, then (key, slot) that appeared.
+
+    The core sets `taken` when it has taken them in, or does not need them: time for more.
+    """
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
     gone: list[bytes] = field(default_factory=list)
+    taken: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.appeared) + len(self.gone)
 
-    def split(self, count: int) -> tuple[Changes, Changes]:
-        """What is gone and the first `count` that appeared, and the rest."""
-        return Changes(self.appeared[:count], self.gone), Changes(self.appeared[count:])
+    def part(self, start: int, count: int) -> Changes:
+        """`count` of them from number `start` on; costs no more than these are."""
+        first = start - len(self.gone)
+        return Changes(
+            self.appeared[max(0, first) : max(0, first + count)], self.gone[start : start + count]
+        )
 
 
 @dataclass(slots=True)

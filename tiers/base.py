@@ -145,7 +145,10 @@ class Tier(ABC):
         raise NotImplementedError
 
     async def refresh(self) -> Changes:
-        """For a followed tier: what others have done since the last call."""
+        """For a followed tier: a portion of what others have done since the last call.
+
+        Called until there is nothing: then the tier has looked everywhere, and rests a while.
+        """
         return Changes()
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.pace import STORED, UNBOUNDED, Pace
+from kvstore.core.pace import NEWS_PER_CHUNK, STORED, UNBOUNDED, Pace
 
 __all__ = ["Budget"]
 
@@ -77,6 +77,10 @@ class Budget:
     def absorb(self, chunks: int) -> None:
         """A completed move of so many chunks was taken in."""
         self.absorbed -= 1 + chunks
+
+    def learn(self, changes: int) -> None:
+        """So many changes of a tier of others were taken in."""
+        self.absorbed -= -(-changes // NEWS_PER_CHUNK)
 
     def tell(self, keys: int) -> None:
         """The policies have heard of so many uses."""

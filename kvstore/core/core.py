@@ -31,7 +31,7 @@ from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken, Transfer
-from kvstore.core.pace import Pace
+from kvstore.core.pace import NEWS_PER_CHUNK, Pace
 from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
@@ -177,6 +177,9 @@ class Core:
         self.is_waiting = self._lookups.is_waiting
         self.renew = self._lookups.renew
         self._ended: deque[Completion] = deque()
+        # What others have done to their tiers, and how much of the first is taken in.
+        self._news: deque[Completion] = deque()
+        self._learned = 0
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = self._loss_told = 0
         pool.history.want(events)
@@ -200,7 +203,7 @@ class Core:
             ages.begin_step(now)
         self.budget.begin_step()
         self.spans.begin_step(now)
-        if completions or self._ended:
+        if completions or self._ended or self._news:
             self.absorb(completions)
         queue = self.queue
         self.transfers.watch(now, elapsed, queue.deadline, queue.max_wait, self.compute_pace)
@@ -225,22 +228,44 @@ class Core:
         for completion in completions:
             self.transfers.hear(completion)
             ended.append(completion)
-        if not ended:
+        if not (ended or self._news):
             return
         budget = self.budget
         while ended and budget.absorbed > 0:
             completion = ended.popleft()
-            changes = completion.changes
-            if changes is not None and len(changes.appeared) > budget.absorbed:
-                some, rest = changes.split(budget.absorbed)
-                ended.appendleft(replace(completion, changes=rest))
-                completion = replace(completion, changes=some)
-                changes = some
-            budget.absorb(len(completion.ok) if changes is None else len(changes))
+            if completion.changes is not None:
+                # Nobody waits for these. Of a tier that is being cleared they are out of date.
+                completion.changes.taken = self.tiers[completion.tier].clearing
+                if not completion.changes.taken:
+                    self._news.append(completion)
+                continue
+            budget.absorb(len(completion.ok))
             self._stray += not self.transfers.complete(completion, self.now)
+        if self._news and not ended:
+            self._learn()
         if self._questions and self.queue.waiting:
             self._questions.pass_over(self.now)
         self.queue.pass_on(self.now)
+
+    def _learn(self) -> None:
+        """Take in what others have done to their tiers, as much as this step may."""
+        news, budget = self._news, self.budget
+        while news and budget.absorbed > 0:
+            changes = news[0].changes
+            assert changes is not None
+            part = changes.part(self._learned, budget.absorbed * NEWS_PER_CHUNK)
+            self.transfers.complete(replace(news[0], changes=part), self.now)
+            budget.learn(len(part))
+            self._learned += len(part)
+            if self._learned >= len(changes):
+                self._drop_first()
+
+    def _drop_first(self) -> None:
+        """The first of the news is taken in, or not needed."""
+        changes = self._news.popleft().changes
+        assert changes is not None
+        changes.taken = True
+        self._learned = 0
 
     def flush(self, now: float) -> list[Move]:
         """The moves that are due, to be handed to the engine in this order."""
@@ -299,7 +324,7 @@ class Core:
     def behind(self) -> bool:
         """Whether the next step has something to do although nothing new will have happened."""
         return (
-            bool(self._ended)
+            bool(self._ended or self._news)
             or self.budget.behind
             or self._removals.behind
             or self.pins.behind
@@ -529,6 +554,8 @@ class Core:
         for request in self._requests.values():
             self.queue.remove(request)
         self._requests.clear()
+        while self._news:
+            self._drop_first()
         self._lookups.reset()
         self._stores.reset()
         self.chains.reset()

@@ -261,19 +261,18 @@ class Index:
 
     def appear(self, appeared: Iterable[tuple[bytes, int]]) -> None:
         """Somebody else put these chunks into these slots."""
-        entries = self.entries
-        for key, slot in appeared:
-            if not self._may("appear", (key,), key not in self.writing):
-                continue
-            if key not in entries:
-                self.history.came((key,))
-            entries[key] = slot
+        entries, writing = self.entries, self.writing
+        places = dict(appeared)
+        for key in [key for key in places if key in writing]:
+            if not self._may("appear", (key,), False):
+                del places[key]
+        self.history.came([key for key in places if key not in entries])
+        entries.update(places)
 
     def disappear(self, keys: Iterable[bytes]) -> None:
         """Somebody else removed these chunks, or they are not what was said."""
-        for key in keys:
-            if self.entries.pop(key, None) is not None:
-                self.history.left((key,))
+        pop = self.entries.pop
+        self.history.left([key for key in keys if pop(key, None) is not None])
 
     def counts(self) -> dict[str, Any]:
         """Its part of `TierStats`."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-__all__ = ["STORED", "UNBOUNDED", "Pace"]
+__all__ = ["NEWS_PER_CHUNK", "STORED", "UNBOUNDED", "Pace"]
 
 STORED = 3.0
 """What storing a chunk costs, in keys that are looked up; loading one costs as much as one
 key."""
+
+NEWS_PER_CHUNK = 4
+"""Changes of a tier of others that are taken in for the price of one chunk of a move."""
 
 LEAST_SHARE = 0.15
 """The part of a step's own work that is done whatever callers want."""
@@ -33,7 +36,8 @@ class Pace:
         told: keys of loads of which the policies hear; more when many have not been told.
         granted: chunks that are leased or fetched for requests in the queue.
         linked: keys of requests that begin to wait of which policies learn what follows what.
-        absorbed: chunks of completed moves that are taken in, and at most one move more.
+        absorbed: chunks of completed moves that are taken in, and at most one move more. What they
+            leave of it is for changes of tiers of others.
         copied: chunks whose copy to one slower tier is begun, or that are given up for it.
         questions: keys about which an eviction policy may ask in vain, before it
             has to go on in a later step.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
+from itertools import pairwise
 
 import pytest
 
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
-from kvstore.core.pace import LEAST_SHARE, STORED
+from kvstore.core.pace import LEAST_SHARE, NEWS_PER_CHUNK, STORED
 from kvstore.types import NO_MOVE, Changes, Completion, Op
 from policies import create_policy, policy_names
 from tests.core.rig import Rig, chain
@@ -82,24 +83,42 @@ def test_nobody_times_out_while_what_has_arrived_is_taken_in() -> None:
 
 def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
     rig = Rig(rows=8, pace=FEW)
-    heard: list[tuple[int, int]] = []
+    heard: list[Changes] = []
 
     def complete(completion: Completion, now: float) -> bool:
         assert completion.changes is not None
-        heard.append((len(completion.changes.gone), len(completion.changes.appeared)))
+        heard.append(completion.changes)
         return True
 
     rig.core.transfers.complete = complete  # type: ignore[method-assign]
-    news = Changes([(key, slot) for slot, key in enumerate(chain("n", 20))], chain("gone", 2))
-    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=news, tier=0)])
+    appeared, gone = [(key, slot) for slot, key in enumerate(chain("n", 200))], chain("gone", 100)
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=Changes(appeared, gone), tier=0)])
+    most = FEW.absorbed * NEWS_PER_CHUNK
     steps = 1
     while rig.core.behind:
+        assert sum(map(len, heard)) <= steps * most
         rig.core.poll(rig.now)
         steps += 1
-    assert sum(appeared for _, appeared in heard) == 20
-    assert sum(gone for gone, _ in heard) == 2
-    assert max(appeared for _, appeared in heard) <= FEW.absorbed
+    assert [key for part in heard for key in part.gone] == gone, "in order, and before the others"
+    assert [pair for part in heard for pair in part.appeared] == appeared
+    assert not any(part.gone and before.appeared for before, part in pairwise(heard))
     assert steps > 1
+
+
+def test_nobody_waits_for_what_others_have_done() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys], pace=FEW)
+    assert rig.ask(keys) is None
+    rig.flush()
+    news = Changes([(key, slot) for slot, key in enumerate(chain("n", 20_000))])
+    rig.core.transfers._tiers[0].learn = lambda changes: None  # type: ignore[method-assign]
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=news, tier=0)])
+    for move in list(rig.moves):
+        rig.end(move)
+    rig.step()
+    rig.step()
+    assert rig.core.behind, "much is still to be taken in"
+    assert rig.ask(keys) == len(keys)
 
 
 def test_a_step_begins_a_bounded_number_of_copies_and_all_are_made() -> None:

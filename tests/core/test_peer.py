@@ -120,6 +120,31 @@ def test_news_from_before_a_reset_are_not_news() -> None:
     assert rig.resolve(keys) == 1
 
 
+def test_news_are_from_before_or_after_a_clearing_however_late_they_are_taken_in() -> None:
+    keys = chain("a", 2)
+    rig = rig_beside([])
+    before = Changes([(keys[0], 1)])
+    rig.core.reset()
+    clearings = [move for _ in range(3) for move in rig.step() if move.op is Op.CLEAR]
+    while not any(move.tier == 1 for move in clearings):
+        for move in clearings:
+            rig.end(move)
+        clearings = [move for move in rig.step() if move.op is Op.CLEAR]
+    after = Changes([(keys[1], 2)])
+    (clearing,) = clearings
+    rig.core.poll(
+        rig.now,
+        [
+            Completion(NO_MOVE, [], changes=before, tier=1),
+            Completion(clearing.id, []),
+            Completion(NO_MOVE, [], changes=after, tier=1),
+        ],
+    )
+    assert [*rig.core.tiers[1].entries.items()] == [(keys[1], 2)]
+    assert before.taken
+    assert after.taken
+
+
 def test_events_of_a_neighbours_tier_are_told() -> None:
     keys = chain("a", 2)
     rig = rig_beside([])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -20,7 +21,8 @@ from kvstore.types import Changes
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
-from tiers.disk import DiskTier, PeerLanes, watch
+from tiers.disk import DiskTier, PeerLanes, peers, watch
+from tiers.disk import format as disk_format
 from tiers.disk.io import IOBackend
 from tiers.disk.places import Places
 from tiers.disk.watch import IN_TURN
@@ -39,11 +41,13 @@ class Follower:
         self.entries = dict(self.tier.open(bench.region).entries)
 
     async def look(self) -> Changes:
-        news = await self.tier.refresh()
-        for key in news.gone:
-            del self.entries[key]
-        self.entries.update(news.appeared)
-        return news
+        whole = Changes()
+        while news := await self.tier.refresh():
+            for key in news.gone:
+                del self.entries[key]
+            self.entries.update(news.appeared)
+            whole = Changes(whole.appeared + news.appeared, whole.gone + news.gone)
+        return whole
 
     async def read(self, *keys: bytes) -> list[bool]:
         """Which of the chunks come, whole."""
@@ -260,6 +264,55 @@ async def test_every_change_of_a_lane_is_seen_by_the_next_look(
     assert await follower.read(*expected) == [True] * len(expected)
     if change == "relocate":
         assert len(follower.tier._known.places.of(KEYS[0])) == 2
+
+
+async def test_a_large_lane_is_told_in_portions_and_none_of_them_is_put_together_on_the_loop(
+    folder: Path, open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PORTION", SLOTS)
+    monkeypatch.setattr(watch, "CHANGES_SLOTS", SLOTS // 2)
+    follower = follow(io_threads=1)
+    owner = await many_segments(open_bench, 20)
+    keys = [key_of(n) for n in range(20 * SLOTS)]
+    for start in range(0, len(keys), SLOTS):
+        await owner.store(keys[start : start + SLOTS], list(range(start, start + SLOTS)))
+    threads: set[str] = set()
+    works = Places.changes
+
+    def changes(places: Places) -> Changes:
+        threads.add(threading.current_thread().name)
+        return works(places)
+
+    monkeypatch.setattr(Places, "changes", changes)
+    portions: list[int] = []
+    while news := await follower.tier.refresh():
+        portions.append(len(news.appeared))
+    assert sum(portions) == len(keys)
+    assert max(portions) < 2 * SLOTS
+    owner.abandon()
+    shutil.rmtree(lane_of(folder, 1))
+    portions.clear()
+    while news := await follower.tier.refresh():
+        portions.append(len(news.gone))
+    assert sum(portions) == len(keys)
+    assert max(portions) < 2 * SLOTS
+    assert threading.current_thread().name not in threads
+
+
+async def test_records_of_another_epoch_cost_no_checksum(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    assert await follower.bench.tier.clear() is not None
+    summed: list[object] = []
+    works = disk_format.crc32c
+    monkeypatch.setattr(disk_format, "crc32c", lambda *a: summed.append(a) or works(*a))
+    await follower.tier.clear()
+    seeds = len(summed)
+    assert await follower.look() == Changes()
+    assert not [args for args in summed[seeds:] if len(args[0]) > 16]
 
 
 # -- nobody is held up -----------------------------------------------------------------------

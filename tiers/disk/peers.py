@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -27,6 +28,12 @@ from tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
 from tiers.pinned import PinnedRegion
 
 __all__ = ["PeerLanes"]
+
+PORTION = 1024
+"""Changes that are told at once, about as many as one step of a look finds."""
+
+STEPS = 16
+"""Steps of a look that are made in one go."""
 
 
 class _Known:
@@ -47,6 +54,21 @@ class _Known:
             )
             for index, volume in enumerate(volumes)
         ]
+        self.looks: deque[tuple[Volume, Iterator[None]]] = deque()
+        """Looks of this round that have not ended, by whose threads."""
+
+    def begin_looks(self, volumes: Sequence[Volume]) -> None:
+        """Begin to look everywhere, unless the round before has not ended."""
+        if not self.looks:
+            looks = (watch.look() for watch in self.watches)
+            self.looks.extend(zip(volumes, looks, strict=True))
+
+    def look_on(self, steps: Iterator[None]) -> tuple[bool, Changes]:
+        """Look on for a moment: whether there is more to look at, and what was found. May block."""
+        for count, _ in enumerate(steps, 1):
+            if count == STEPS or self.places.changed >= PORTION:
+                return True, self.places.changes()
+        return False, self.places.changes()
 
 
 class PeerLanes(Tier):
@@ -74,7 +96,7 @@ class PeerLanes(Tier):
         return RecoveredTier(
             name=f"{self._own.name}:others",
             medium="disk",
-            entries=self._known.places.changes().appeared,
+            entries=self._known.places.all(),
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
@@ -236,20 +258,26 @@ class PeerLanes(Tier):
 
     async def refresh(self) -> Changes:
         known = self._known
-
-        async def look(volume: Volume, watch: Watch) -> None:
-            steps = watch.look()
-            while (await volume.threads.run([partial(_step, steps)], load=False))[0]:
+        known.begin_looks(self._volumes)
+        while known.looks:
+            volume, steps = known.looks[0]
+            more, found = False, Changes()
+            try:
+                # The thread puts the portion together: nothing is left to do on the loop.
+                ((more, found),) = await volume.threads.run(
+                    [partial(known.look_on, steps)], load=False
+                )
+            except TimeoutError:
                 pass
-
-        outcomes = await asyncio.gather(
-            *map(look, self._volumes, known.watches), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, TimeoutError):
-                raise outcome
-        # What was seen before the tier was cleared is not news any more.
-        return known.places.changes() if known is self._known else Changes()
+            finally:
+                if not more:
+                    known.looks.popleft()
+            if known is not self._known:
+                # What was seen before the tier was cleared is not news any more.
+                return Changes()
+            if found:
+                return found
+        return Changes()
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         await self._forget(_Known([], "", 0))
@@ -270,10 +298,3 @@ class PeerLanes(Tier):
         except RuntimeError:
             # The interpreter ends, and takes no work for its threads any more.
             before.clear()
-
-
-def _step(steps: Iterator[None]) -> bool:
-    """Go on looking; whether there is more to do."""
-    for _ in steps:
-        return True
-    return False

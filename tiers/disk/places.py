@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from kvstore.types import Changes
+from policies.table import OrderedTable
 
 __all__ = ["Places"]
 
@@ -18,11 +19,17 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._first: dict[bytes, int] = {}
+        # No call on it takes long, however many keys there are: others want the interpreter.
+        self._first: OrderedTable[bytes, int] = OrderedTable()
         self._more: dict[bytes, list[int]] = {}
         self._known: dict[bytes, bool] = {}
         """Keys that have changed, and whether they were there before."""
         self._lock = threading.Lock()
+
+    @property
+    def changed(self) -> int:
+        """Keys that have changed since `changes` was called."""
+        return len(self._known)
 
     def change(
         self, gone: Iterable[tuple[bytes, int]], appeared: Iterable[tuple[bytes, int]]
@@ -62,6 +69,12 @@ class Places:
                 elif was:
                     gone.append(key)
             return Changes(appeared, gone)
+
+    def all(self) -> list[tuple[bytes, int]]:
+        """Each key with the place that serves first. What has changed so far is told by that."""
+        with self._lock:
+            self._known = {}
+            return list(self._first.items())
 
     def of(self, key: bytes) -> list[int]:
         """The places of the key, the one that serves first."""

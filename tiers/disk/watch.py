@@ -3,8 +3,8 @@
 Whoever writes to a lane touches its lock file afterwards. So a lane whose lock
 and folder have not changed is left alone, whatever its size, except for a few
 segments in turn, in case its owner touches nothing. In other lanes only segments
-with a new modification time are read, and only the records that differ are
-decoded.
+with a new modification time are read, and only the records that differ and are of
+the own epoch are decoded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvstore.errors import ForeignFileError
 from kvstore.types import about
 from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
+from tiers.disk.index import CHANGES_SLOTS
 from tiers.disk.lane import LOCK_NAME, lane_folders
 from tiers.disk.places import Places
 from tiers.disk.segment import Segment, read_header, segment_files
@@ -39,8 +40,8 @@ SLOTS_PER_SEGMENT = 2**24
 SETTLED_NS = 2 * 10**9
 """A file that changed less than this ago may change again without a new time stamp."""
 
-STEP_SEGMENTS = 512
-"""Segments that are looked at before what is more urgent gets its turn."""
+STEP_SEGMENTS = 32
+"""Segments that are looked at in one step where nothing has changed."""
 
 IN_TURN = 32
 """Segments of lanes where nothing seems to have changed that each look takes in."""
@@ -72,8 +73,10 @@ class Watched:
     segment: Segment
     inode: int
     crcs: npt.NDArray[np.uint32]
+    keys: npt.NDArray[np.object_]
+    """By slot: the key of each chunk, so that its end can be told, or None. The garbage collector
+    does not go through arrays."""
     stamp: _Stamp = field(default_factory=_Stamp)
-    keys: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -129,7 +132,9 @@ class Watch:
         return None if watched is None else watched.segment
 
     def look(self) -> Iterator[None]:
-        """Bring what is known up to date; stops now and then for what is more urgent."""
+        """Bring what is known up to date, in steps of a millisecond or two: others use the
+        processor and the thread in between.
+        """
         own = self._own.lane.folder
         try:
             folders = [
@@ -145,12 +150,12 @@ class Watch:
         for folder in self._lanes.keys() - set(folders):
             lane = self._lanes.pop(folder)
             for name in list(lane.segments):
-                self._lose(lane, name)
+                yield from self._lose(lane, name)
         for folder in folders:
             lane = self._lanes.setdefault(folder, _Lane())
             with contextlib.suppress(OSError):
                 yield from self._look_at_lane(folder, lane)
-        self._look_at_some()
+        yield from self._look_at_some()
 
     def _look_at_lane(self, folder: Path, lane: _Lane) -> Iterator[None]:
         # The time first, then the stamps, then what they stand for.
@@ -159,11 +164,11 @@ class Watch:
         listed = lane.folder.holds(folder_ns)
         if listed and lane.lock.holds(lock_ns):
             return
-        names = list(lane.segments) if listed else self._list(folder, lane)
+        names = list(lane.segments) if listed else (yield from self._list(folder, lane))
         whole = True
         for count, name in enumerate(names, 1):
             try:
-                self._look_at(folder, name, lane)
+                yield from self._look_at(folder, name, lane)
             except ForeignFileError:
                 pass
             except OSError:
@@ -174,17 +179,17 @@ class Watch:
             lane.folder.seen(folder_ns, now)
             lane.lock.seen(lock_ns, now)
 
-    def _list(self, folder: Path, lane: _Lane) -> list[str]:
+    def _list(self, folder: Path, lane: _Lane) -> Generator[None, None, list[str]]:
         """The names of the lane's segments; those that are gone are lost."""
         names = [path.name for _, path in segment_files(folder)]
         for name in lane.segments.keys() - set(names):
-            self._lose(lane, name)
+            yield from self._lose(lane, name)
         new = len(names) - len(lane.segments)
         if new:
             allow_descriptors(2 * new + SPARE_DESCRIPTORS, "following other lanes")
         return names
 
-    def _look_at_some(self) -> None:
+    def _look_at_some(self) -> Iterator[None]:
         """Look at a few segments, others each time, even where nothing seems to change."""
         some = list(islice(self._turn, IN_TURN))
         if not some:
@@ -196,14 +201,14 @@ class Watch:
             lane = self._lanes.get(folder)
             if lane is not None and name in lane.segments:
                 with contextlib.suppress(OSError, ForeignFileError):
-                    self._look_at(folder, name, lane)
+                    yield from self._look_at(folder, name, lane)
 
-    def _look_at(self, folder: Path, name: str, lane: _Lane) -> None:
+    def _look_at(self, folder: Path, name: str, lane: _Lane) -> Iterator[None]:
         now = time.time_ns()
         stat = os.stat(f"{folder}/{name}")
         watched = lane.segments.get(name)
         if watched is not None and watched.inode != stat.st_ino:
-            self._lose(lane, name)
+            yield from self._lose(lane, name)
             watched = None
         if watched is None:
             watched = self._begin(folder / name, stat.st_ino)
@@ -212,7 +217,7 @@ class Watch:
             lane.segments[name] = self._by_number[watched.number] = watched
         if watched.stamp.holds(stat.st_mtime_ns):
             return
-        self._read(watched)
+        yield from self._read(watched)
         watched.stamp.seen(stat.st_mtime_ns, now)
 
     def _begin(self, path: Path, inode: int) -> Watched | None:
@@ -223,25 +228,38 @@ class Watch:
             return None
         segment = Segment.follow(path, header, self._own.backend, self._own.trust)
         segment.epoch = self._epoch
-        return Watched(next(self._numbers), segment, inode, np.zeros(its.slots, np.uint32))
+        crcs = np.zeros(its.slots, np.uint32)
+        keys = np.full(its.slots, None, np.object_)
+        return Watched(next(self._numbers), segment, inode, crcs, keys)
 
-    def _read(self, watched: Watched) -> None:
+    def _read(self, watched: Watched) -> Iterator[None]:
         """Take in the records that have changed."""
-        segment, keys, first = watched.segment, watched.keys, watched.first
-        watched.crcs, changed, live = segment.index.changes(watched.crcs)
-        gone = [(keys.pop(slot), first + slot) for slot in changed if slot in keys]
-        of_ours = (live.records["epoch"] == self._epoch).tolist()
-        appeared: list[tuple[bytes, int]] = []
-        for slot, key, counts in zip(live.slots, live.keys(), of_ours, strict=True):
-            if counts:
-                keys[slot] = key
-                appeared.append((key, first + slot))
-        self._places.change(gone, appeared)
+        keys, first = watched.keys, watched.first
+        for changed, live in watched.segment.index.changes(watched.crcs, self._epoch):
+            now = dict(zip(live.slots, live.keys(), strict=True))
+            gone: list[tuple[bytes, int]] = []
+            appeared: list[tuple[bytes, int]] = []
+            for slot, before in zip(changed, keys[changed].tolist(), strict=True):
+                after = now.get(slot)
+                if before == after:
+                    continue
+                keys[slot] = after
+                if before is not None:
+                    gone.append((before, first + slot))
+                if after is not None:
+                    appeared.append((after, first + slot))
+            self._places.change(gone, appeared)
+            yield
 
-    def _lose(self, lane: _Lane, name: str) -> None:
+    def _lose(self, lane: _Lane, name: str) -> Iterator[None]:
+        """Forget a segment and what it holds."""
         watched = lane.segments.pop(name)
         del self._by_number[watched.number]
-        self._places.change([(key, watched.first + slot) for slot, key in watched.keys.items()], ())
+        for at in range(0, len(watched.keys), CHANGES_SLOTS):
+            keys = watched.keys[at : at + CHANGES_SLOTS].tolist()
+            some = enumerate(keys, watched.first + at)
+            self._places.change([(key, place) for place, key in some if key is not None], ())
+            yield
 
 
 def _lock_ns(folder: Path) -> int:
