@@ -248,6 +248,9 @@ class Engine:
             return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:
             return Completion(move.id, [], error=await tier.remove_segment(move.segment))
+        if move.op is Op.NOTE:
+            told = await tier.note_uses(move.keys, move.slots)
+            return Completion(move.id, [told is None] * len(move.keys), error=told)
         if move.op is Op.ERASE:
             told = await tier.erase(move.keys)
             return Completion(move.id, [told is None] * len(move.keys), error=told)

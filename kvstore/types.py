@@ -78,6 +78,8 @@ class Op(enum.Enum):
     """Give an empty segment of a slower tier back."""
     ASK = "ask"
     """Say which of some chunks a store has."""
+    NOTE = "note"
+    """Write down on a slower tier that chunks were used."""
     ERASE = "erase"
     """Let nothing be found of some chunks on a slower tier when it is opened again."""
 
@@ -87,9 +89,9 @@ class Move:
     """One unit of work that the core asks of the engine.
 
     `keys`, `rows` and `slots` run in parallel, for RELOCATE `keys`, `slots` and
-    `targets`; ERASE and ASK name `keys` alone, the others carry none. LIST and SHRINK name a
-    `segment`. The rows and slots of a move stay reserved until its `Completion` comes
-    back, whatever happens meanwhile.
+    `targets`, for NOTE `keys` and `slots`; ERASE and ASK name `keys` alone, the others carry none.
+    LIST and SHRINK name a `segment`. The rows and slots of a move stay reserved until its
+    `Completion` comes back, whatever happens meanwhile; those of NOTE do not.
     """
 
     id: int
@@ -140,7 +142,7 @@ class Completion:
 class Changes:
     """What others have done to a tier: keys that are gone, then (key, slot) that appeared.
 
-    The core sets `taken` when it has taken them in, or does not need them: time for more.
+    `taken`: the core has taken them in, or does not need them; time for more.
     """
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
@@ -149,6 +151,10 @@ class Changes:
 
     def __len__(self) -> int:
         return len(self.appeared) + len(self.gone)
+
+    def end(self) -> None:
+        """They are taken in, or not needed."""
+        self.taken = True
 
     def part(self, start: int, count: int) -> Changes:
         """`count` of them from number `start` on; costs no more than these are."""
@@ -179,6 +185,7 @@ class RecoveredTier:
         segments: segments that are ready for use.
         max_segments: segments that fit the tier's capacity.
         relocation_chunks: most chunks that one RELOCATE may name; 0 where it is not offered.
+        note_chunks: the same of NOTE.
         stripes: devices among which segments are dealt out: segment s lies on device s % stripes.
     """
 
@@ -190,6 +197,7 @@ class RecoveredTier:
     max_segments: int
     stripes: int = 1
     relocation_chunks: int = 0
+    note_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

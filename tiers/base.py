@@ -121,6 +121,18 @@ class Tier(ABC):
         """
         return "this tier cannot erase single chunks"
 
+    async def note_uses(self, keys: Sequence[bytes], slots: Sequence[int]) -> str | None:
+        """Write down that these chunks, first used first, were used, for the case of a kill.
+
+        The next `open` reports them as used after all that were noted or written before; nothing
+        needs to reach the medium at once. A slot that holds another chunk by now is left alone.
+        Where the tier says `note_chunks` at opening.
+
+        Returns:
+            Why that could not be, or None.
+        """
+        return "this tier does not write down uses"
+
     async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
         """(key, slot) of the valid chunks in a segment; may name chunks that were displaced.
 

@@ -235,8 +235,9 @@ class Core:
             completion = ended.popleft()
             if completion.changes is not None:
                 # Nobody waits for these. Of a tier that is being cleared they are out of date.
-                completion.changes.taken = self.tiers[completion.tier].clearing
-                if not completion.changes.taken:
+                if self.tiers[completion.tier].clearing:
+                    completion.changes.end()
+                else:
                     self._news.append(completion)
                 continue
             budget.absorb(len(completion.ok))
@@ -264,7 +265,7 @@ class Core:
         """The first of the news is taken in, or not needed."""
         changes = self._news.popleft().changes
         assert changes is not None
-        changes.taken = True
+        changes.end()
         self._learned = 0
 
     def flush(self, now: float) -> list[Move]:

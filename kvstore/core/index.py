@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.core.ages import Ages
 from kvstore.core.chunk import TIER, Life
 from kvstore.core.history import History
+from kvstore.core.recency import Recency
 from policies.base import HELD, LATER, EvictionPolicy
 from policies.table import OrderedTable
 
@@ -37,7 +38,7 @@ class Index:
         pinned: those of `entries` that do not leave for others, first come first.
         most_pinned: how many these may be.
         evicted: chunks that left for others. ages: theirs.
-        history: keys that came and left.
+        history: keys that came and left. recency: uses that are to be written down.
     """
 
     def __init__(self, entries: Iterable[tuple[bytes, int]], policy: EvictionPolicy) -> None:
@@ -57,6 +58,7 @@ class Index:
         self._aside: set[bytes] = set()
         self.history = History()
         self.ages = Ages()
+        self.recency = Recency()
         self.life = Life(TIER)
         self.evicted = 0
 
@@ -78,6 +80,7 @@ class Index:
         """Tell the policy that `keys` (tail first) were used, where they are here."""
         here = [*filter(self.entries.__contains__, keys)]
         self.ages.use(here)
+        self.recency.use(here)
         touch = self.policy.touch
         for key in here:
             touch(key)
@@ -250,10 +253,8 @@ class Index:
     def reset(self) -> None:
         """Forget everything."""
         self.history.all_left(self.entries)
-        self.entries.clear()
-        self.policy.clear()
         places = (self._unread, self.reading, self._aside, self.writing, self.pinned, self._wanted)
-        for each in places:
+        for each in (self.entries, self.policy, self.recency, *places):
             each.clear()
         self.ages.reset()
 
@@ -263,7 +264,7 @@ class Index:
         """Somebody else put these chunks into these slots."""
         entries, writing = self.entries, self.writing
         places = dict(appeared)
-        for key in [key for key in places if key in writing]:
+        for key in writing.keys() & places if writing else ():
             if not self._may("appear", (key,), False):
                 del places[key]
         self.history.came([key for key in places if key not in entries])

@@ -48,6 +48,7 @@ class OwnedTier(CopyQueue):
         self.admission = admission
         self.max_rows_in_flight = max_rows_in_flight
         super().__init__(Index(recovered.entries, policy))
+        self.index.recency.limit(recovered.note_chunks)
         self.slots = Slots(
             recovered.segment_slots,
             recovered.segments,
@@ -172,7 +173,10 @@ class OwnedTier(CopyQueue):
         return self.slots.clearing and self.slots.retry_after > 0
 
     def due(self, now: float, *, after_owned: bool = False) -> Move | None:
-        """A move that it needs for itself, without its number: to grow, to be cleared."""
+        """A move that it needs for itself, without its number.
+
+        To grow, to be cleared, or to write down what was used.
+        """
         slots = self.slots
         if slots.clearing:
             waits = bool(self.in_flight) or now < slots.retry_after
@@ -180,6 +184,13 @@ class OwnedTier(CopyQueue):
         if slots.wants_growth(now) and not self.health.stalled:
             slots.begin_growth(now)
             return Move(-1, Op.GROW, self.number)
+        # Records are not written while compaction reads them.
+        if self.compactor.idle and self.health.alive:
+            entries = self.entries
+            keys = self.index.recency.due(entries, now)
+            if keys:
+                slots_of = [entries[key] for key in keys]
+                return Move(-1, Op.NOTE, self.number, keys, slots=slots_of)
         return None
 
     def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:

@@ -181,6 +181,8 @@ class Transfers:
             tier.compacted(move, completion, now, overtaken)
         elif overtaken or move.op is Op.ASK:
             pass
+        elif move.op is Op.NOTE:
+            tier.index.recency.ended()
         elif move.op is Op.ERASE:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:

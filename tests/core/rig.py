@@ -61,6 +61,7 @@ class Rig:
         tier_policy: EvictionPolicy | None = None,
         stripes: int = 1,
         relocation_chunks: int = 0,
+        note_chunks: int = 0,
         store: Answers | None = None,
         **timing: Any,
     ) -> None:
@@ -78,6 +79,7 @@ class Rig:
                     most,
                     stripes=stripes,
                     relocation_chunks=relocation_chunks,
+                    note_chunks=note_chunks,
                 ),
                 create_policy("lru", slots) if tier_policy is None else tier_policy,
                 in_flight,

@@ -57,6 +57,7 @@ __all__ = [
     "parse_header",
     "reseal_records",
     "segment_seed",
+    "used_record",
 ]
 
 VERSION = 1
@@ -297,6 +298,25 @@ def live_chunks(
         ):
             found[slot] = (key[:key_length], digest)
     return found
+
+
+def used_record(
+    raw: bytes, slot: int, key: bytes, seed: int, sequence: int, read_ms: int, reads: int
+) -> bytes | None:
+    """The record `raw` of `slot` with another sequence, a later use and more reads.
+
+    None if it is not a valid record of `key`.
+    """
+    if len(raw) != RECORD_BYTES or crc32c(raw[:-4], seed) != int.from_bytes(raw[-4:], "little"):
+        return None
+    fields = list(_PACKED.unpack_from(raw))
+    version, state, length, its_slot, _, _, _, _, before_ms, before, _, its_key, _ = fields
+    if (version, state, its_slot, its_key[:length]) != (VERSION, LIVE, slot, key):
+        return None
+    fields[4] = sequence
+    fields[8:10] = max(before_ms, read_ms), min(before + reads, 2**32 - 1)
+    record = _PACKED.pack(*fields)
+    return record + int(crc32c(record, seed)).to_bytes(4, "little")
 
 
 def reseal_records(records: Records, seed: int) -> bytes:

@@ -36,6 +36,7 @@ from tiers.disk.format import (
     parse_header,
     reseal_records,
     segment_seed,
+    used_record,
 )
 
 __all__ = ["IndexFile", "read_index"]
@@ -111,6 +112,8 @@ class IndexFile:
                 known[first:read] = crcs
                 ours = differ[records["epoch"][differ] == epoch]
                 live = decode_at(records[ours].tobytes(), ours + first, size, self._seed)
+                # One that was being written is looked at again.
+                known[live.damaged] = 0
                 yield (differ + first).tolist(), live
         # Where the file ends early there is no record any more.
         gone = np.flatnonzero(known[read:]) + read
@@ -163,6 +166,23 @@ class IndexFile:
         for run in np.split(np.array(slots, np.int64), np.flatnonzero(np.diff(slots) != 1) + 1):
             if len(run):
                 self.erase(int(run[0]), len(run))
+
+    def note_use(self, slot: int, key: bytes, sequence: int, now_ms: int, reads: int) -> bool:
+        """Say in the record of a slot that its chunk was used now, and read so often since.
+
+        Returns:
+            Whether the slot has a valid record of `key`; else nothing is written.
+        """
+        with self._writing:
+            record = used_record(self.read(slot, 1), slot, key, self._seed, sequence, now_ms, reads)
+            if record is not None:
+                self._write(slot, record)
+            return record is not None
+
+    def read_settled(self, first: int, count: int) -> bytes:
+        """As `read`, while nobody of this process writes."""
+        with self._writing:
+            return self.read(first, count)
 
     def place(self, records: Records, slot: int) -> None:
         """Write one valid record of any segment into a slot of this one."""

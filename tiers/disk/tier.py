@@ -19,13 +19,16 @@ from tiers.disk.io import IOBackend
 from tiers.disk.namespace import Namespace
 from tiers.disk.relocation import Place, Relocated, relocate
 from tiers.disk.trust import Trust
-from tiers.disk.volume import Job, Volume
+from tiers.disk.volume import Job, Use, Volume
 from tiers.pinned import PinnedRegion
 
 __all__ = ["DiskTier"]
 
 RELOCATION_BYTES = 2 * 1024 * 1024
 """Bytes that compaction copies at once: what is urgent waits no longer than for these."""
+
+NOTE_CHUNKS = 256
+"""Chunks whose uses are written down at once: a few milliseconds of a thread."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -138,6 +141,7 @@ class DiskTier(Tier):
             max_segments=max(sum(volume.max_segments for volume in self.volumes), len(segments)),
             stripes=len(self.volumes),
             relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
+            note_chunks=NOTE_CHUNKS,
         )
 
     def _entries(self) -> list[tuple[bytes, int]]:
@@ -255,6 +259,21 @@ class DiskTier(Tier):
                 return self._segment(index, outcome), None
             told = outcome
         return None, told
+
+    async def note_uses(self, keys: Sequence[bytes], slots: Sequence[int]) -> str | None:
+        uses: list[list[Use]] = [[] for _ in self.volumes]
+        for sequence, (key, slot) in enumerate(zip(keys, slots, strict=True), self._sequence):
+            index, number, within = self._locate(slot)
+            uses[index].append((number, within, key, sequence))
+        self._sequence += len(keys)
+        told: str | None = None
+        for volume, its in zip(self.volumes, uses, strict=True):
+            try:
+                (outcome,) = await volume.threads.run([partial(volume.note_uses, its)], load=False)
+            except TimeoutError as error:
+                outcome = str(error)
+            told = told or outcome
+        return told
 
     async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
         number, index = divmod(segment, len(self.volumes))

@@ -30,11 +30,14 @@ from tiers.disk.threads import IOThreads, Parts
 from tiers.disk.trust import Trust
 from tiers.pinned import PinnedRegion
 
-__all__ = ["Job", "Volume"]
+__all__ = ["Job", "Use", "Volume"]
 
 logger = logging.getLogger("kvstore.disk")
 
 NO_LIMIT = 2**63
+
+Use = tuple[int, int, bytes, int]
+"""Of a chunk that was used: its segment, its slot there, its key, and its sequence from now on."""
 
 
 @dataclass(slots=True)
@@ -322,6 +325,25 @@ class Volume:
         for segment in self.segments.values():
             segment.epoch = epoch
 
+    def note_uses(self, uses: Sequence[Use]) -> str | None:
+        """Write into the records that these chunks were used now; why not, or None. May block.
+
+        The reads that this process has counted go with them. Neighbours learn nothing by it.
+        """
+        now = time.time_ns() // 1_000_000
+        try:
+            for number, slot, key, sequence in uses:
+                # Nobody closes its files meanwhile.
+                with self._growth:
+                    if number in self.segments:
+                        reads = self._reads[number]
+                        index, more = self.segments[number].index, int(reads[slot])
+                        if index.note_use(slot, key, sequence, now, more):
+                            reads[slot] -= more
+        except OSError as error:
+            return f"records in {self.lane.folder} cannot be written: {error.strerror}"
+        return None
+
     def erase_keys(self, keys: Sequence[bytes]) -> str | None:
         """Take out every record of `keys`; why that could not be, or None. May block."""
         try:
@@ -378,8 +400,7 @@ class Volume:
             for slot, old in zip(slots, records["sequence"].tolist(), strict=True)
         ]
         records["reads"] += self._reads[number][slots]
-        read_ms = self._read_ms[number][slots]
-        records["read_ms"] = np.where(read_ms > 0, read_ms, records["read_ms"])
+        records["read_ms"] = np.maximum(self._read_ms[number][slots], records["read_ms"])
 
     def close_files(self) -> None:
         """Let go of the files and the lane; nothing runs any more."""

@@ -1,0 +1,82 @@
+"""Uses that are written into the records as they happen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.bench import key_of
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import SLOTS, lane_of, segment_of
+from tiers.disk.format import RECORD_BYTES
+from tiers.disk.index import IndexFile, read_index
+
+KEYS = [key_of(n) for n in range(SLOTS)]
+ALL = list(range(SLOTS))
+
+
+@pytest.mark.parametrize("paths", [1, 2])
+async def test_chunks_that_were_used_are_the_hottest_when_nobody_has_closed_the_tier(
+    tmp_path: Path, open_bench: OpenBench, paths: int
+) -> None:
+    places = [tmp_path / str(number) for number in range(paths)]
+    bench = open_bench(places, segments=paths)
+    await bench.store(KEYS, ALL)
+    used = [KEYS[5], KEYS[1], KEYS[3]]
+    assert await bench.tier.note_uses(used, [5, 1, 3]) is None
+    bench.abandon()
+    again = open_bench(places, segments=paths)
+    cold = [key for key in KEYS if key not in used]
+    assert [key for key, _ in again.opening.entries] == [*cold, *used]
+    assert await again.fetch(KEYS, ALL) == [True] * SLOTS
+
+
+async def test_reads_are_counted_once_whether_they_are_noted_or_saved_at_the_end(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, ALL)
+    before = segment_of(folder).stat().st_mtime_ns, (lane_of(folder) / "lock").stat().st_mtime_ns
+    for _ in range(3):
+        assert await bench.fetch(KEYS[:2], [0, 1]) == [True, True]
+    assert await bench.tier.note_uses(KEYS[:1], [0]) is None
+    assert await bench.fetch(KEYS[:1], [0]) == [True]
+    assert (lane_of(folder) / "lock").stat().st_mtime_ns == before[1], "no news for others"
+    await bench.close([(key, slot) for slot, key in enumerate(KEYS)])
+    _, live, _ = read_index(segment_of(folder))
+    assert live.records["reads"].tolist()[:3] == [4, 3, 0]
+    assert (live.records["read_ms"] >= live.records["stored_ms"]).all()
+
+
+async def test_a_slot_that_holds_another_chunk_or_none_is_left_alone(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:3], ALL[:3])
+    assert await bench.tier.erase(KEYS[:1]) is None
+    raw = segment_of(folder).read_bytes()
+    slots = [0, 1, 5, 99 * SLOTS]
+    assert await bench.tier.note_uses([KEYS[0], KEYS[2], KEYS[5], KEYS[6]], slots) is None
+    assert segment_of(folder).read_bytes() == raw
+
+
+async def test_a_record_that_is_read_while_it_is_being_written_costs_no_chunk(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, ALL)
+    works, torn = IndexFile.read, [0]
+
+    def half_written(index: IndexFile, first: int, count: int) -> bytes:
+        raw = works(index, first, count)
+        if torn:
+            at = torn.pop() * RECORD_BYTES
+            raw = raw[: at + 8] + b"\xff" * 8 + raw[at + 16 :]
+        return raw
+
+    monkeypatch.setattr(IndexFile, "read", half_written)
+    assert await bench.fetch(KEYS[:4], ALL[:4]) == [True] * 4
+    assert not torn
+    bench.abandon()
+    assert [key for key, _ in open_bench().opening.entries] == KEYS
