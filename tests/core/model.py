@@ -20,6 +20,7 @@ from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED,
 from kvstore.core.grants import LEFT_TO_OTHERS
 from kvstore.core.patience import Patience
 from kvstore.core.queue import FORGET_AFTER
+from kvstore.core.recency import NOTE_SECONDS
 from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
 from kvstore.core.spans import SpanBegin, SpanKind
@@ -265,10 +266,13 @@ class World:
                 slots // self.segment_slots,
                 stripes=self.stripes,
                 relocation_chunks=self.relocation,
+                note_chunks=2,
             )
             policy = create_policy(self.policy, slots)
             directory = OwnedTier(index, opening, policy, self.in_flight, flow=self.flow)
             directory.compact_at(1000.0 * self.relocation)
+            # What is used first is written down at once, the rest after a minute.
+            directory.index.recency._noted = -NOTE_SECONDS
             _watch_pins(directory)
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
@@ -730,6 +734,9 @@ class World:
     # -- the engine ----------------------------------------------------------------------
 
     def _start(self, move: Move) -> None:
+        if move.op is Op.NOTE:
+            self.moves.append(move)
+            return
         if move.op is Op.ERASE:
             for other in self.moves:
                 writes = other.op in (Op.CASCADE, Op.RELOCATE) and other.tier == move.tier
@@ -780,6 +787,9 @@ class World:
         if move.op is Op.ERASE:
             wanted = {key for key, good in zip(move.keys, ok, strict=True) if good}
             slots[:] = [GARBAGE if content[0] in wanted else content for content in slots]
+            self.done.append(Completion(move.id, ok, error="injected" if failed else None))
+            return
+        if move.op is Op.NOTE:
             self.done.append(Completion(move.id, ok, error="injected" if failed else None))
             return
         if move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):

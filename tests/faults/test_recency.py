@@ -94,7 +94,7 @@ def chunks_on(path: Path) -> list[tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("host_chunks", [64, 4], ids=["in host memory", "on disk"])
-def test_what_was_used_before_a_kill_is_hot_for_a_purge_and_for_the_next_process(
+async def test_what_was_used_before_a_kill_is_hot_for_a_purge_and_for_the_next_process(
     tmp_path: Path, host_chunks: int
 ) -> None:
     began = use_and_die(tmp_path, host_chunks)
