@@ -6,7 +6,7 @@ the time. It only gives answers; its callers act on them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kvstore.core.absence import Absence
@@ -49,6 +49,7 @@ class Health:
         self._name = name
         self._devices = devices
         self._faulty: dict[int, float] = {}
+        self._doubted: set[int] = set()
         self.alive = self.readable = True
         self.closed = self.stalled = self.congested = self.slow = False
         self.recompute = Recompute()
@@ -133,15 +134,21 @@ class Health:
 
     def stored(self, devices: Iterable[int]) -> None:
         """Copies to these devices went well."""
-        if self._faulty:
+        if self._faulty or self._doubted:
             for device in devices:
                 self._faulty.pop(device, None)
+                self._doubted.discard(device)
 
-    def refused(self, devices: Iterable[int], now: float) -> None:
+    def at_fault(self, failed: Mapping[int, int]) -> list[int]:
+        """Devices not well, of which so many chunks failed; a first one alone tells of its slot."""
+        faulty = [n for n, chunks in failed.items() if chunks > 1 or n in self._doubted]
+        self._doubted.update(failed)
+        return faulty
+
+    def refused(self, devices: Collection[int], now: float) -> None:
         """Copies to these devices failed: they are passed over for a while, or all wait."""
-        until = dict.fromkeys(devices, now + DEVICE_PAUSE)
-        self._faulty.update(until)
-        if until and self.ailing:
+        self._faulty.update(dict.fromkeys(devices, now + DEVICE_PAUSE))
+        if devices and self.ailing:
             self.store_after = now + STORE_PAUSE
 
     def recovered(self, now: float) -> bool:

@@ -133,7 +133,10 @@ class OwnedTier(CopyQueue):
         slots, device_of = [slot for _, slot in entries], self.slots.device_of
         self.slots.set_aside(slots, now)
         self.count("failed_writes", len(entries))
-        at_fault = set(map(device_of, slots)) - set(map(device_of, copied))
+        failed = Counter(map(device_of, slots))
+        for device in map(device_of, copied):
+            failed.pop(device, None)
+        at_fault = self.health.at_fault(failed)
         self.health.refused(at_fault, now)
         return bool(at_fault)
 

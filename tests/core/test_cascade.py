@@ -190,6 +190,28 @@ def put_one_by_one(rig: Rig, names: str, bad: set[int]) -> int:
     return tries
 
 
+def test_a_chunk_that_fails_alone_pauses_nobody_until_the_next_one_fails_too() -> None:
+    rig = Rig(rows=8, segment_slots=16)
+    for name in "ab":
+        rig.put(chain(name, 1))
+        (move,) = rig.step()
+        rig.end(move, move.keys)
+        rig.step()
+    assert rig.log == [
+        "slots of tier tier0 cannot be written and are set aside: injected",
+        "tier tier0 cannot store now: injected",
+    ]
+    rig.put(chain("c", 1))
+    assert rig.step() == []
+    rig.wait(STORE_PAUSE + 1)
+    for name in "def":
+        rig.put(chain(name, 1))
+        (move,) = rig.step()
+        rig.end(move, move.keys if name == "e" else ())
+        rig.step()
+    assert set(rig.core.tiers[0].entries) == {chain("d", 1)[0], chain("f", 1)[0]}
+
+
 def test_a_slot_that_cannot_be_written_is_tried_again_after_a_long_while_alone() -> None:
     rig = Rig(rows=8, segment_slots=16)
     assert put_one_by_one(rig, "abcdefgh", {2}) == 1

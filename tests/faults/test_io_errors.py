@@ -159,7 +159,7 @@ async def test_a_few_slots_that_cannot_be_written_do_not_keep_the_others_from_it
         for first in range(0, 3 * SLOTS, at_once):
             numbers = range(first, first + at_once)
             stored |= await caller.save(numbers)
-            if set(numbers) - stored and at_once == 1:
+            if at_once == 1 and 6 in numbers:
                 await asyncio.sleep(0.35)
         assert len(stored) == 3 * SLOTS - 2
         assert caller.disk.failed_writes == 2, "they are not tried again"
