@@ -1,6 +1,7 @@
 """Stores beside their own clients: the same payloads, in one run, in turns.
 
     python benchmarks/store.py [--stores redis,mooncake,object] [--rounds N] [--sizes 256KiB,2MiB]
+    python benchmarks/store.py --link 1000 [--stores redis,object]
 
 Engines run on this machine, on the loopback: what is measured is what kvstore adds (records,
 digests, checks, hops between threads), not a network. One JSON row for each store, size and
@@ -8,6 +9,11 @@ direction: GB/s of the store tier, of the native client, and the ratio; medians 
 The native clients move payloads alone: Mooncake's between registered memory, Redis's by pipelined
 SET and GET of bytes, which it makes and hands over itself, obstore's by one PUT or GET of each
 payload, 32 at once, to Ceph's gateway.
+
+With --link there are so many Mbit/s between kvstore and the engine, and one process stores eight
+prompts of 32 MiB at once, which another one loads at once: one row for each store and direction
+tells how many chunks arrived, in how many seconds, how many the link needs for their bytes, and by
+how much the process grew beside its host memory.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +36,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import kvstore
 from benchmarks.ceph_gateway import CephGateway
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
+from benchmarks.throttled_link import ThrottledLink
 from kvstore.assembly import TAIL_SHARE, rows_for
 from kvstore.config import Config, TierConfig
 from kvstore.sizes import parse_size
@@ -196,12 +205,128 @@ async def compare(
     }
 
 
+# -- a link that is slower than what is asked of it ------------------------------------------------
+
+PROMPTS, PROMPT_BYTES, CHUNK_BYTES = 8, 32 * 2**20, 2 * 2**20
+
+
+@contextmanager
+def linked(store: str, bytes_per_s: float, folder: Path) -> Iterator[dict[str, Any]]:
+    """The line of a configuration's `tiers` that leads to a server over a link."""
+    if store == "redis":
+        server = RedisServer(folder)
+        link = ThrottledLink(folder, server.port, bytes_per_s)
+        try:
+            yield {"type": "redis", "url": f"redis://127.0.0.1:{link.port}/0"}
+        finally:
+            link.stop()
+            server.stop()
+        return
+    gateway = CephGateway(folder)
+    os.environ.update(gateway.environment)
+    link = ThrottledLink(folder, gateway.port, bytes_per_s)
+    try:
+        near = f"http://127.0.0.1:{link.port}"
+        yield {"type": "object", "url": gateway.url, "endpoint": near}
+    finally:
+        link.stop()
+        gateway.end()
+
+
+@contextmanager
+def growth() -> Iterator[list[int]]:
+    """By how many bytes this process grew meanwhile, at most; told at the end."""
+    told: list[int] = []
+    ends = threading.Event()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = most = resident()
+
+    def watch() -> None:
+        nonlocal most
+        while not ends.wait(0.002):
+            most = max(most, resident())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield told
+    finally:
+        ends.set()
+        thread.join()
+        told.append(most - before)
+
+
+async def overload(tier: dict[str, Any]) -> dict[str, tuple[int, float, int]]:
+    """Chunks that arrived, seconds, and bytes of memory, by direction."""
+    each = PROMPT_BYTES // CHUNK_BYTES
+    config = {
+        "cpu_bytes_to_use": 2 * PROMPTS * PROMPT_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+        "identity": {"model": "benchmark"},
+        "tiers": [tier],
+    }
+    prompts = [[b"%d-%d" % (n, place) for place in range(each)] for n in range(PROMPTS)]
+    payload = np.random.default_rng(0).bytes(CHUNK_BYTES)
+    found: dict[str, tuple[int, float, int]] = {}
+
+    async with kvstore.open(config) as store:
+        began = time.perf_counter()
+        with growth() as grown:
+            await asyncio.gather(*(store.put(keys, [payload] * each) for keys in prompts))
+            await store.flush(600)
+        seconds = time.perf_counter() - began
+        stored = store.stats().tiers[0].written
+        found["write"] = stored, seconds, grown[0]
+    async with kvstore.open(config) as store:
+
+        async def load(keys: Sequence[bytes]) -> int:
+            async with store.get(keys) as chunks:
+                return len(chunks)
+
+        began = time.perf_counter()
+        with growth() as grown:
+            arrived = await asyncio.gather(*map(load, prompts))
+        found["read"] = sum(arrived), time.perf_counter() - began, grown[0]
+    return found
+
+
+def tell_overload(stores: Sequence[str], mbit_per_s: float) -> None:
+    """Print one row for each store and direction."""
+    bytes_per_s = mbit_per_s * 1e6 / 8
+    for name in stores:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            linked(name, bytes_per_s, Path(folder)) as tier,
+        ):
+            found = asyncio.run(overload(tier))
+        for direction, (arrived, seconds, grown) in found.items():
+            row = {
+                "store": name,
+                "link_mbit_s": mbit_per_s,
+                "direction": direction,
+                "chunks": PROMPTS * PROMPT_BYTES // CHUNK_BYTES,
+                "arrived": arrived,
+                "seconds": round(seconds, 2),
+                "link_seconds": round(PROMPTS * PROMPT_BYTES / bytes_per_s, 2),
+                "extra_mib": round(grown / 2**20, 1),
+            }
+            print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stores", default="redis,mooncake,object")
     parser.add_argument("--sizes", default="256KiB,2MiB")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--link", type=float, help="Mbit/s between kvstore and the engine")
     options = parser.parse_args()
+    if options.link:
+        stores = [name for name in options.stores.split(",") if name != "mooncake"]
+        tell_overload(stores, options.link)
+        return
     for name in options.stores.split(","):
         for text in options.sizes.split(","):
             size = parse_size(text)

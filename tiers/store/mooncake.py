@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,11 @@ class MooncakeTier(StoreTier):
     batch_bytes = 64 * 2**20
     """Its calls move all values at once, and begin slowly."""
 
+    calls_at_once = 1
+    """Two that move at once are slower than one after the other."""
+
+    moves_have_deadlines = False
+
     def __init__(
         self,
         place: TierPlace,
@@ -125,14 +130,17 @@ class MooncakeTier(StoreTier):
         return f"mooncake://{self._settings.master}"
 
     def connect(self) -> StoreClient:
-        return _Client(self._settings, self._region, self._chunk_bytes)
+        return _Client(self._settings, self._region, self._chunk_bytes, self._timeout)
 
 
 class _Client:
     """See `StoreClient`. Its calls block, so each has a thread."""
 
-    def __init__(self, settings: _Settings, region: PinnedRegion, chunk_bytes: int) -> None:
+    def __init__(
+        self, settings: _Settings, region: PinnedRegion, chunk_bytes: int, timeout_s: float
+    ) -> None:
         self._settings = settings
+        self._timeout = timeout_s
         self._region = region
         self._starting: asyncio.Future[Session] | None = None
         # What threads make and the end takes.
@@ -141,8 +149,6 @@ class _Client:
         self._session: Session | None = None
         self._closed = False
         self._values = values_of(region, chunk_bytes, MOST_VALUES)
-        # Two calls that move at once are slower than one after the other.
-        self._putting, self._getting = asyncio.Lock(), asyncio.Lock()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         told = await self._asked("batch_is_exist", list(names))
@@ -158,25 +164,22 @@ class _Client:
     ) -> list[str | None]:
         if replace:
             # The engine itself keeps what is there.
-            await self.remove(names)
+            async with self._in_time():
+                await self.remove(names)
+        session = await self._found()
         async with self._values.lent(payloads) as slices:
             for place, record in zip(slices.records, records, strict=True):
                 place[:] = record
-            async with self._putting:
-                session = await self._reached()
-                told = await _moved(session, "batch_put_from_multi_buffers", names, slices)
+            told = await _moved(session, "batch_put_from_multi_buffers", names, slices)
         _check(told)
         return [None if code == 0 else _said(code) for code in told]
 
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
+        session = await self._found()
         async with self._values.lent(payloads) as slices:
-            async with self._getting:
-                session = await self._reached()
-                told = await _moved(session, "batch_get_into_multi_buffers", names, slices)
-            # The next call moves while the digests of this one are made.
-            await asyncio.sleep(0)
+            told = await _moved(session, "batch_get_into_multi_buffers", names, slices)
             records = [bytes(place) for place in slices.records]
         _check(told)
         return [
@@ -222,6 +225,19 @@ class _Client:
         told = await in_thread(ask)
         _check(told)
         return told
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """What is asked before a transfer is given up as any question is."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            raise StoreError(f"no answer within {self._timeout:g} s") from error
+
+    async def _found(self) -> Session:
+        async with self._in_time():
+            return await self._reached()
 
     async def _reached(self) -> Session:
         """A session, once the master is found: that may take longer than anybody waits."""

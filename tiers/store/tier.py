@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import secrets
 import time
@@ -28,6 +29,7 @@ from tiers.disk.digest import digest
 from tiers.disk.namespace import Namespace
 from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreClient, StoreError, Unread
+from tiers.store.gate import Gate
 from tiers.store.loop import ClientLoop
 from tiers.store.record import decode, encode, seed_of
 
@@ -35,8 +37,13 @@ __all__ = ["StoreTier"]
 
 _T = TypeVar("_T")
 
-_Move = Callable[[Sequence[bytes], Sequence[memoryview]], Coroutine[Any, Any, Sequence[str | None]]]
-"""Moves chunks of these keys from or to this memory: for each what went wrong, or None."""
+_Call = Callable[[StoreClient], Coroutine[Any, Any, _T]]
+
+_Move = Callable[
+    [Sequence[bytes], Sequence[memoryview], int], Coroutine[Any, Any, Sequence[str | None]]
+]
+"""Moves chunks of these keys from or to this memory, in the turn of a move that has this number:
+for each what went wrong, or None."""
 
 DIGEST_LETTERS = 32
 """Of the digest of an identity, in names."""
@@ -46,6 +53,9 @@ MOST_CHUNKS = 1024
 
 MOST_REMOVED = 256
 """Most chunks of a call that removes them."""
+
+QUESTIONS_AT_ONCE = 4
+"""Questions, and calls that remove values, that may be under way at once."""
 
 MOST_BAD = 2**14
 """Keys whose values are known to be no good; the oldest are forgotten for new ones."""
@@ -60,16 +70,26 @@ WRONG = "a value is not what was stored under its key"
 class StoreTier(Tier):
     """See the module's text. A kind of store says how it is reached, by `connect`.
 
+    More is asked of a store than it can do at a time: calls wait for their turn, move by move, and
+    have their time from then on. So many bytes, and what a client needs beside them, are held
+    outside host memory.
+
     Args:
         place: what the tier is made for.
-        timeout_s: seconds after which a call to the engine has failed. A call names a few
-            megabytes at most.
+        timeout_s: seconds after which a call to the engine has failed.
     """
 
     is_store = True
 
-    batch_bytes = 16 * 2**20
+    batch_bytes = 8 * 2**20
     """Most payload bytes that one call to the client names, a single chunk excepted."""
+
+    calls_at_once = 2
+    """Calls that may be reading at once, and as many that may be writing. The digests of one are
+    made while the engine moves the other."""
+
+    moves_have_deadlines = True
+    """Whether calls that move payloads are given up after `timeout_s`."""
 
     def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
         if not 0 < timeout_s < math.inf:
@@ -80,6 +100,10 @@ class StoreTier(Tier):
         self._chunk_bytes = place.chunk_bytes
         self._timeout = timeout_s
         self._client: StoreClient | None = None
+        room = self.calls_at_once * self.batch_bytes
+        self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
+        self._asking = Gate(QUESTIONS_AT_ONCE, 0)
+        self._orders = itertools.count()
         self._begin_epoch("0")
 
     @abstractmethod
@@ -108,7 +132,7 @@ class StoreTier(Tier):
             return Transfer([])
 
         async def ask() -> list[bool]:
-            found = await self._in_time(self._reached().exists(self._names(keys)))
+            found = await self._answer(lambda client: client.exists(self._names(keys)))
             now = time.monotonic()
             return [
                 there and self._bad.get(key, -math.inf) + BAD_LASTS < now
@@ -142,7 +166,7 @@ class StoreTier(Tier):
         async def remove() -> None:
             for start in range(0, len(keys), MOST_REMOVED):
                 names = self._names(keys[start : start + MOST_REMOVED])
-                await self._in_time(self._reached().remove(names))
+                await self._answer(partial(_remove, names))
 
         try:
             await self._loop.run(remove())
@@ -179,7 +203,8 @@ class StoreTier(Tier):
             done.ok += [error is None for error in told]
             errors.extend(filter(None, told))
 
-        calls = (move(keys[part], self._payloads(rows[part])) for part in parts)
+        order = next(self._orders)
+        calls = (move(keys[part], self._payloads(rows[part]), order) for part in parts)
         try:
             await self._loop.run(_two_at_once(calls, note))
         except StoreError as fault:
@@ -193,9 +218,12 @@ class StoreTier(Tier):
         return done
 
     async def _read(
-        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
     ) -> list[str | None]:
-        records = await self._in_time(self._reached().get(self._names(keys), payloads))
+        names = self._names(keys)
+        records = await self._in_turn(
+            self._reading, order, payloads, lambda client: client.get(names, payloads)
+        )
         seed, size = self._seed, self._chunk_bytes
         told: list[str | None] = []
         for key, record, payload in zip(keys, records, payloads, strict=True):
@@ -212,28 +240,54 @@ class StoreTier(Tier):
         return told
 
     async def _write(
-        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
     ) -> list[str | None]:
         size, seed = self._chunk_bytes, self._seed
         records = [
             encode(key, size, digest(payload), seed)
             for key, payload in zip(keys, payloads, strict=True)
         ]
-        put: Callable[..., Coroutine[Any, Any, list[str | None]]] = self._reached().put
-        if any(key in self._bad for key in keys):
-            put = partial(put, replace=True)
-        told = await self._in_time(put(self._names(keys), records, payloads))
+        names = self._names(keys)
+
+        def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
+            if any(key in self._bad for key in keys):
+                return client.put(names, records, payloads, replace=True)
+            return client.put(names, records, payloads)
+
+        told = await self._in_turn(self._writing, order, payloads, put)
         for key, error in zip(keys, told, strict=True):
             if error is None:
                 self._bad.pop(key, None)
         return told
 
-    async def _in_time(self, call: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await call
-        except TimeoutError as error:
-            raise StoreError(f"no answer within {self._timeout:g} s") from error
+    async def _answer(self, ask: _Call[_T]) -> _T:
+        """What the client answers to a question."""
+        return await self._in_time(self._asking, next(self._orders), 0, self._timeout, ask)
+
+    async def _in_turn(
+        self, gate: Gate, order: int, payloads: Sequence[memoryview], move: _Call[_T]
+    ) -> _T:
+        """What the client says of a call that moves these payloads."""
+        size = len(payloads) * self._chunk_bytes
+        limit = self._timeout if self.moves_have_deadlines else None
+        told = await self._in_time(gate, order, size, limit, move)
+        # The next call begins before the digests of this one are made.
+        await asyncio.sleep(0)
+        return told
+
+    async def _in_time(
+        self, gate: Gate, order: int, size: int, limit: float | None, call: _Call[_T]
+    ) -> _T:
+        """What the client says to a call, which has so many seconds once it is its turn."""
+        async with gate.turn(order, size):
+            try:
+                async with asyncio.timeout(limit):
+                    return await call(self._reached())
+            except TimeoutError as error:
+                told = f"no answer within {self._timeout:g} s"
+                # Those that wait would take as long to fail, one after the other.
+                gate.fail(told)
+                raise StoreError(told) from error
 
     def _reached(self) -> StoreClient:
         if self._client is None:
@@ -285,6 +339,10 @@ async def _two_at_once(
         for task in running:
             # What they raised nobody asks for.
             task.cancelled() or task.exception()
+
+
+async def _remove(names: Sequence[str], client: StoreClient) -> None:
+    await client.remove(names)
 
 
 def _nothing(count: int, error: str) -> Transfer:

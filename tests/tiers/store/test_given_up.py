@@ -24,6 +24,7 @@ from tiers.pinned import PinnedRegion
 from tiers.store.client import StoreError
 from tiers.store.mooncake import MooncakeTier
 from tiers.store.session import Session
+from tiers.store.tier import GONE
 
 THREAD = "kvstore-client"
 
@@ -103,7 +104,7 @@ async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
         assert bytes(bench.region.view) == before
     # Each time there was a new one, and questions are answered.
     assert len(engines) == 3
-    assert (await tier.holds(keys)).ok == [True] * 4
+    assert (await tier.holds([*keys, key_of(4)])).ok == [False] * 4 + [True]
     await bench.close()
     assert all(engine.closed.is_set() for engine in engines)
 
@@ -148,6 +149,22 @@ async def test_a_read_that_was_not_given_up_ends_nothing(
         assert await bench.fetch([key_of(1)], [0]) == [False]
     (engine,) = engines
     assert not engine.closed.is_set()
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_that_takes_longer_than_a_question_may_is_waited_for(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
+        time.sleep(0.3)
+        return [-704] * len(names)
+
+    monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", late)
+    bench = TierBench(MooncakeTier(TierPlace("late", {}, 8192), timeout_s=0.1), 4, 8192, 8192)
+    moves = [bench.tier.read([key_of(number)], [0], [number]) for number in range(4)]
+    for done in await asyncio.gather(*moves):
+        assert (done.error, list(done.unread)) == (GONE, [])
     await bench.close()
 
 
