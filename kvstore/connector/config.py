@@ -82,6 +82,8 @@ class KVCacheGroupLike(Protocol):
 
 
 class KVCacheConfigLike(Protocol):
+    """Where it has ``num_blocks``, the blocks that are given out, tensors are checked by it."""
+
     @property
     def kv_cache_groups(self) -> Sequence[KVCacheGroupLike]: ...
 
@@ -169,3 +171,4 @@ class KVCacheConfig:
     """See `KVCacheConfigLike`."""
 
     kv_cache_groups: Sequence[KVCacheGroup]
+    num_blocks: int | None = None

@@ -228,9 +228,9 @@ class KVStoreSpec(OffloadingSpec):
     ) -> Handlers:
         """
         Raises:
-            ConfigError: for a layer that has no tensor, a tensor whose blocks are larger
-                than was announced, a device that is neither host memory nor CUDA, and a
-                ``copy_way`` that is not to be had on it.
+            ConfigError: for a layer that has no tensor, a tensor whose blocks have
+                other sizes than was announced, a device that is neither host memory nor CUDA,
+                and a ``copy_way`` that is not to be had on it.
         """
         from kvstore.device import CudaCopies, HostCopies
 
@@ -273,8 +273,9 @@ class KVStoreSpec(OffloadingSpec):
         self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
     ) -> list[list[Pages]]:
         """For each KV cache group the tables of its blocks."""
-        from kvstore.device import pages_of
+        from kvstore.device.pages import pages_of, whole_blocks
 
+        blocks = getattr(self.kv_cache_config, "num_blocks", None)
         groups = []
         for group in self.kv_cache_config.kv_cache_groups:
             tables: list[Pages] = []
@@ -283,13 +284,11 @@ class KVStoreSpec(OffloadingSpec):
                     raise ConfigError(f"layer {layer} has no KV tensor")
                 dim = _block_dim(attn_backends.get(layer, 0), layer)
                 pages = pages_of(kv_caches[layer], dim)
-                held = sum(table.size for table in pages)
-                if held > group.kv_cache_spec.page_size_bytes:
-                    raise ConfigError(
-                        f"layer {layer} has {held} bytes in a block where "
-                        f"{group.kv_cache_spec.page_size_bytes} were announced"
-                    )
-                tables += pages
+                page_bytes = int(group.kv_cache_spec.page_size_bytes)
+                try:
+                    tables += whole_blocks(pages, page_bytes, blocks)
+                except ConfigError as error:
+                    raise ConfigError(f"layer {layer}: {error}") from error
             groups.append(tables)
         return groups
 

@@ -14,7 +14,7 @@ import torch
 
 from kvstore.errors import ConfigError
 
-__all__ = ["Pages", "pages_of"]
+__all__ = ["Pages", "pages_of", "whole_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +91,46 @@ def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
         )
         for place in places
     ]
+
+
+def whole_blocks(tables: list[Pages], block_bytes: int, blocks: int | None = None) -> list[Pages]:
+    """The tables of a tensor by blocks of `block_bytes` bytes, the blocks that are given out.
+
+    Kernels may use smaller blocks, of which a whole number follow each other in one that is given
+    out. Such a tensor has as many blocks more.
+
+    Args:
+        tables: of one tensor, see `pages_of`.
+        block_bytes: bytes of the tensor in a block, padding included.
+        blocks: how many blocks are given out, if that is known. Otherwise a tensor with smaller
+            blocks is told from a padded one by its strides.
+
+    Raises:
+        ConfigError: if the tensor does not hold blocks of that many bytes.
+    """
+    count, held = tables[0].count, sum(table.size for table in tables)
+    if held == block_bytes and blocks in (None, count):
+        return tables
+    times, rest = divmod(block_bytes, held)
+    padded = blocks == count if blocks is not None else tables[0].stride == block_bytes
+    if padded and times:
+        return tables
+    dense = blocks is not None or all(table.stride == table.size for table in tables)
+    if rest or not times or not dense or count % times or blocks not in (None, count // times):
+        given_out = "" if blocks is None else f" {blocks}"
+        raise ConfigError(
+            f"a tensor of the shape {tuple(tables[0].tensor.shape)} has {count} blocks of {held} "
+            f"bytes, where{given_out} blocks of {block_bytes} bytes were announced: they must be "
+            "the same, or a whole number of smaller ones in each"
+        )
+    whole = []
+    for table in tables:
+        step = table.stride * times
+        if table.stride == table.size:
+            whole.append(Pages(table.tensor, count // times, table.offset, step, step))
+            continue
+        whole += [
+            Pages(table.tensor, count // times, table.offset + n * table.stride, step, table.size)
+            for n in range(times)
+        ]
+    return whole

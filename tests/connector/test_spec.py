@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.handler import TransferResult
@@ -19,6 +21,7 @@ pytest.importorskip("torch")
 import torch
 from torch._subclasses import FakeTensorMode
 
+from kvstore.device.pages import pages_of, whole_blocks
 from tests.patience import answered
 
 TOKENS, HEADS, SIZE = 16, 2, 8
@@ -264,7 +267,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="layer layer-0-2 has no KV tensor"):
         spec.get_handlers({name: layers[name] for name in list(layers)[:2]})
     larger = {**layers, "layer-0-1": torch.zeros(4, 3, 16, 2, 8, dtype=torch.bfloat16)}
-    with pytest.raises(ConfigError, match="layer layer-0-1 has 1536 bytes in a block where 1024"):
+    with pytest.raises(ConfigError, match="layer-0-1: .* 4 blocks of 1536 bytes, where .* 1024"):
         spec.get_handlers(larger)
     elsewhere = {**layers, "layer-0-0": layers["layer-0-0"].to("meta")}
     with pytest.raises(ConfigError, match="on cpu, meta: must be in host memory or on CUDA"):
@@ -277,6 +280,75 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match="no dimension counts them"):
         spec.get_handlers(layers, {"layer-0-1": Odd})
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "keys before values"])
+@pytest.mark.parametrize("known", [False, True], ids=["", "number of blocks known"])
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_blocks_that_kernels_cut_into_smaller_ones_are_copied_whole(
+    times: int, known: bool, apart: bool
+) -> None:
+    """A block that is given out has `times` blocks of the kernels, one after the other."""
+    blocks = 8
+    page = times * PAGE
+    config = KVCacheConfig(
+        groups_of(times * TOKENS, page=page).kv_cache_groups, blocks if known else None
+    )
+    spec = KVStoreSpec(ServerConfig.of(times * TOKENS, extra_config()), config)
+    shape = (2, times * blocks) if apart else (times * blocks, 2)
+    tensor = torch.zeros(*shape, TOKENS, HEADS, SIZE, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    before = torch.rand(tensor.shape, generator=generator).to(torch.bfloat16)
+    tensor.copy_(before)
+    backends = {"layer-0-0": KeysBeforeValues} if apart else {}
+    (_, _, handler), _ = spec.get_handlers({"layer-0-0": tensor}, backends)
+    stored, loaded = [5, 2, 7], [1, 6, 0]
+    rows = HostLoadStoreSpec([0, 1, 2])
+    for number, job in enumerate(
+        [(DeviceLoadStoreSpec(stored), rows), (rows, DeviceLoadStoreSpec(loaded))]
+    ):
+        assert handler.transfer_async(number, job)
+        handler.wait([number])
+        (done,) = handler.get_finished()
+        assert (done.success, done.transfer_size) == (True, 3 * page)
+    expected = before.clone()
+    at = 1 if apart else 0
+    for source, target in zip(stored, loaded, strict=True):
+        for part in range(times):
+            its = before.select(at, source * times + part)
+            expected.select(at, target * times + part).copy_(its)
+    assert torch.equal(tensor, expected)
+    handler.shutdown()
+
+
+@given(st.data())
+def test_tables_of_whole_blocks_name_each_byte_of_a_block_once_or_are_refused(
+    data: st.DataObject,
+) -> None:
+    kernel_blocks, times = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 4))
+    apart, size = data.draw(st.booleans()), data.draw(st.integers(1, 5))
+    shape = (2, kernel_blocks, size) if apart else (kernel_blocks, 2, size)
+    tensor = torch.arange(2 * kernel_blocks * size, dtype=torch.uint8).reshape(shape)
+    tables = pages_of(tensor, 1 if apart else 0)
+    known = data.draw(st.sampled_from([None, kernel_blocks // times, kernel_blocks]))
+    try:
+        whole = whole_blocks(tables, times * 2 * size, known)
+    except ConfigError:
+        assert kernel_blocks % times or known == kernel_blocks or (known == 0)
+        return
+    if known == kernel_blocks and times > 1:
+        assert whole == tables, "a padded tensor"
+        return
+    moved = [
+        bytes(table.flat[table.offset + block * table.stride :][: table.size].numpy())
+        for block in range(kernel_blocks // times)
+        for table in whole
+    ]
+    for block in range(kernel_blocks // times):
+        its = tensor.narrow(1 if apart else 0, block * times, times)
+        count = len(whole)
+        assert sorted(b"".join(moved[block * count :][:count])) == sorted(its.flatten().tolist())
+    assert sum(map(len, moved)) == kernel_blocks * 2 * size
 
 
 class Copies:
