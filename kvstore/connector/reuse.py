@@ -18,11 +18,16 @@ from kvstore.connector.mediums import LoadStoreSpec
 
 __all__ = ["FilterReusedOffloadingManager"]
 
+MOST_REQUESTS = 2**14
+"""Requests that are known, if a server never tells their ends."""
+
 
 class FilterReusedOffloadingManager(OffloadingManager):
-    """Offers `backing` only keys that lookups have named `store_threshold` times.
+    """Offers `backing` only keys that `store_threshold` requests have looked up.
 
-    A lookup counts when it is answered: one that is told to ask again is the same one next time.
+    A request counts once for each key that it names, found or not, however often it asks. Lookups
+    by lists name no request: each counts when it is answered, as one that is told to ask again
+    is the same one next time.
 
     What is skipped takes no room there and evicts nothing. Counts are kept for the
     `max_tracker_size` keys that were looked up last. All else is up to `backing`.
@@ -49,6 +54,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size
         self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._named: OrderedDict[str, set[bytes]] = OrderedDict()
+        """For each request the keys that it has been counted for."""
+
+    @property
+    def loads_are_uses(self) -> bool:  # type: ignore[override]
+        """As in `backing`."""
+        return self.backing.loads_are_uses
 
     @overload
     def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
@@ -59,42 +71,45 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
     ) -> int | None:
-        named: list[bytes]
-        answer: int | None
         if isinstance(keys, bytes):
-            named = [keys]
-            answer = self.backing.lookup(keys, asking(req_context))
-        else:
-            named = list(keys)
-            answer = self.backing.lookup(named)
+            context = asking(req_context)
+            self._count_for(context.req_id, (keys,))
+            return self.backing.lookup(keys, context)
+        named = list(keys)
+        answer = self.backing.lookup(named)
         if answer is not None:
             # Who asks again because it was told to does not come back.
-            for key in named:
-                self._count(key)
+            self._count(named)
         return answer
 
     def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
         named = list(keys)
-        answer = self.backing.lookup_prefix(named, req_context)
-        if answer is not None:
-            # The first one that is not there was looked up, too.
-            for key in named[: answer + 1]:
-                self._count(key)
-        return answer
+        self._count_for(req_context.req_id, named)
+        return self.backing.lookup_prefix(named, req_context)
 
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
         counts, enough = self._counts, self.store_threshold
         wanted = [key for key in keys if counts.get(key, 0) >= enough]
-        return self.backing.prepare_store(wanted, *_named(req_context))
+        return self.backing.prepare_store(wanted, *_where(req_context))
 
-    def _count(self, key: bytes) -> None:
+    def _count_for(self, request: str, keys: Iterable[bytes]) -> None:
+        """The request names these keys."""
+        known = self._named.setdefault(request, set())
+        fresh = [key for key in keys if key not in known]
+        known.update(fresh)
+        self._count(fresh)
+        if len(self._named) > MOST_REQUESTS:
+            self._named.popitem(last=False)
+
+    def _count(self, keys: Iterable[bytes]) -> None:
         counts = self._counts
-        count = counts.pop(key, 0)
-        if not count and len(counts) >= self.max_tracker_size:
-            counts.popitem(last=False)
-        counts[key] = count + 1
+        for key in keys:
+            count = counts.pop(key, 0)
+            if not count and len(counts) >= self.max_tracker_size:
+                counts.popitem(last=False)
+            counts[key] = count + 1
 
     # -- what is up to the backing manager -------------------------------------------------
 
@@ -104,15 +119,15 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def prepare_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:
-        return self.backing.prepare_load(keys, *_named(req_context))
+        return self.backing.prepare_load(keys, *_where(req_context))
 
     def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
-        self.backing.touch(keys, *_named(req_context))
+        self.backing.touch(keys, *_where(req_context))
 
     def complete_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
-        self.backing.complete_load(keys, *_named(req_context))
+        self.backing.complete_load(keys, *_where(req_context))
 
     def complete_store(
         self,
@@ -130,6 +145,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.backing.on_new_request(req_context)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
+        self._named.pop(req_context.req_id, None)
         self.backing.on_request_finished(req_context)
 
     def on_schedule_end(self, context: object = None) -> None:
@@ -146,12 +162,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def reset(self) -> None:
         self._counts.clear()
+        self._named.clear()
         self.backing.reset()
 
     def shutdown(self) -> None:
         self.backing.shutdown()
 
 
-def _named(req_context: RequestContext | None) -> tuple[RequestContext, ...]:
+def _where(req_context: RequestContext | None) -> tuple[RequestContext, ...]:
     """A manager that knows the form by lists only is not told of requests."""
     return () if req_context is None else (req_context,)

@@ -88,6 +88,10 @@ class BlocksLike(Protocol):
 
 
 class NewRequestLike(Protocol):
+    """Where it has ``num_computed_tokens``, blocks of as many leading tokens are only read, and
+    transfers from them go on although others have got them, too.
+    """
+
     @property
     def req_id(self) -> str: ...
 
@@ -103,6 +107,9 @@ class CachedRequestsLike(Protocol):
         new_block_ids: for each of `req_ids` the blocks that it got in this step, or None; all of
             its blocks if it is one of `resumed_req_ids`.
         resumed_req_ids: those that were preempted before.
+
+    Where there is ``num_computed_tokens``, one number for each of `req_ids`, it counts as for
+    new requests.
     """
 
     @property
@@ -162,6 +169,7 @@ class NewRequest:
 
     req_id: str
     block_ids: BlockIds
+    num_computed_tokens: int = 0
 
 
 @dataclass(slots=True)

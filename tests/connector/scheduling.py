@@ -73,8 +73,13 @@ class Server:
         more: Mapping[Request, Sequence[Sequence[int]]] | None = None,
         finished: Sequence[Request] = (),
         preempted: Sequence[Request] = (),
+        computed: Mapping[Request, int] | None = None,
     ) -> ConnectorMetadata:
-        """A step in which requests compute some tokens and get some blocks."""
+        """A step in which requests compute some tokens and get some blocks.
+
+        Args:
+            computed: tokens whose blocks new requests only read.
+        """
         scheduled, new, more = scheduled or {}, new or {}, more or {}
         cached = CachedRequests()
         for request in scheduled:
@@ -82,7 +87,10 @@ class Server:
                 cached.req_ids.append(request.request_id)
                 cached.new_block_ids.append(more.get(request))
         output = StepOutput(
-            [NewRequest(request.request_id, ids) for request, ids in new.items()],
+            [
+                NewRequest(request.request_id, ids, (computed or {}).get(request, 0))
+                for request, ids in new.items()
+            ],
             cached,
             {request.request_id: count for request, count in scheduled.items()},
             {request.request_id for request in finished},

@@ -83,9 +83,10 @@ def test_every_key_of_a_lookup_counts_also_behind_the_first_that_is_missing() ->
 def test_asking_key_by_key_counts_as_well() -> None:
     backend = PinnedBackend(16, 4, 4096)
     manager = FilterReusedOffloadingManager(PolicyManager(backend))
-    who = ReqContext("r")
-    for _ in range(2):
-        assert manager.lookup(A, who) is False
+    who = ReqContext("second")
+    for context in (ReqContext("first"), who, who):
+        assert manager.lookup(A, context) is False
+    assert manager.lookup(B, who) is False
     out = manager.prepare_store([A, B], who)
     assert out is not None
     assert out.keys_to_store == [A]
@@ -197,4 +198,4 @@ def test_a_request_counts_once_although_a_part_of_its_prefix_is_fetched_first() 
         assert manager.lookup_prefix([A, B, C], ReqContext("one")) == backing.answer
     assert stored(manager, [A, B, C]) == []
     assert manager.lookup_prefix([A, B, C], ReqContext("two")) == 1
-    assert stored(manager, [A, B, C]) == [A, B], "who looked behind it?"
+    assert stored(manager, [A, B, C]) == [A, B, C], "it has named all of them"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kvstore.connector.backend import PinnedBackend
+from kvstore.connector.manager import PolicyManager
+from kvstore.connector.reuse import FilterReusedOffloadingManager
+from kvstore.connector.scheduler.group import key_of
 from kvstore.connector.server import Block, KVBlocks
 from kvstore.errors import KVStoreError
-from tests.connector.scheduling import Request, Server, blocks_of, open_scheduler, rows_of
+from tests.connector.scheduling import TOKENS, Request, Server, blocks_of, open_scheduler, rows_of
+from tests.connector.scripted import scheduler_over
 
 PROMPT = list(range(24))
 
@@ -301,6 +308,100 @@ def test_after_a_reset_blocks_that_a_window_has_left_are_not_taken_for_its_own()
     meta = server.step({request: 4}, more={request: [[4]]})
     (job,) = meta.store_jobs.values()
     assert 2 not in blocks_of(job)[0][0]
+
+
+# -- managers of others, as they are published ------------------------------------------------
+
+
+class Touched(PolicyManager):
+    """One whose recency comes from `touch` alone, as published managers have it."""
+
+    loads_are_uses = False
+
+    def prepare_load(self, keys: Any, req_context: Any = None) -> Any:
+        keys = list(keys)
+        touch, self.touch = self.touch, lambda *_: None  # type: ignore[method-assign]
+        try:
+            return super().prepare_load(keys, req_context)
+        finally:
+            self.touch = touch  # type: ignore[method-assign]
+
+
+def test_a_prompt_that_is_asked_for_again_and_again_stays_where_recency_comes_from_touch() -> None:
+    hot, rows = PROMPT[:8], 8
+    manager = Touched(PinnedBackend(TOKENS, rows, 4096))
+    server = Server(scheduler_over(manager, TOKENS, [(TOKENS, None)]))
+    found = 0
+    for number in range(30):
+        request = Request(f"hot {number}", hot)
+        tokens = server.find(request)
+        if tokens:
+            found += 1
+            server.load(request, tokens, [1, 2])
+            server.end(server.step().load_jobs)
+        meta = server.step({request: len(hot) - tokens}, new={request: [[1, 2]]})
+        server.end(meta.store_jobs, server.step(finished=[request]).store_jobs)
+        server.scheduler.request_finished(request)
+        server.store([100 + number] * 8, [11, 12], name=f"cold {number}")
+    assert found == 29
+
+
+def test_a_prompt_that_two_requests_have_asked_for_is_found_whole_by_the_third() -> None:
+    tokens = [token % 250 for token in range(64 * TOKENS)]
+    manager = FilterReusedOffloadingManager(PolicyManager(PinnedBackend(TOKENS, 64, 4096)))
+    server = Server(scheduler_over(manager, TOKENS, [(TOKENS, None)]))
+    for number in range(2):
+        request = Request(f"r{number}", tokens)
+        assert server.find(request) == 0
+        server.store(tokens, range(1, 65), name=f"s{number}") if number else None
+        server.scheduler.request_finished(request)
+        server.step(finished=[request])
+    assert server.find(Request("third", tokens)) == len(tokens)
+
+
+# -- blocks of the device -----------------------------------------------------------------------
+
+
+def test_a_store_goes_on_while_another_request_reads_its_blocks() -> None:
+    server = Server(open_scheduler())
+    first, second = Request("a", PROMPT), Request("b", [*PROMPT, 1, 2, 3, 4])
+    server.find(first)
+    meta = server.step({first: 24}, new={first: [range(1, 7)]})
+    assert server.find(second, 24) == 0
+    shared = server.step({second: 4}, new={second: [range(1, 8)]}, computed={second: 24})
+    assert not shared.jobs_to_flush
+    # Who writes to them has to wait.
+    third = Request("c", PROMPT[::-1])
+    server.find(third)
+    other = server.step({third: 24}, new={third: [range(1, 7)]})
+    assert other.jobs_to_flush >= meta.store_jobs.keys()
+
+
+def test_a_load_beside_blocks_that_the_device_has_itself_lets_their_store_go_on() -> None:
+    server = Server(open_scheduler())
+    manager = server.scheduler.manager
+    rest = [key_of(one, 0) for one in Request("any", PROMPT).block_hashes[2:]]
+    manager.prepare_store(rest)
+    manager.complete_store(rest)
+    first, second = Request("a", PROMPT[:8]), Request("b", PROMPT)
+    server.find(first)
+    assert server.step({first: 8}, new={first: [[11, 12]]}).store_jobs
+    assert server.find(second, 8) == 16
+    known = [Block(11, block_hash="x"), Block(12, block_hash="y"), *map(Block, range(30, 34))]
+    server.scheduler.update_state_after_alloc(second, KVBlocks([known]), 16)
+    assert not server.step().jobs_to_flush
+
+
+def test_a_block_that_is_none_is_never_stored() -> None:
+    """A group of states, whose blocks of before stand for nothing."""
+    server = Server(open_scheduler(None, None))
+    request = Request("r", PROMPT)
+    server.find(request)
+    meta = server.step({request: 24}, new={request: [range(1, 7), [0, 0, 0, 0, 15, 16]]})
+    (job,) = meta.store_jobs.values()
+    assert blocks_of(job) == ([[1, 2, 3, 4, 5, 6], [15, 16]], [0, 4])
+    server.end(meta.store_jobs)
+    assert server.find(Request("s", PROMPT)) == 0
 
 
 # -- the end -----------------------------------------------------------------------------------

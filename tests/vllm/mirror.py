@@ -176,7 +176,10 @@ class Mirror(OffloadingConnector):
         self.ours.update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             self._given_out.update(
-                block.block_id for its in blocks.blocks for block in its if not block.is_null
+                block.block_id
+                for its in blocks.blocks
+                for block in its
+                if not block.is_null and block.block_hash is None
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
@@ -195,7 +198,7 @@ class Mirror(OffloadingConnector):
             "theirs": self._named("theirs", their.jobs_to_flush or (), stores),
             "ours": self._named("ours", our.jobs_to_flush, stores),
         }
-        self._given_out.update(_new_blocks(scheduler_output))
+        self._given_out.update(self._written(scheduler_output))
         self._check_flush(scheduler_output, stores, our)
         for side, pairs in flush.items():
             self.happened[f"flushed by {side}"] += len(pairs)
@@ -420,9 +423,20 @@ class Mirror(OffloadingConnector):
             if must and pair.ours not in our.jobs_to_flush:
                 raise DifferentError(f"ours has to flush {pair}")
 
-
-def _new_blocks(output: SchedulerOutput) -> set[int]:
-    """Blocks that requests have got in this step."""
-    given = [new.block_ids for new in output.scheduled_new_reqs]
-    given += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
-    return {block for ids in given for its in ids for block in its if block}
+    def _written(self, output: SchedulerOutput) -> set[int]:
+        """Blocks that requests have got in this step, but for those that they only read."""
+        given = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        for name, ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if ids is not None:
+                given.append((ids, computed if name in cached.resumed_req_ids else 0))
+        sizes = [group.tokens_per_block for group in self.ours._groups]
+        return {
+            block
+            for ids, computed in given
+            for its, size in zip(ids, sizes, strict=True)
+            for block in its[computed // size :]
+            if block
+        }

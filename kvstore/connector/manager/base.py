@@ -126,7 +126,14 @@ def by_lists(
 
 
 class OffloadingManager(ABC):
-    """See the module's text."""
+    """See the module's text.
+
+    Attributes:
+        loads_are_uses: `prepare_load` counts as a use, and `touch` is called for what was used
+            without it. Otherwise `touch` is called for all of a request that is looked up.
+    """
+
+    loads_are_uses: bool = False
 
     @overload
     def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...

@@ -76,6 +76,8 @@ class PolicyManager(OffloadingManager):
             count += 1
         return count
 
+    loads_are_uses = True
+
     def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         # Tail first: a chain is given up from its end.
         for key in reversed([key for key in keys if key in self._blocks]):

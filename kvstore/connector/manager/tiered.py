@@ -85,6 +85,8 @@ class KVStoreManager(OffloadingManager):
         computing: how fast the server computes.
     """
 
+    loads_are_uses = True
+
     def __init__(
         self,
         config: Config | Mapping[str, Any],

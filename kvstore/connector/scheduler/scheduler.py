@@ -62,6 +62,8 @@ class ConnectorScheduler:
         self._requests: dict[str, TrackedRequest] = {}
         self._given_out: set[int] = set()
         """Blocks that somebody got in the present step."""
+        self._written: set[int] = set()
+        """Those of them that are written in it: the others are only read, and may be shared."""
         self._stats = ConnectorStats()
 
     # -- what can be loaded ----------------------------------------------------------------
@@ -97,9 +99,9 @@ class ConnectorScheduler:
         if matched is None:
             self._stats.deferred += 1
             return None, False
-        had = tracked.take_had()
-        if had:
-            self.manager.touch(had, tracked.context)
+        used = tracked.take_used(loaded=not self.manager.loads_are_uses)
+        if used:
+            self.manager.touch(used, tracked.context)
         return matched, matched > 0
 
     def _match(self, tracked: TrackedRequest) -> int | None:
@@ -135,7 +137,10 @@ class ConnectorScheduler:
             raise KVStoreError(f"request {request.request_id} was not looked up: nothing to load")
         self._loads.begin(tracked, blocks, num_external_tokens)
         for its in blocks.blocks:
-            self._given_out.update(block.block_id for block in its if not block.is_null)
+            known = [block for block in its if not block.is_null]
+            self._given_out.update(block.block_id for block in known)
+            # One with a hash holds what it names.
+            self._written.update(block.block_id for block in known if block.block_hash is None)
         self._stats.loads += 1
         self._stats.matched_tokens += num_external_tokens
 
@@ -157,7 +162,7 @@ class ConnectorScheduler:
         self.manager.on_schedule_end()
         loads = self._loads.take_begun()
         # A load of this step uses blocks that were given out for it.
-        flush |= self._jobs.using(self._given_out)
+        flush |= self._jobs.using(self._written)
         flush -= loads.keys()
         stores: dict[int, TransferJob] = {}
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
@@ -165,7 +170,7 @@ class ConnectorScheduler:
         for req_id in scheduler_output.finished_req_ids:
             flush |= self._store(req_id, None, stores)
             self._end(req_id)
-        self._given_out = set()
+        self._given_out, self._written = set(), set()
         return ConnectorMetadata(loads, stores, flush)
 
     def _take_blocks(self, output: StepOutputLike) -> None:
@@ -173,22 +178,29 @@ class ConnectorScheduler:
         given: dict[str, tuple[BlockIds, bool]] = {}
         for new in output.scheduled_new_reqs:
             given[new.req_id] = new.block_ids, True
+            self._give_out(new.block_ids, getattr(new, "num_computed_tokens", 0))
         cached = output.scheduled_cached_reqs
-        for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        computed = getattr(cached, "num_computed_tokens", None) or [0] * len(cached.req_ids)
+        for req_id, ids, had in zip(cached.req_ids, cached.new_block_ids, computed, strict=True):
             if ids is not None:
                 given[req_id] = ids, req_id in cached.resumed_req_ids
-        for ids, _ in given.values():
-            for its in ids:
-                self._given_out.update(its)
+                self._give_out(ids, had if req_id in cached.resumed_req_ids else 0)
         for copy in getattr(output, "kv_cache_block_copies", None) or ():
-            self._given_out.add(copy.dst_block_id)
+            self._give_out([[copy.dst_block_id]], 0)
+        self._given_out.discard(0)
+        self._written.discard(0)
         if self._windowed and self._given_out:
-            self._given_out.discard(0)
             for tracked in self._requests.values():
                 tracked.left_by(self._given_out)
         for req_id, (ids, anew) in given.items():
             if req_id in self._requests:
                 self._requests[req_id].give_blocks(ids, anew=anew)
+
+    def _give_out(self, block_ids: BlockIds, computed: int) -> None:
+        """Somebody got these blocks, and only reads those of its first `computed` tokens."""
+        for group, its in zip(self._groups, block_ids, strict=False):
+            self._given_out.update(its)
+            self._written.update(its[computed // group.tokens_per_block :])
 
     def _store(
         self, req_id: str, scheduled: int | None, stores: dict[int, TransferJob]
@@ -201,7 +213,7 @@ class ConnectorScheduler:
         job, transfer = begun
         stores[job.number] = transfer
         self._stats.stores += 1
-        return set() if self._given_out.isdisjoint(job.block_ids) else {job.number}
+        return set() if self._written.isdisjoint(job.block_ids) else {job.number}
 
     # -- what has ended ------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ class GroupState:
 
     Attributes:
         keys: of its whole chunks.
-        block_ids: blocks of the device that it holds; 0 where the window has left one.
+        block_ids: blocks of the device that it holds; 0 where there is none: a window has left
+            it, or the group needs none there.
         next_chunk: the first chunk that was not stored yet, nor loaded.
     """
 
@@ -39,13 +40,17 @@ class GroupState:
     def blocks_of(self, chunk: int) -> list[int]:
         """The blocks of a chunk to be stored, without those that the window has left.
 
-        Empty if the window has left so much of it that a request which loads it could miss some.
+        Empty if the window has left so much of it that a request which loads it could miss some,
+        and in a group without a window if there is a block missing.
         """
         group = self.group
         count = group.blocks_per_chunk
         blocks = self.block_ids[chunk * count : (chunk + 1) * count]
-        if group.window is None or all(blocks):
+        if all(blocks):
             return blocks
+        if group.window is None:
+            # Where a group has one state for all of a prompt, no block stands for what came before.
+            return []
         # What is given back lies before what is not.
         kept = blocks[len(blocks) - blocks[::-1].index(0) :]
         return kept if len(kept) * group.tokens_per_block >= group.uncut else []
@@ -132,13 +137,20 @@ class TrackedRequest:
         self.computed = computed
         self.offered_up_to([0] * len(self.groups))
 
-    def take_had(self) -> list[bytes]:
-        """Keys of chunks that the device had, when it was looked up first; [] later."""
+    def take_used(self, *, loaded: bool) -> list[bytes]:
+        """Keys of chunks that it uses, in prompt order, when it was looked up first; [] later.
+
+        Args:
+            loaded: all of them; otherwise those that the device had itself.
+        """
         if self._told:
             return []
         self._told = True
         had: list[bytes] = []
         for state in self.groups:
+            if loaded:
+                had += state.keys
+                continue
             group = state.group
             last = self.computed // group.tokens_per_chunk
             first = 0
