@@ -2,19 +2,26 @@
 
 vLLM builds a spec from an `OffloadingConfig`, which names the model and says little else, and
 opens a request with a `ReqContext`, which says nothing of its adapter. Its connector has both at
-hand, in the frames that call: `vllm_config` where the manager is built, `request` where a request
-begins. What is found is used only if it belongs to the call: it must have the very same table of
-options, or the request's id. The engine whose scheduler builds the manager has an executor, and
-the engine that pauses forgets caches in a function of its own. Nothing else is looked at.
+hand, in the frames that call: `vllm_config` and `kv_cache_config` where the manager is built,
+`request` where a request begins. What is found is used only if it belongs to the call: it must
+have the very same table of options, or the request's id. The engine whose scheduler builds the
+manager has an executor, and the engine that pauses forgets caches in a function of its own.
+Nothing else is looked at.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["executor_of", "request_of", "resets_for_pause", "vllm_config_of"]
+__all__ = [
+    "executor_of",
+    "kv_cache_config_of",
+    "request_of",
+    "resets_for_pause",
+    "vllm_config_of",
+]
 
 MAX_FRAMES = 16
 
@@ -28,8 +35,17 @@ def vllm_config_of(extra_config: Mapping[str, Any]) -> Any | None:
     current = get_current_vllm_config_or_none()
     if _owns(current, extra_config):
         return current
-    for found in _callers_local("vllm_config"):
-        if _owns(found, extra_config):
+    for names in _callers():
+        if _owns(names.get("vllm_config"), extra_config):
+            return names["vllm_config"]
+    return None
+
+
+def kv_cache_config_of(extra_config: Mapping[str, Any]) -> Any | None:
+    """The `KVCacheConfig` beside the `VllmConfig` with this very `extra_config`, or None."""
+    for names in _callers():
+        found = names.get("kv_cache_config")
+        if found is not None and _owns(names.get("vllm_config"), extra_config):
             return found
     return None
 
@@ -41,7 +57,8 @@ def _owns(config: Any, extra_config: Mapping[str, Any]) -> bool:
 
 def request_of(req_id: str) -> Any | None:
     """The request `req_id` whose arrival is being told, or None."""
-    for found in _callers_local("request", frames=4):
+    for names in _callers(frames=4):
+        found = names.get("request")
         if getattr(found, "request_id", None) == req_id and hasattr(found, "lora_request"):
             return found
     return None
@@ -49,8 +66,8 @@ def request_of(req_id: str) -> Any | None:
 
 def executor_of() -> Any | None:
     """The executor of the engine whose scheduler is being built, or None."""
-    for found in _callers_local("self"):
-        executor = getattr(found, "model_executor", None)
+    for names in _callers():
+        executor = getattr(names.get("self"), "model_executor", None)
         if callable(getattr(executor, "collective_rpc", None)):
             return executor
     return None
@@ -68,14 +85,11 @@ def resets_for_pause() -> bool:
     return False
 
 
-def _callers_local(name: str, frames: int = MAX_FRAMES) -> list[Any]:
-    found = []
-    frame = sys._getframe(2)
+def _callers(frames: int = MAX_FRAMES) -> Iterator[Mapping[str, Any]]:
+    """The local names of each function that calls the function that asks."""
+    frame = sys._getframe(1).f_back
     for _ in range(frames):
-        value = frame.f_locals.get(name)
-        if value is not None:
-            found.append(value)
-        if frame.f_back is None:
-            break
+        if frame is None:
+            return
+        yield frame.f_locals
         frame = frame.f_back
-    return found

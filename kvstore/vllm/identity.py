@@ -11,6 +11,7 @@ import enum
 import json
 import logging
 import math
+import numbers
 import os
 import platform
 import re
@@ -42,7 +43,7 @@ from kvstore.vllm.settings import (
     WITHOUT_DRAFT,
 )
 
-__all__ = ["adapter_settings", "engine_identity"]
+__all__ = ["adapter_settings", "engine_identity", "plain", "shortened"]
 
 logger = logging.getLogger("kvstore")
 
@@ -74,6 +75,11 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
         facts[f"environment.{name}"] = os.environ.get(name)
     facts["weights"] = _weights(model, load, fingerprint_weights)
     _add_draft(facts, vllm_config, fingerprint_weights)
+    return shortened(facts)
+
+
+def shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say something, long values as digests."""
     return {key: _short(value) for key, value in facts.items() if value not in (None, {}, [], "")}
 
 
@@ -118,7 +124,7 @@ def _add_sections(facts: dict[str, Any], vllm_config: Any) -> None:
         if dataclasses.is_dataclass(value):
             _add(facts, section, value, SECTIONS.get(each.name, ()))
         else:
-            facts[section] = _plain(value, each.name)
+            facts[section] = plain(value, each.name)
 
 
 def _add(facts: dict[str, Any], section: str, config: Any, ignored: Collection[str]) -> None:
@@ -127,15 +133,15 @@ def _add(facts: dict[str, Any], section: str, config: Any, ignored: Collection[s
     for each in dataclasses.fields(config):
         if each.name not in ignored and not each.name.startswith("_"):
             value = getattr(config, each.name, None)
-            facts[f"{section}.{each.name}"] = _plain(value, f"{section}.{each.name}")
+            facts[f"{section}.{each.name}"] = plain(value, f"{section}.{each.name}")
 
 
 def _add_configuration(facts: dict[str, Any], section: str, model: Any) -> None:
     """The model's own configuration, with all that has been changed in it."""
-    told = _plain(model.hf_config, section)
+    told = plain(model.hf_config, section)
     text = getattr(model, "hf_text_config", None)
     if text is not None and text is not model.hf_config:
-        told = {**told, "text": _plain(text, section)}
+        told = {**told, "text": plain(text, section)}
     for name, value in told.items():
         if name not in HF_IGNORED:
             facts[f"{section}.{name}"] = value
@@ -234,7 +240,7 @@ def _has_amx() -> bool:
     return bool(probe()) if probe is not None else False
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
     """`value` as JSON can hold it, always the same for the same.
 
     Raises:
@@ -244,6 +250,8 @@ def _plain(value: Any, where: str) -> Any:
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, numbers.Rational):
+        return str(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, type):
@@ -252,13 +260,13 @@ def _plain(value: Any, where: str) -> Any:
         return value.hex()
     if isinstance(value, Mapping):
         return {
-            str(key): _plain(item, f"{where}.{key}")
+            str(key): plain(item, f"{where}.{key}")
             for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))
         }
     if isinstance(value, Set):
-        return sorted((_plain(item, where) for item in value), key=repr)
+        return sorted((plain(item, where) for item in value), key=repr)
     if isinstance(value, Sequence):
-        return [_plain(item, where) for item in value]
+        return [plain(item, where) for item in value]
     return _plain_object(value, where)
 
 
@@ -269,10 +277,10 @@ def _plain_object(value: Any, where: str) -> Any:
         # A data type, for one.
         return str(value).removeprefix("torch.")
     if callable(getattr(value, "to_dict", None)):
-        return _plain(value.to_dict(), where)
+        return plain(value.to_dict(), where)
     if dataclasses.is_dataclass(value):
         return {
-            each.name: _plain(getattr(value, each.name), f"{where}.{each.name}")
+            each.name: plain(getattr(value, each.name), f"{where}.{each.name}")
             for each in dataclasses.fields(value)
         }
     if callable(value) and hasattr(value, "__qualname__"):

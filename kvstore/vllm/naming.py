@@ -47,16 +47,21 @@ class Naming:
             switches.append(value)
         return cls(*switches)
 
-    def engine_identity(self, vllm_config: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_identity(
+        self, config: Any, vllm_config: Any, told: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """What beside the layout decides the bytes of an engine whose chunks outlive it.
 
         Args:
+            config: vLLM's `OffloadingConfig`.
             vllm_config: the engine's, where it was found.
             told: the identity that the operator has written.
 
         Raises:
             ConfigError: if it cannot be found out, or is neither to be found out nor told.
         """
+        from kvstore.vllm.caller import executor_of, kv_cache_config_of
+        from kvstore.vllm.formats import page_formats
         from kvstore.vllm.identity import engine_identity
 
         if not self.automatic:
@@ -66,9 +71,13 @@ class Naming:
                     'common to share chunks, such as {"model": "m", "weights": "v1"}'
                 )
             return {}
-        if vllm_config is not None:
+        kv_cache_config = kv_cache_config_of(config.extra_config)
+        if vllm_config is not None and kv_cache_config is not None:
             try:
-                return engine_identity(vllm_config, fingerprint_weights=self.fingerprint)
+                return {
+                    **engine_identity(vllm_config, fingerprint_weights=self.fingerprint),
+                    **page_formats(config, kv_cache_config, executor_of()),
+                }
             except (AttributeError, TypeError) as error:
                 raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
         raise ConfigError(f"{UNSEEN}. {BY_HAND}")

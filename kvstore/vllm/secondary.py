@@ -120,7 +120,7 @@ class KVStoreTier(SecondaryTierManager):
         vllm_config = vllm_config_of(spec.extra_config)
         identity = {
             **layout.identity,
-            **told.naming.engine_identity(vllm_config, config.identity),
+            **told.naming.engine_identity(spec.config, vllm_config, config.identity),
             **config.identity,
         }
         for line in siblings(identity, config.tiers[0].paths):

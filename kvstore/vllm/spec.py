@@ -125,7 +125,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         if not self.store_config.tiers:
             # Nothing outlives the process.
             return {}
-        return self._naming.engine_identity(vllm_config, self.store_config.identity)
+        return self._naming.engine_identity(self.config, vllm_config, self.store_config.identity)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -73,6 +73,15 @@ def offloading_config(
     )
 
 
+def kv_cache_config(spec: Any = None, layers: tuple[str, ...] = ("layer-0",)) -> Any:
+    """The scheduler's configuration of one group of layers, plain attention unless told."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return KVCacheConfig(1, [], [KVCacheGroupSpec(list(layers), spec or plain)])
+
+
 def make_spec(extra_config: dict[str, Any], block_bytes: int, **shape: Any) -> Any:
     """`KVStoreOffloadingSpec` for a model with blocks of `block_bytes` in each worker.
 

@@ -18,6 +18,7 @@ from vllm.config.lora import LoRAConfig
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.caller import request_of, vllm_config_of
+from tests.vllm import parts
 from tests.vllm.parts import make_spec
 
 BLOCK = 4096
@@ -42,10 +43,14 @@ def engine_of(spec: Any, lora_config: Any = None) -> Any:
 
 
 def built_by_connector(vllm_config: Any, build: Callable[[], Any]) -> Any:
+    kv_cache_config = parts.kv_cache_config()
+
     def further_in() -> Any:
         return build()
 
-    return further_in()
+    found = further_in()
+    assert kv_cache_config.kv_cache_groups
+    return found
 
 
 @pytest.fixture(autouse=True)

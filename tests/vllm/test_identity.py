@@ -6,6 +6,7 @@ configuration, the weights under its path, the weights of an adapter under its n
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,15 @@ def test_the_first_engine_answers_as_one_without_offload(truth: Run, stored: Run
     assert tokens(stored) == tokens(truth)
     assert tokens(stored, "adapted") == tokens(truth, "adapted")
     assert tokens(truth, "adapted") != tokens(truth, "second adapter")
+
+
+def test_the_namespace_tells_the_backend_and_the_pages_in_use(place: Place, stored: Run) -> None:
+    (told,) = (place.folder / "cache").glob("*/namespace.json")
+    identity = json.loads(told.read_text())["identity"]
+    assert identity["group.0.kind"] == "FullAttentionSpec"
+    assert identity["group.0.backend"].endswith(".CPUAttentionBackend")
+    assert identity["group.0.runner"].endswith(".CPUModelRunner")
+    assert identity["group.0.num_kv_heads"] == CONFIG["num_key_value_heads"]
 
 
 def test_another_rope_theta_takes_nothing_of_the_cache(place: Place, stored: Run) -> None:

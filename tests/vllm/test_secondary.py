@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 from kvstore.errors import ConfigError, KVStoreError
 from tests.exported import Exported
 from tests.patience import PATIENCE
+from tests.vllm import parts
 from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, Run, run_engine, start_script
 from tests.vllm.parts import make_spec
 from tests.vllm.tiering import CHUNK, SLOTS, Server, key_of, keys_of, options, segment_bytes
@@ -243,7 +244,9 @@ class Connector(Server):
             vllm_config = SimpleNamespace(
                 kv_transfer_config=transfer, weights=weights, lora_config=lora
             )
+            kv_cache_config = parts.kv_cache_config()
             assert vllm_config.weights == weights
+            assert kv_cache_config.kv_cache_groups
             return built(spec)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -154,8 +154,13 @@ def test_variables_that_change_kv_part_engines(
 ) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
     monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4")
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_MHA", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    names = ("VLLM_PP_LAYER_PARTITION", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION")
+    names = (
+        "VLLM_PP_LAYER_PARTITION",
+        "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+        "VLLM_ROCM_USE_AITER_MHA",
+    )
     assert differs(base, engine_identity(engine(model))) == {
         f"environment.{name}" for name in names
     }
@@ -435,7 +440,7 @@ def test_values_of_every_kind_become_json() -> None:
         "bytes": b"\1",
         3: None,
     }
-    assert module._plain(value, "x") == {
+    assert module.plain(value, "x") == {
         "enum": "RED",
         "object": {"colour": "RED", "path": "/a"},
         "type": f"{__name__}.Paint",
