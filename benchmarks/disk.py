@@ -94,7 +94,7 @@ class Ours:
         while loop.run_until_complete(self.tier.grow())[0] is not None:
             pass
         self.description = self.tier.description
-        self.direct = self.tier.backend.name in ("aio", "direct", "uring")
+        self.direct = self.tier.backend.name in ("aio", "direct")
         self.keys = [b""] * segments * geometry.slots
         if fill:
             rows = list(range(region.rows))

@@ -57,7 +57,7 @@ class DiskConfig:
             each gets an equal share.
         eviction_policy: name of a policy, or a table of `name` and its parameters.
         segment_bytes: size of one segment file, at most.
-        io: I/O backend: auto, aio, direct, uring, mmap, buffered or portable.
+        io: I/O backend: auto, aio, direct, mmap, buffered or portable.
         io_threads: threads that do I/O, for each path.
         lane: lane to write to; by default the first that is free.
         share: whether the lanes of other processes on the same path are read, too.
@@ -482,7 +482,7 @@ _DISK: Mapping[str, _Check] = {
     "capacity_bytes": _size(1),
     "eviction_policy": _policy,
     "segment_bytes": _size(1),
-    "io": _one_of("auto", "aio", "direct", "uring", "mmap", "buffered", "portable"),
+    "io": _one_of("auto", "aio", "direct", "mmap", "buffered", "portable"),
     "io_threads": _whole(1, MAX_IO_THREADS),
     "lane": _optional(_whole(0, 63)),
     "share": _flag,

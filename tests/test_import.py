@@ -47,7 +47,7 @@ def test_importing_kvstore_takes_no_time_to_speak_of(tmp_path: Path) -> None:
     assert best < IMPORT_SECONDS
 
 
-HEAVY = ("torch", "vllm", "transformers", "hypothesis", "pytest", "liburing")
+HEAVY = ("torch", "vllm", "transformers", "hypothesis", "pytest")
 
 
 @pytest.mark.parametrize(

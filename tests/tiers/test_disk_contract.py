@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.testing.tier import TierContract
 from tests.tiers.support import disk_tier
 from tiers.disk import DiskTier
-from tiers.disk.io import IO_BACKENDS, aio, choose_backend
+from tiers.disk.io import IO_BACKENDS, choose_backend
 
 
 class DiskTierContract(TierContract):
@@ -34,25 +34,8 @@ class TestAio(DiskTierContract):
     io = "aio"
 
 
-class TestAioWithoutACompiler(DiskTierContract):
-    io = "aio"
-
-    @pytest.fixture(autouse=True)
-    def _uncompiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "compiled", None)
-
-
 class TestDirect(DiskTierContract):
     io = "direct"
-
-
-class TestUring(DiskTierContract):
-    io = "uring"
-
-    @pytest.fixture(autouse=True)
-    def _granted(self, tmp_path: Path) -> None:
-        if choose_backend(tmp_path, "uring").name != "uring":
-            pytest.skip("this kernel or container refuses io_uring")
 
 
 class TestMapped(DiskTierContract):

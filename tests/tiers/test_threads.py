@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE, until_async
+from kvstore.errors import PathUnusableError
+from tests.patience import PATIENCE, until, until_async
+from tests.tiers.support import bench_of, segment_of
 from tiers.disk.threads import IOThreads, Parts
 
 Pool = Callable[[int], IOThreads]
@@ -479,3 +484,31 @@ async def test_what_is_to_be_done_at_the_end_is_done_after_a_call_that_was_left(
     assert not done.is_set()
     gate.opened.set()
     assert await asyncio.to_thread(done.wait, PATIENCE)
+
+
+def test_a_lane_whose_threads_cannot_be_started_is_let_go_of_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, itertools.count(1)
+
+    def third_fails(thread: threading.Thread) -> None:
+        if next(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", third_fails)
+        with pytest.raises(PathUnusableError, match=r"lane-0: no I/O thread can be started"):
+            bench_of(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
+    until(lambda: not [one for one in threading.enumerate() if "kvstore-disk" in one.name])
+    bench_of(tmp_path).tier.abandon()
+
+
+async def test_a_segment_whose_file_is_gone_can_be_removed(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path)
+    segment_of(tmp_path).unlink()
+    assert await bench.tier.remove_segment(0) is None
+    assert bench.tier.volumes[0].segments == {}
+    await bench.tier.close([])

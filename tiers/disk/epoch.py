@@ -72,7 +72,8 @@ def raise_epoch(folder: Path, epoch: int) -> int:
     standing = read_epoch(folder)
     if standing >= epoch:
         return standing
-    lock = os.open(folder / namespace.FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # On NFS a lock that excludes others needs a descriptor that may write.
+    lock = os.open(folder / namespace.FILE_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _lock(lock)
         standing = read_epoch(folder)

@@ -177,8 +177,13 @@ class IOThreads:
             )
             for index in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            # Those that have started end.
+            self._close(None)
+            raise
 
     async def run(
         self, operations: Sequence[Callable[[], _T]], *, load: bool, ahead: bool = False

@@ -103,13 +103,16 @@ class Volume:
         self.lane = Lane.acquire(folder, lane, trust)
         try:
             self.recovered = self._open(wanted, io)
+            self.threads = IOThreads(io_threads, "kvstore-disk")
         except BaseException as error:
             self.close_files()
             if isinstance(error, OSError) and not isinstance(error, KVStoreError):
                 where = error.filename or self.lane.folder
                 raise PathUnusableError(f"{where}: {error.strerror or error}") from error
+            if isinstance(error, RuntimeError):
+                told = f"{self.lane.folder}: no I/O thread can be started: {error}"
+                raise PathUnusableError(told) from error
             raise
-        self.threads = IOThreads(io_threads, "kvstore-disk")
 
     def _open(self, wanted: Geometry, io: str) -> Recovered:
         folder = self.lane.folder
@@ -296,7 +299,8 @@ class Volume:
         with self._growth:
             segment = self.segments[number]
             try:
-                segment.path.unlink()
+                # Somebody may have removed it before.
+                segment.path.unlink(missing_ok=True)
             except OSError as error:
                 return f"{segment.path} cannot be removed: {error.strerror}"
             del self.segments[number], self._reads[number], self._read_ms[number]

@@ -237,6 +237,10 @@ batch_finish(Batch *self)
         }
         /* Each wake-up costs, where the processors are taken: one, unless there is more to do. */
         long enough = self->begun < self->calls ? (long)(flying + 1) / 2 : (long)flying;
+        if (enough < 1) {
+            /* Other batches of the thread have all places: one of their calls has to end. */
+            enough = 1;
+        }
         int failed = context_reap(self->context, enough);
         if (failed) {
             return failed;

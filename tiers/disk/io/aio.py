@@ -3,12 +3,11 @@
 A batch of requests, wherever they lie, is one ``io_submit`` and a few
 ``io_getevents``, so a thread keeps as much in flight as the device likes and
 random slots cost hardly more of the processor than neighbours. Digests are made
-while the device moves the rest of the batch. Containers that refuse io_uring allow
+while the device moves the rest of the batch. Many containers that refuse io_uring allow
 these calls.
 
-Where the package was installed with a C compiler, a whole batch is one call without
-the GIL (``_aio.c``): threads that move bytes do not wait for each other, nor for
-the server's own. Elsewhere `aio_context` does the same in Python.
+A whole batch is one call without the GIL (``_aio.c``): threads that move bytes do not
+wait for each other, nor for the server's own. It needs a C compiler at installation.
 
 To end a context takes the kernel tens of milliseconds, so a process keeps a few that
 its threads have let go of, for those that come (`_aio.c`).
@@ -21,13 +20,12 @@ import logging
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 from kvstore.types import about
 from tiers.disk.digest import address
-from tiers.disk.io import aio_context
 from tiers.disk.io.base import IORequest, Later, Moved, UnderWay
 from tiers.disk.io.direct import DirectIO
 
@@ -78,25 +76,22 @@ class AioIO(DirectIO):
     """O_DIRECT with every request of a batch in flight at once.
 
     Raises:
-        OSError: at construction, when the kernel or a filter refuses the calls.
+        OSError: at construction, when the calls were not compiled, or are refused.
     """
 
     name = "aio"
 
     def __init__(self) -> None:
         self._loads, self._stores = threading.local(), threading.local()
-        self._make: Callable[[int, int], Context] = aio_context.Context
-        if compiled is not None:
-            function = address()
-            if function is None:
-                logger.info(
-                    "batches are moved in Python: the xxhash package hides its functions",
-                    extra=about("disk.aio_in_python"),
-                )
-            else:
-                context = compiled.Context
-                self._make = lambda depth, call_bytes: context(depth, call_bytes, function)
-        self._make(DEPTH, CALL_BYTES)
+        function = address()
+        if compiled is None or function is None:
+            missing = "no C compiler at installation" if compiled is None else "no C digest"
+            raise OSError(errno.ENOSYS, f"{missing}, so batches cannot be handed over")
+        self._digest = function
+        self._make(DEPTH)
+
+    def _make(self, depth: int) -> Context:
+        return compiled.Context(depth, CALL_BYTES, self._digest)
 
     def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
         context = self._context(self._loads, DEPTH)
@@ -122,7 +117,7 @@ class AioIO(DirectIO):
             context: Context | None = local.context
         except AttributeError:
             try:
-                context = self._make(depth, CALL_BYTES)
+                context = self._make(depth)
             except OSError as error:
                 # All processes together may have `fs.aio-max-nr` calls in flight.
                 logger.info(

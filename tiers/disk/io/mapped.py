@@ -43,8 +43,8 @@ class MappedIO(BufferedIO):
         self._lock = threading.Lock()
 
     def close(self, fd: int) -> None:
-        with self._lock:
-            self._maps.pop(fd, None)
+        # Without the lock: the garbage collector may close a file in a thread that holds it.
+        self._maps.pop(fd, None)
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

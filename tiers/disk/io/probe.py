@@ -13,12 +13,11 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 from kvstore.types import about
 from tiers.disk.io.aio import AioIO
-from tiers.disk.io.base import IOBackend
+from tiers.disk.io.base import IOBackend, IORequest
 from tiers.disk.io.buffered import BufferedIO
 from tiers.disk.io.direct import DirectIO
 from tiers.disk.io.mapped import MappedIO
 from tiers.disk.io.portable import PortableIO
-from tiers.disk.io.uring import UringIO
 
 __all__ = ["IO_BACKENDS", "choose_backend"]
 
@@ -27,7 +26,6 @@ logger = logging.getLogger("kvstore.disk")
 IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
     "aio": AioIO,
     "direct": DirectIO,
-    "uring": UringIO,
     "mmap": MappedIO,
     "buffered": BufferedIO,
     "portable": PortableIO,
@@ -41,8 +39,6 @@ AUTO = ("aio", "direct", "buffered", "portable")
 def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
     """The backend called `name`, or for ``auto`` the best that works in `folder`.
 
-    Kernels and containers that refuse io_uring are common: there ``uring`` means ``auto``.
-
     Raises:
         ConfigError: if `name` is unknown, or does not work in `folder`.
     """
@@ -52,27 +48,26 @@ def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
         chosen, reason = _try(IO_BACKENDS[name], folder)
         if chosen is not None:
             return chosen
-        if name == "uring":
-            logger.info(
-                "io = 'uring' does not work in %s: %s",
-                folder,
-                reason,
-                extra=about("disk.no_uring", path=folder, error=reason),
-            )
-            return choose_backend(folder)
-        if reason:
-            raise ConfigError(f"io = {name!r} does not work in {folder}: {reason}")
-    reasons = []
+        raise ConfigError(f"io = {name!r} does not work in {folder}: {reason}")
+    reasons: list[str] = []
     for candidate in AUTO:
         chosen, reason = _try(IO_BACKENDS[candidate], folder)
         if chosen is not None:
+            if reasons:
+                logger.info(
+                    "I/O by %s in %s: %s",
+                    candidate,
+                    folder,
+                    "; ".join(reasons),
+                    extra=about("disk.io_chosen", path=folder, io=candidate, errors=reasons),
+                )
             return chosen
         reasons.append(f"{candidate}: {reason}")
     raise ConfigError(f"no I/O backend works in {folder}: {'; '.join(reasons)}")
 
 
 def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] | tuple[None, str]:
-    """Write and read one page: the backend, or what went wrong."""
+    """Write and read one page as the tier does: the backend, or what went wrong."""
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     try:
@@ -82,14 +77,16 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
         try:
             with memoryview(page) as view, view[:4096] as out, view[4096:8192] as back:
                 out[:5] = b"probe"
-                try:
-                    backend.write(fd, [out], 0)
-                except OSError as error:
+                (written,) = backend.write_all([IORequest(fd, [out], 0)])
+                if isinstance(written, OSError):
                     # A full disk says nothing about the backend: what is there can be served.
-                    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    if written.errno in (errno.ENOSPC, errno.EDQUOT):
                         return backend, None
-                    raise
-                if backend.read(fd, [back], 0) != 4096 or bytes(back[:5]) != b"probe":
+                    raise written
+                (read,) = backend.read_all([IORequest(fd, [back], 0)])
+                if isinstance(read, OSError):
+                    raise read
+                if read.length != 4096 or bytes(back[:5]) != b"probe":
                     return None, "reads back something else than was written"
         finally:
             backend.close(fd)
