@@ -12,13 +12,15 @@ import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from kvstore.choice import Choice, check_filters, check_policy
 from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
 from kvstore.sizes import parse_size
+from policies.parameters import shown
 
 __all__ = ["Config", "DiskConfig", "TierConfig", "check_size"]
 
@@ -34,9 +36,6 @@ MAX_THRESHOLD = 1000
 
 MIN_RECORDING = 2**20
 """Fewest bytes that a recording may be held to."""
-
-MAX_SHOWN = 200
-"""Most characters of a refused value that its message repeats."""
 
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
@@ -86,6 +85,8 @@ class DiskConfig:
     flow: Flow = Flow.WRITE_THROUGH
     strict_modes: bool = True
 
+    is_store: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _check(self, _DISK)
 
@@ -134,12 +135,19 @@ class TierConfig:
         try:
             check_tier(self.type, self.parameters)
         except ValueError as error:
-            raise ConfigError(f"type = {_shown(self.type)}: {error}") from error
+            raise ConfigError(f"type = {shown(self.type)}: {error}") from error
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """No folder of this machine, as far as is known."""
         return ()
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it is a remote engine that others use, too."""
+        from kvstore.tiering import is_store
+
+        return is_store(self.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +163,7 @@ class Config:
             one name, as a table of `name` and parameters, or as a list of these.
         store_threshold: how often a chunk must have been asked for before it is
             stored: n above 1 is short for the filter `reuse` with threshold n.
-        tiers: slower tiers, fastest first.
+        tiers: slower tiers, fastest first, stores last.
         chunk_bytes: size of every chunk. vLLM knows it; others give it.
         identity: what must be equal for bytes to be exchanged between
             processes and runs: model, dtype, layout. vLLM knows it; others give it.
@@ -257,13 +265,13 @@ def _build(
     beside: Collection[str] = (),
 ) -> _T:
     if not isinstance(values, Mapping):
-        told = f"{where or 'configuration'} = {_shown(values)}"
+        told = f"{where or 'configuration'} = {shown(values)}"
         raise ConfigError(f"{told}: must be a table of keys")
     prefix = f"{where}." if where else ""
     unknown = [key for key in values if key not in checks]
     if unknown:
         raise ConfigError(
-            f"unknown key {prefix}{unknown[0]} = {_shown(values[unknown[0]])}; "
+            f"unknown key {prefix}{unknown[0]} = {shown(values[unknown[0]])}; "
             f"allowed are: {', '.join([*checks, *beside])}"
         )
     missing = [key for key in _REQUIRED[cls] if key not in values]
@@ -275,15 +283,6 @@ def _build(
         raise ConfigError(f"{prefix}{error}") from error
 
 
-def _shown(value: object) -> str:
-    try:
-        shown = repr(value)
-    except Exception:
-        # A number of five thousand digits, for one.
-        shown = f"<{type(value).__name__}>"
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-
-
 def _check(config: object, checks: Mapping[str, _Check]) -> None:
     """Check each value of a new configuration, and put what the check returns in its place."""
     for key, check in checks.items():
@@ -293,7 +292,7 @@ def _check(config: object, checks: Mapping[str, _Check]) -> None:
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(f"{key} = {_shown(value)}: {error}") from error
+            raise ConfigError(f"{key} = {shown(value)}: {error}") from error
 
 
 def _size(least: int) -> _Check:
@@ -317,7 +316,7 @@ def check_size(name: str, value: object, least: int = 0) -> int:
     try:
         return int(_size(least)(value))
     except ValueError as error:
-        raise ConfigError(f"{name} = {_shown(value)}: {error}") from error
+        raise ConfigError(f"{name} = {shown(value)}: {error}") from error
 
 
 def _whole(least: int, most: int) -> _Check:
@@ -444,7 +443,7 @@ def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
             tiers.append(tier)
             continue
         if not isinstance(tier, Mapping):
-            raise ConfigError(f"{where} = {_shown(tier)}: must be a table of keys")
+            raise ConfigError(f"{where} = {shown(tier)}: must be a table of keys")
         rest = {key: item for key, item in tier.items() if key != "type"}
         if tier.get("type") == "disk":
             tiers.append(_build(DiskConfig, _DISK, rest, where))
@@ -457,6 +456,12 @@ def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
         for path in taken.intersection(tier.paths):
             told = f"tiers[{index}].path = {str(path)!r}"
             raise ConfigError(f"{told}: each tier needs a folder of its own")
+    for index, (tier, behind) in enumerate(pairwise(tiers)):
+        if tier.is_store and not behind.is_store:
+            raise ConfigError(
+                f"tiers[{index}] is a store and stands before tiers[{index + 1}], which is none: "
+                "the order is disks first, stores last"
+            )
     return tuple(tiers)
 
 

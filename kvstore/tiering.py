@@ -15,7 +15,15 @@ from kvstore.types import TierPlace
 from policies.registry import Registry
 from tiers.base import Tier
 
-__all__ = ["TierPlace", "check_tier", "create_tier", "register_tier", "tail_bytes_of", "tier_names"]
+__all__ = [
+    "TierPlace",
+    "check_tier",
+    "create_tier",
+    "is_store",
+    "register_tier",
+    "tail_bytes_of",
+    "tier_names",
+]
 
 _T = TypeVar("_T", bound=type[Tier])
 
@@ -50,6 +58,15 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
         raise ValueError(f"must be one of: {', '.join(tier_names())}")
     _kinds.checked(name, dict(parameters))
     return name
+
+
+def is_store(name: str) -> bool:
+    """`Tier.is_store` of this kind.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    return name != "disk" and _kinds.find(name).is_store
 
 
 def tail_bytes_of(name: str) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-__all__ = ["Parameter", "check_parameters", "parameters_of"]
+__all__ = ["Parameter", "check_parameters", "parameters_of", "shown"]
+
+MAX_SHOWN = 200
+"""Most characters of a refused value that its message repeats."""
+
+_ADDRESS = re.compile(r"@|:/|//")
 
 _SHOWN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -55,6 +61,19 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
     return found
 
 
+def shown(value: object) -> str:
+    """`value` as messages repeat it: not all of a long one, and of an address, even a mistyped
+    one, nothing that may be a password."""
+    try:
+        text = repr(value)
+    except Exception:
+        # A number of five thousand digits, for one.
+        return f"<{type(value).__name__}>"
+    if _ADDRESS.search(text):
+        return f"<{type(value).__name__} that may hold a password>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def check_parameters(what: str, cls: type, values: Mapping[str, object]) -> None:
     """Refuse names that `cls` does not take and values of another type.
 
@@ -72,4 +91,4 @@ def check_parameters(what: str, cls: type, values: Mapping[str, object]) -> None
             those = ", ".join(str(each) for each in allowed.values()) or "none"
             raise ValueError(f"{what} has no parameter {name!r}; it takes: {those}")
         if not parameter.accepts(value):
-            raise ValueError(f"{what}: {name} = {value!r} must be {_SHOWN[parameter.type]}")
+            raise ValueError(f"{what}: {name} = {shown(value)} must be {_SHOWN[parameter.type]}")

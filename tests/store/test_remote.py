@@ -77,6 +77,22 @@ async def test_a_store_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path,
             pass
 
 
+async def test_a_store_that_stands_before_a_disk_is_refused_with_the_order(tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": 2**30}
+    store = {"type": "redis"}
+    for tiers, said in (
+        ([store, disk], "tiers[0] is a store and stands before tiers[1], which is none"),
+        ([disk, store, {**disk, "path": str(tmp_path / "2")}], "tiers[1] is a store"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Config.from_mapping({"cpu_bytes_to_use": 2**20, "tiers": tiers})
+        assert said in str(refused.value)
+        assert "disks first, stores last" in str(refused.value)
+    both = {"cpu_bytes_to_use": 2**20, "tiers": [disk, store, store]}
+    assert len(Config.from_mapping(both).tiers) == 3
+
+
 async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_rest_in_the_store(
     tmp_path: Path, server: RedisServer
 ) -> None:

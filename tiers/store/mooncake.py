@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -115,9 +116,8 @@ class MooncakeTier(StoreTier):
                 "needs the package mooncake: pip install mooncake-transfer-engine on hosts with "
                 "CUDA, mooncake-transfer-engine-non-cuda elsewhere"
             )
-        name, colon, port = master.rpartition(":")
-        if not (colon and name and port.isdigit()):
-            raise ValueError(f"master = {master!r}: must be a host and a port, as cache:50051")
+        if not re.fullmatch(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}", master):
+            raise ValueError("master: must be a host and a port, as cache:50051")
         if protocol not in ("tcp", "rdma"):
             raise ValueError(f"protocol = {protocol!r}: must be tcp or rdma")
         if contribute_bytes < 0:

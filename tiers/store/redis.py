@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from kvstore.types import TierPlace
 from tiers.store.client import StoreClient, StoreError, Unread
@@ -24,6 +25,14 @@ __all__ = ["PASSWORD", "USERNAME", "RedisTier"]
 
 USERNAME, PASSWORD = "KVSTORE_REDIS_USERNAME", "KVSTORE_REDIS_PASSWORD"
 """Environment variables with what the server wants to know."""
+
+_URL = re.compile(
+    r"rediss?://([\w.-]*|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/\d*)?(\?db=\d+)?"
+    r"|unix:///[^?#@]*(\?db=\d+)?"
+)
+
+VERIFIED = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+"""Of a server with TLS: not every release of the client checks its name by itself."""
 
 MOST_CONNECTIONS = 8
 
@@ -62,16 +71,12 @@ class RedisTier(StoreTier):
             raise ValueError(
                 f"expire_s = {expire_s}: must be 0, or from {SHORTEST_EXPIRY} to {LONGEST_EXPIRY:g}"
             )
-        parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if parts.username or parts.password or options.keys() & {"username", "password"}:
-            raise ValueError(f"url: name and password belong into {USERNAME} and {PASSWORD}")
-        if options.keys() - {"db"}:
+        # What has another form is not shown: it may hold a password.
+        if not _URL.fullmatch(url):
             raise ValueError(
-                f"url: {', '.join(sorted(options))}: only db may be given behind the ?"
+                "url: must be redis://host:port/db, rediss://host:port/db or unix:///path?db=0; "
+                f"name and password belong into {USERNAME} and {PASSWORD}"
             )
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError(f"url = {url!r}: must begin with redis://, rediss:// or unix://")
         self._url = url
         self._expire_ms = round(expire_s * 1000)
         super().__init__(place, timeout_s=timeout_s)
@@ -91,6 +96,7 @@ class RedisTier(StoreTier):
             max_connections=MOST_CONNECTIONS,
             socket_connect_timeout=self._timeout,
             timeout=self._timeout,
+            **(VERIFIED if self._url.startswith("rediss:") else {}),
         )
         return _Client(client.Redis.from_pool(pool), self._expire_ms)
 

@@ -159,13 +159,13 @@ class TestDirectory(StoreContract):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"url": "http://host"}, "must begin with s3"),
-        ({"url": "s3://"}, "names no bucket"),
+        ({"url": "http://host"}, "must be s3://bucket/prefix"),
+        ({"url": "s3://"}, "must be s3://bucket/prefix"),
         ({"url": "s3://key:secret@bucket"}, "belong into the environment"),
         ({"url": "s3://bucket?secret=1"}, "belong into the environment"),
         ({"url": "s3://bucket", "endpoint": "http://key:secret@host"}, "into the environment"),
-        ({"url": "file:///"}, "must name a directory"),
-        ({"url": "file://host/path"}, "must name a directory"),
+        ({"url": "file:///"}, "file:///directory"),
+        ({"url": "file://host/path"}, "file:///directory"),
         ({"url": "file:///tmp/x", "endpoint": "http://host"}, "endpoint"),
         ({"url": "gs://bucket", "region": "eu"}, "region"),
         ({"url": "s3://bucket", "timeout_s": 0.0}, "timeout_s"),
@@ -174,7 +174,7 @@ class TestDirectory(StoreContract):
 def test_what_cannot_be_used_is_refused_at_once(parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         ObjectTier(PLACE, **parameters)
-    assert "secret" not in str(raised.value).replace("KVSTORE", "") or "begin" in said
+    assert "secret" not in str(raised.value)
 
 
 def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:

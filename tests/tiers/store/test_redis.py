@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -72,12 +74,13 @@ PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"url": "http://host"}, "must begin with redis://"),
+        ({"url": "http://host"}, "must be redis://"),
         ({"url": "redis://user:secret@host"}, "belong into KVSTORE_REDIS_USERNAME"),
         ({"url": "redis://host/0?password=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
         ({"url": "unix:///run/sock?db=0&username=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
-        ({"url": "redis://host/0?decode_responses=true"}, "decode_responses: only db may be given"),
-        ({"url": "redis://host:port"}, "port"),
+        ({"url": "redis://host/0?decode_responses=true"}, "must be redis://host:port/db"),
+        ({"url": "redis://host:port"}, "must be redis://host:port/db"),
+        ({"url": "redis://host:99999"}, "Port out of range"),
         ({"timeout_s": 0.0}, "timeout_s"),
         ({"timeout_s": float("inf")}, "timeout_s = inf"),
         ({"timeout_s": float("nan")}, "timeout_s = nan"),
@@ -163,6 +166,62 @@ async def test_values_expire_if_that_is_wanted(server: RedisServer) -> None:
     with redis.Redis(port=server.port) as client:
         (name,) = client.scan_iter(match=f"*{key_of(1).hex()}")
         assert 90_000 < client.pttl(name) <= 100_000
+    await bench.close()
+
+
+class TlsServer(RedisServer):
+    """A server that speaks TLS alone, with the certificate in its folder."""
+
+    def command(self) -> Sequence[str]:
+        folder = str(self._folder)
+        return [
+            *super().command(),
+            *("--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"),
+            *("--tls-cert-file", f"{folder}/server.crt", "--tls-key-file", f"{folder}/server.key"),
+        ]
+
+
+@pytest.fixture
+def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Starts a server with a certificate for a name, which this process trusts; tells its URL."""
+    if not (shutil.which("openssl") and shutil.which("redis-server")):
+        pytest.skip("openssl or redis-server is not installed")
+
+    def openssl(*words: str) -> None:
+        done = subprocess.run(["openssl", *words], cwd=tmp_path, capture_output=True, check=False)
+        assert not done.returncode, done.stderr
+
+    key = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=kvstore")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+
+    def start(name: str) -> str:
+        openssl("req", *key[:3], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=x")
+        (tmp_path / "names").write_text(f"subjectAltName={name}")
+        signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+        openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.crt", "-days", "2")
+        servers.append(TlsServer(tmp_path))
+        return f"rediss://127.0.0.1:{servers[-1].port}/0"
+
+    servers: list[TlsServer] = []
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.asyncio
+async def test_a_server_whose_certificate_is_for_another_name_is_not_used(
+    certified: Callable[[str], str],
+) -> None:
+    bench = await bench_of(RedisTier(PLACE, url=certified("DNS:other.example")))
+    told = await bench.tier.holds([key_of(1)])
+    assert list(told.unread) == [0]
+    assert "certificate is not valid for" in (told.error or "")
+    assert (await bench.store([key_of(1)], [0])).ok == [False]
+    await bench.close()
+    bench = await bench_of(RedisTier(PLACE, url=certified("IP:127.0.0.1"), timeout_s=PATIENCE))
+    assert (await bench.store([key_of(1)], [0])).ok == [True]
+    assert await bench.fetch([key_of(1)], [0]) == [True]
     await bench.close()
 
 

@@ -1,0 +1,87 @@
+"""What may be a password in an address, mistyped or not, stands in no message and no log line."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.config import Config
+from kvstore.tiering import create_tier
+from kvstore.types import TierPlace
+
+pytest.importorskip("redis")
+pytest.importorskip("obstore")
+
+SECRET = "S3cr+tPart"
+
+PLACE = TierPlace("place", {}, 8000)
+
+BEFORE_SECRET = st.sampled_from(
+    ["user:", ":", "", "us/er:", "user:x/", "user;", "user:%40", "user?", "user:#", "[", "user:[::"]
+)
+BEHIND_SECRET = st.sampled_from(
+    ["@host:6379/0", "/@host/0", "&host", "@", "#@host", "?x=1@host", " @host", "'\"@host", ":6379"]
+)
+SCHEME = st.sampled_from(
+    ["redis", "rediss", "unix", "s3", "gs", "az", "http", "https", "reddis", "redis+tls", "", "S3"]
+)
+SEPARATOR = st.sampled_from(["://", ":/", ":///", "//", ":", "://bucket/", "://host/0?password="])
+ADDRESS = st.builds(
+    lambda *parts: "".join((*parts[:3], SECRET, parts[3])),
+    SCHEME,
+    SEPARATOR,
+    BEFORE_SECRET,
+    BEHIND_SECRET,
+).filter(lambda address: "@" in address or "password=" in address)
+
+
+def tables(address: str) -> list[Any]:
+    """Entries of `tiers` where somebody might write it."""
+    return [
+        {"type": "redis", "url": address},
+        {"type": "redis", "url": [address]},
+        {"type": "redis", "ulr": address},
+        {"type": "object", "url": address},
+        {"type": "object", "url": "s3://bucket", "endpoint": address},
+        {"type": "disk", "url": address},
+        {"type": address},
+        address,
+        [address],
+    ]
+
+
+def told(tier: Any) -> str:
+    """All that is said of it: why it is refused, or how the log calls it."""
+    try:
+        config = Config.from_mapping({"cpu_bytes_to_use": 2**20, "tiers": [tier]})
+        (checked,) = config.tiers
+        made = create_tier(checked.type, PLACE, checked.parameters)  # type: ignore[union-attr]
+    except ValueError as error:
+        return "".join(traceback.format_exception(error, limit=0))
+    return made.description + made.address  # type: ignore[attr-defined]
+
+
+@settings(max_examples=400, deadline=None)
+@given(ADDRESS)
+def test_no_message_and_no_description_shows_the_password_of_an_address(address: str) -> None:
+    for tier in tables(address):
+        said = told(tier)
+        assert SECRET not in said, (tier, said)
+        assert SECRET[:6] not in said, (tier, said)
+
+
+@pytest.mark.parametrize(
+    ("tier", "shown"),
+    [
+        ({"type": "redis", "url": "redis://cache.internal:6379/0"}, "redis://cache.internal:6379"),
+        ({"type": "redis", "url": "rediss://[::1]:6379"}, "rediss://[::1]:6379"),
+        ({"type": "redis", "url": "unix:///run/redis.sock?db=1"}, "unix:///run/redis.sock"),
+        ({"type": "object", "url": "s3://bucket/a/b"}, "s3://bucket/a/b"),
+    ],
+)
+def test_an_address_without_a_secret_is_shown(tier: Any, shown: str) -> None:
+    assert shown in told(tier)
