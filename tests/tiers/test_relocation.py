@@ -61,6 +61,15 @@ async def test_what_a_record_says_travels_with_its_chunk(
     assert await bench.fetch(KEYS, range(SLOTS)) == [True] * SLOTS, "the old copies stay"
 
 
+async def test_a_segment_whose_file_is_gone_already_is_removed_all_the_same(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    segment_of(folder).unlink()
+    assert await bench.tier.remove_segment(0) is None
+    assert bench.tier.volumes[0].segments == {}
+
+
 async def test_a_chunk_that_has_rotted_is_lost_alone_and_its_record_is_erased(
     folder: Path, open_bench: OpenBench
 ) -> None:

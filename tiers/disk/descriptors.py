@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
 
 from kvstore.types import about
 
-__all__ = ["SPARE_DESCRIPTORS", "allow_descriptors"]
+__all__ = ["NO_DESCRIPTORS", "SPARE_DESCRIPTORS", "allow_descriptors", "descriptors_left"]
 
 SPARE_DESCRIPTORS = 128
 """For everything else that the process opens."""
 
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""What the system says when no more files may be open; it tells nothing of the file."""
+
 logger = logging.getLogger("kvstore.disk")
+
+
+def descriptors_left() -> int:
+    """How many more files this process may open.
+
+    Raises:
+        OSError: if there is none left to find out.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if soft == resource.RLIM_INFINITY else soft - len(os.listdir("/proc/self/fd"))
 
 
 def allow_descriptors(more: int, what: str) -> None:

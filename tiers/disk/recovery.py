@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.errors import ForeignFileError
+from tiers.disk.descriptors import NO_DESCRIPTORS
 from tiers.disk.fault import Fault
 from tiers.disk.format import ALIGN, Geometry, LiveRecords
 from tiers.disk.io import IOBackend
@@ -101,18 +103,25 @@ def recover(
     found: dict[int, _Found] = {}
     foreign = [Fault(str(path), None, "no file of a lane") for path in _other_files(folder)]
     unusable: list[Fault] = []
+    by_warmth: list[tuple[int, int]] = []
     for number, path in segment_files(folder):
         try:
             segment = Segment.open(path, namespace, geometry, backend, trust)
             found[number] = _Found.of(segment, epoch)
         except (ForeignFileError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+                for one in found.values():
+                    one.segment.close()
+                raise
             unusable.append(Fault.of(path, error))
-    while found and len(found) * geometry.file_bytes > capacity_bytes:
-        coldest = min(found, key=lambda number: found[number].warmth)
-        segment = found.pop(coldest).segment
-        segment.close()
-        segment.path.unlink()
-        removed.append(segment.path.name)
+            continue
+        heappush(by_warmth, (found[number].warmth, number))
+        # One by one, so that no more of them are ever open than may stay.
+        if len(found) * geometry.file_bytes > capacity_bytes:
+            segment = found.pop(heappop(by_warmth)[1]).segment
+            segment.close()
+            segment.path.unlink()
+            removed.append(segment.path.name)
     faults: list[Fault] = []
     room = capacity_bytes - _bytes_of(foreign + unusable)
     room -= sum(one.held_bytes for one in found.values())

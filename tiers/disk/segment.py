@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
+from tiers.disk.descriptors import NO_DESCRIPTORS
 from tiers.disk.format import ALIGN, Geometry, Header, encode_header, parse_header, segment_seed
 from tiers.disk.index import IndexFile
 from tiers.disk.io import IOBackend
@@ -213,6 +214,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         ForeignFileError: if it is not a segment, or cannot be read.
+        OSError: if no more files may be open.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -221,6 +223,8 @@ def read_header(path: Path) -> Header:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno in NO_DESCRIPTORS:
+            raise
         raise ForeignFileError(f"{path}: cannot be read ({error.strerror})") from error
     return parse_header(page, str(path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -17,7 +18,12 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from kvstore.types import about
-from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
+from tiers.disk.descriptors import (
+    NO_DESCRIPTORS,
+    SPARE_DESCRIPTORS,
+    allow_descriptors,
+    descriptors_left,
+)
 from tiers.disk.epoch import raise_epoch, read_epoch
 from tiers.disk.extents import Extent, Outcome, Reading, Writing, cut_batches, cut_extents, gravest
 from tiers.disk.format import Geometry, Records
@@ -108,7 +114,11 @@ class Volume:
             self.close_files()
             if isinstance(error, OSError) and not isinstance(error, KVStoreError):
                 where = error.filename or self.lane.folder
-                raise PathUnusableError(f"{where}: {error.strerror or error}") from error
+                told = f"{where}: {error.strerror or error}"
+                if error.errno in NO_DESCRIPTORS:
+                    told += f": {len(segment_files(self.lane.folder))} segments need two each; "
+                    told += "raise the limit (ulimit -n)"
+                raise PathUnusableError(told) from error
             if isinstance(error, RuntimeError):
                 told = f"{self.lane.folder}: no I/O thread can be started: {error}"
                 raise PathUnusableError(told) from error
@@ -126,7 +136,9 @@ class Volume:
                 f"capacity_bytes = {capacity}: smaller than one segment of "
                 f"{geometry.file_bytes} bytes; {way_out}"
             )
-        most = len(segment_files(folder)) if capacity is None else capacity // geometry.file_bytes
+        # While surplus segments are removed, one more than may stay is open.
+        held, room = len(segment_files(folder)), (capacity or 0) // geometry.file_bytes
+        most = held if capacity is None else max(room, min(held, room + 1))
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
         recovered = recover(
@@ -280,6 +292,9 @@ class Volume:
             if len(self.segments) >= self.max_segments:
                 return "the capacity is used up"
             try:
+                if descriptors_left() < SPARE_DESCRIPTORS // 4:
+                    # The next process is to open all of them, and may need more for itself.
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 number = self._new_segment()
             except OSError as error:
                 return f"cannot allocate a segment: {error.strerror}"
