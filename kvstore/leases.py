@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
-from typing import overload
+from typing import Any, overload
 
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.home import Home
@@ -41,14 +42,17 @@ class Chunks(Sequence[memoryview]):
     ) -> None:
         self.keys = keys
         self.sources = sources
-        # Every chunk gets an exporter of its own, which lives as long as anything that
-        # looks at the chunk: that is how a view that outlives the lease is noticed. It
-        # keeps the region's memory in place, however late it is looked at.
+        # Every chunk gets an exporter of its own, which lives as long as any buffer of the
+        # chunk: a slice of its view, an array. Torch releases the buffer and keeps the view
+        # object, so that is watched too: every access hands out the same one.
         exporters = [(ctypes.c_ubyte * size).from_buffer(row) for row in rows]
-        self._exporters = [weakref.ref(exporter) for exporter in exporters]
+        self._rows = rows
+        self._exporters: list[weakref.ref[Any]] = [weakref.ref(each) for each in exporters]
         self._views: list[memoryview] | None = [
             memoryview(exporter).cast("B").toreadonly() for exporter in exporters
         ]
+        self._objects: list[weakref.ref[Any]] = []
+        """The views, once the lease has ended."""
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -63,7 +67,8 @@ class Chunks(Sequence[memoryview]):
         return len(self.keys)
 
     def __iter__(self) -> Iterator[memoryview]:
-        return iter(self[:])
+        for index in range(len(self)):
+            yield self[index]
 
     def copy(self) -> list[bytes]:
         """The bytes of all chunks, for whoever needs them after the lease.
@@ -74,22 +79,39 @@ class Chunks(Sequence[memoryview]):
         return [bytes(view) for view in self[:]]
 
     def _end(self) -> bool:
-        """End the lease; False if somebody still holds on to the memory."""
+        """End the lease; False if a buffer of a chunk is still in use."""
+        self._objects = self._let_go_of_views()
+        for reference, row in zip(self._objects, self._rows, strict=True):
+            view = reference()
+            if view is not None:
+                # The row keeps the region's memory in place, however late it is looked at.
+                weakref.finalize(view, _do_nothing, row).atexit = False
+        self._rows = []
+        return not any(exporter() is not None for exporter in self._exporters)
+
+    def _let_go_of_views(self) -> list[weakref.ref[Any]]:
+        """The views, of which only those are left that somebody else has."""
         views, self._views = self._views or [], None
         for view in views:
             with contextlib.suppress(BufferError):
                 view.release()
-        return not any(exporter() is not None for exporter in self._exporters)
+        return [weakref.ref(view) for view in views]
 
     def looked_at(self) -> Iterator[tuple[bytes, object]]:
-        """Keys of chunks whose memory somebody holds on to, each with what dies when nobody does.
+        """Keys of chunks whose memory somebody may look at, each with what dies when nobody does.
 
-        For one who has ended the lease.
+        That is the exporter where a buffer is in use, and the view where its object lives on: in
+        a variable or in a tensor. For one who has ended the lease.
         """
-        for key, reference in zip(self.keys, self._exporters, strict=True):
-            exporter = reference()
-            if exporter is not None:
-                yield key, exporter
+        references = chain(self._exporters, self._objects)
+        for key, reference in zip(chain(self.keys, self.keys), references, strict=True):
+            looked_at = reference()
+            if looked_at is not None:
+                yield key, looked_at
+
+
+def _do_nothing(row: memoryview) -> None:
+    """What is to be kept until then need only be an argument."""
 
 
 class Lease:

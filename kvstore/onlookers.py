@@ -1,7 +1,8 @@
 """Chunks whose lease has ended while somebody still looks at their memory.
 
-A cancelled task cannot stop a thread that copies a chunk for it. The rows of such chunks
-stay pinned, so that whoever looks goes on seeing the same bytes, until the last view dies.
+A cancelled task cannot stop a thread that copies a chunk for it, and a tensor holds nothing but
+the view object that it was made from. The rows of such chunks stay pinned, so that whoever looks
+goes on seeing the same bytes, until the last buffer and the last view object are gone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 from kvstore.home import Home
@@ -20,12 +21,16 @@ __all__ = ["Onlookers"]
 
 logger = logging.getLogger("kvstore")
 
+LINGER_SECONDS = 1.0
+"""How long after its lease a view object without a known user may live before it is counted."""
+
 
 class Onlookers:
     """See the module's text. Belongs to the store's loop.
 
     Attributes:
-        outlived: chunks that were ever looked at when their lease had ended.
+        outlived: chunks that were ever looked at when their lease had ended; those of which only
+            the view object lives on count after `LINGER_SECONDS`.
     """
 
     def __init__(self, home: Home) -> None:
@@ -52,21 +57,34 @@ class Onlookers:
                 at the chunk any more. Not at all if the loop has ended by then.
         """
         views: Counter[bytes] = Counter()
-        for key, exporter in chunks.looked_at():
+        used: set[bytes] = set()
+        for key, looked_at in chunks.looked_at():
             views[key] += 1
+            # A view whose buffer nobody has may only be the variable of a loop.
+            if not isinstance(looked_at, memoryview):
+                used.add(key)
             # Views die in any thread, wherever the last reference to them is dropped.
             gone = partial(self._home.send, partial(self._gone, key, era, views, unpin))
-            weakref.finalize(exporter, gone).atexit = False
+            weakref.finalize(looked_at, gone).atexit = False
         if views:
-            if not self.outlived:
-                logger.warning(
-                    "an array made from a leased chunk has outlived its lease: its row stays "
-                    "pinned until nobody looks at it (told once; stats: outlived, watched_rows)",
-                    extra=about("lease.outlived"),
-                )
-            self.outlived += len(views)
             self._pins.update((era, key) for key in views)
+            self._count(len(used))
+        if len(views) > len(used):
+            unsure = set(views) - used
+            self._home.loop.call_later(LINGER_SECONDS, self._still_there, views, unsure)
         return set(views)
+
+    def _still_there(self, views: Counter[bytes], keys: Set[bytes]) -> None:
+        self._count(sum(views[key] > 0 for key in keys))
+
+    def _count(self, outlived: int) -> None:
+        if outlived and not self.outlived:
+            logger.warning(
+                "an array, a tensor or a view of a leased chunk has outlived its lease: its row "
+                "stays pinned until it is gone (told once; stats: outlived, watched_rows)",
+                extra=about("lease.outlived"),
+            )
+        self.outlived += outlived
 
     def _gone(
         self, key: bytes, era: int, views: Counter[bytes], unpin: Callable[[bytes], None]

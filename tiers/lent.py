@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 
 import numpy as np
@@ -67,7 +66,5 @@ class LentRegion(PinnedRegion):
 
     def close(self) -> None:
         """Let go of the memory. Views that are still held keep it alive until they go."""
-        if self._view is not None:
-            with contextlib.suppress(BufferError):
-                self._view.release()
-            self._view = None
+        # Not released: a tensor made from the view holds the object, and no buffer.
+        self._view = None

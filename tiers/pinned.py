@@ -242,9 +242,7 @@ class PinnedRegion:
             self._registration = None
         if self._rendezvous is not None:
             self._rendezvous.close()
-        if self._view is not None:
-            with contextlib.suppress(BufferError):
-                self._view.release()
+        # Not released: a tensor made from the view holds the object, and no buffer.
         self._bytes = self._view = None
         with contextlib.suppress(BufferError):
             memory.close()

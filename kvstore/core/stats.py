@@ -149,7 +149,8 @@ class CoreStats:
             hints_refused: chunks that they could not hold, beyond what may be.
         events_lost: changes that were dropped because nobody took the events.
         outlived: chunks that were looked at when their lease had ended, as the library's faces
-            count them. watched_rows: rows that are pinned for that reason now.
+            count them. watched_rows: rows that are pinned for that reason now, those included of
+            which only the view object lives on.
     """
 
     rows: int = _now()

@@ -1,0 +1,278 @@
+"""Tensors made from leased chunks: they hold the view object and release its buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import onlookers
+from kvstore.errors import LeaseEndedError
+from kvstore.store import Store
+from tests.patience import PATIENCE, until, until_async
+from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
+from tiers.pinned import PinnedRegion
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given .* is not writable")
+
+A, B = keys_of("a", 4), keys_of("b", 4)
+
+
+def frombuffer(chunk: memoryview) -> Any:
+    return torch.frombuffer(chunk, dtype=torch.uint8)
+
+
+WAYS: dict[str, Callable[[memoryview], Any]] = {
+    "frombuffer": frombuffer,
+    "asarray": lambda chunk: torch.asarray(chunk, dtype=torch.uint8),
+    "a part of a tensor": lambda chunk: frombuffer(chunk)[10:20],
+    "of a slice": lambda chunk: frombuffer(chunk[10:20]),
+    "of a view of the view": lambda chunk: frombuffer(memoryview(chunk)),
+    "of a cast": lambda chunk: torch.frombuffer(chunk.cast("I"), dtype=torch.int32),
+    "of an array": lambda chunk: torch.from_numpy(np.frombuffer(chunk, np.uint8)),
+    "of an array's part": lambda chunk: torch.as_tensor(np.asarray(chunk)[5:]),
+    "frombuffer, another type": lambda chunk: torch.frombuffer(chunk, dtype=torch.bfloat16),
+    "of a view that is released": lambda chunk: _released(chunk),
+}
+
+
+def _released(chunk: memoryview) -> Any:
+    with chunk:
+        return frombuffer(chunk)
+
+
+def bytes_of(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_tensor_that_outlives_its_lease_keeps_its_bytes(open_store: Open, way: str) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        try:
+            async with store.get(A) as chunks:
+                tensor = WAYS[way](chunks[1])
+                expected = bytes_of(tensor)
+        except LeaseEndedError:
+            # Of a derived view or an array it is known that it is used.
+            pass
+        assert busy(store) == store.stats().watched_rows == 1
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
+        assert bytes_of(tensor) == expected
+        del tensor
+        await until_async(lambda: busy(store) == 0)
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 4
+
+
+async def test_a_view_in_a_variable_is_dead_and_keeps_its_row(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        async with store.get(A) as chunks:
+            for view in chunks:
+                bytes(view)
+        with pytest.raises(ValueError, match="released"):
+            bytes(view)
+        # It cannot be told from a tensor's.
+        assert store.stats().watched_rows == 1
+        del view
+        await until_async(lambda: busy(store) == 0)
+
+
+async def test_one_view_is_handed_out_for_a_chunk(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        async with store.get(A) as chunks:
+            for same in (list(chunks), chunks[:], [chunks[n] for n in range(4)]):
+                assert [a is b for a, b in zip(chunks, same, strict=True)] == [True] * 4
+            del same
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert busy(store) == 0
+
+
+async def test_only_what_stays_is_counted_and_told_once(
+    open_store: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onlookers, "LINGER_SECONDS", 0.05)
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+
+        async def loop() -> None:
+            async with store.get(A) as chunks:
+                for _view in chunks:
+                    pass
+
+        held = []
+        with caplog.at_level(logging.WARNING, "kvstore"):
+            await loop()
+            await asyncio.sleep(0.2)
+            assert (store.stats().outlived, caplog.records) == (0, [])
+            for key in A[:2]:
+                async with store.get([key]) as chunks:
+                    held.append(frombuffer(chunks[0]))
+            await until_async(lambda: store.stats().outlived == 2)
+        (record,) = caplog.records
+        assert record.__dict__["kvstore.event"] == "lease.outlived"
+        held.clear()
+
+
+async def test_the_tensor_of_a_cancelled_task_is_copied_right(open_store: Open) -> None:
+    began, go_on, copied = threading.Event(), threading.Event(), list[bytes]()
+
+    def copy(tensor: Any) -> None:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        copied.append(bytes_of(tensor))
+
+    async def use(store: Store) -> None:
+        async with store.get(A) as chunks:
+            await asyncio.to_thread(copy, frombuffer(chunks[1]))
+
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        task = asyncio.create_task(use(store))
+        await until_async(began.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
+        go_on.set()
+        await until_async(lambda: bool(copied))
+        assert copied == [payload(A[1])]
+        await until_async(lambda: busy(store) == 0)
+
+
+async def test_a_tensor_of_a_window_keeps_its_bytes(open_store: Open) -> None:
+    async with open_store(rows=4, disk=64) as store:
+        keys = keys_of("long", 12)
+        assert await store.put(keys, payloads(keys), timeout=PATIENCE) == 12
+        tensors = []
+        async with store.windows(keys, 1) as windows:
+            async for chunks in windows:
+                if len(tensors) < 2:
+                    tensors.append(frombuffer(chunks[0]))
+        assert [bytes_of(tensor) for tensor in tensors] == payloads(keys[:2])
+        tensors.clear()
+        await until_async(lambda: busy(store) == 0)
+
+
+async def test_a_reset_does_not_wait_for_a_tensor(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        async with store.get(A) as chunks:
+            tensor = frombuffer(chunks[0])
+        await store.reset(timeout=PATIENCE)
+        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
+        assert bytes_of(tensor) == payload(A[0])
+
+
+def test_a_tensor_of_a_synchronous_store_keeps_its_bytes(tmp_path: Any) -> None:
+    with kvstore.open_sync(small(tmp_path, rows=4)) as store:
+        store.put(A, payloads(A))
+        with store.get(A) as chunks:
+            tensor = frombuffer(chunks[1])
+        assert store.put(B, payloads(B), timeout=PATIENCE) == 3
+        assert bytes_of(tensor) == payload(A[1])
+        del tensor
+        until(lambda: store.stats().busy_rows == 0)
+
+
+ENDS = {
+    "the lease, then the store": """
+        async with kvstore.open(config) as store:
+            await store.put(keys, payloads)
+            async with store.get(keys) as chunks:
+                tensor = torch.frombuffer(chunks[1], dtype=torch.uint8)
+    """,
+    "the store, then the lease": """
+        store = await kvstore.store.start(config)
+        await store.put(keys, payloads)
+        lease = store.get(keys)
+        chunks = await lease.__aenter__()
+        tensor = torch.frombuffer(chunks[1], dtype=torch.uint8)
+        await store.close()
+        await lease.__aexit__(None, None, None)
+    """,
+    "the store, and the lease never": """
+        store = await kvstore.store.start(config)
+        await store.put(keys, payloads)
+        lease = store.get(keys)
+        chunks = await lease.__aenter__()
+        tensor = torch.frombuffer(chunks[1], dtype=torch.uint8)
+        await store.close()
+    """,
+    "a synchronous store, then the lease": """
+        store = kvstore.open_sync(config)
+        store.put(keys, payloads)
+        lease = store.get(keys)
+        chunks = lease.__enter__()
+        tensor = torch.frombuffer(chunks[1], dtype=torch.uint8)
+        store.close()
+        lease.__exit__(None, None, None)
+    """,
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_memory_stays_as_long_as_a_tensor_looks_at_it(ends: str) -> None:
+    body = textwrap.indent(textwrap.dedent(ENDS[ends]).strip(), "    ")
+    script = f"""
+import asyncio, gc, warnings, kvstore, kvstore.store, torch
+warnings.simplefilter("ignore")
+size = 1 << 20
+keys, payloads = [bytes([n]) * 20 for n in range(4)], [bytes([n]) * size for n in range(4)]
+config = dict(chunk_bytes=size, cpu_bytes_to_use=4 * size)
+
+async def main():
+{body}
+    return tensor
+
+tensor = asyncio.run(main())
+gc.collect()
+assert bytes(tensor.numpy()) == payloads[1]
+print("same")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "same"), run.stderr
+
+
+def test_a_region_that_is_closed_stays_as_long_as_a_tensor_looks_at_it() -> None:
+    script = """
+import gc, torch
+from tiers.pinned import PinnedRegion
+region = PinnedRegion.private(4, 1 << 20)
+tensor = torch.frombuffer(region.view, dtype=torch.uint8)
+tensor.fill_(7)
+region.close()
+del region
+gc.collect()
+assert int(tensor.sum()) == 7 * (4 << 20)
+print("same")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "same"), run.stderr
+
+
+def test_a_region_that_nobody_looks_at_is_given_back_at_once() -> None:
+    region = PinnedRegion.private(4, CHUNK)
+    memory = region._memory
+    region.view, region.array, region.row(0)
+    region.close()
+    assert memory is not None
+    assert memory.closed
