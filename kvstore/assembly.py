@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembly",
+    "ColdestFirst",
     "assemble",
     "namespace_of",
     "open_tiers",
@@ -38,6 +40,9 @@ __all__ = [
     "rows_for",
     "spans_of",
 ]
+
+MOST_ORDERS = 5
+"""How often it is tried to go through the order of a policy while uses are still told."""
 
 TAIL_SHARE = 16
 """Chunks of so many times a tail's bytes have one: it costs 6 % of host memory at most."""
@@ -60,8 +65,8 @@ class Assembly:
         """What is to run beside the engine."""
         return [one for one in (self.recorder, self.notice, self.spans) if one is not None]
 
-    def recency(self) -> list[list[tuple[bytes, int]]]:
-        """For each tier its (key, slot), coldest first."""
+    def recency(self) -> list[ColdestFirst]:
+        """What each tier holds, coldest first."""
         return recency_of(self.core.tiers)
 
 
@@ -233,14 +238,35 @@ def open_tiers(
     return views, parts
 
 
-def recency_of(tiers: Sequence[TierView]) -> list[list[tuple[bytes, int]]]:
-    """For each tier its (key, slot), coldest first."""
-    recency = []
-    for tier in tiers:
-        entries = tier.entries
-        ordered = [key for key in tier.index.policy.order() if key in entries]
-        recency.append([(key, entries[key]) for key in ordered])
-    return recency
+class ColdestFirst(Sequence[tuple[bytes, int]]):
+    """(key, slot) of a tier whose core decides nothing any more, coldest first.
+
+    They are put together by whoever goes through them, in a thread of the tier: with a million
+    chunks that takes long. They are none if the core is told of uses all the time.
+    """
+
+    def __init__(self, tier: TierView) -> None:
+        self._order = tier.index.policy.order
+        self._entries = tier.entries
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        entries = self._entries
+        for _ in range(MOST_ORDERS):
+            # What is told meanwhile, at the end of a lease, makes going through the order raise.
+            with contextlib.suppress(RuntimeError, KeyError):
+                return iter([(key, entries[key]) for key in self._order() if key in entries])
+        return iter(())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+
+def recency_of(tiers: Sequence[TierView]) -> list[ColdestFirst]:
+    """What each tier holds, coldest first."""
+    return [ColdestFirst(tier) for tier in tiers]
 
 
 def _tiers_of(

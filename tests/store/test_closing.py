@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import kvstore
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
+from policies.lru import LRU
 from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads
 from tiers import PinnedRegion
@@ -307,3 +308,21 @@ async def test_a_description_is_kept_after_the_end(open_store: Open) -> None:
     async with kvstore.open({"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK}) as store:
         pass
     assert "host" in store.description
+
+
+async def test_the_order_of_what_is_on_disk_is_not_put_together_on_the_callers_loop(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    works = LRU.order
+
+    def order(policy: LRU) -> Iterable[bytes]:
+        threads.add(threading.current_thread().name)
+        return works(policy)
+
+    monkeypatch.setattr(LRU, "order", order)
+    keys = keys_of("a", 6)
+    async with open_store(rows=8, disk=64) as store:
+        await store.put(keys, payloads(keys))
+    assert threads
+    assert threading.current_thread().name not in threads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,21 @@ async def test_a_record_that_is_read_while_it_is_being_written_costs_no_chunk(
     assert not torn
     bench.abandon()
     assert [key for key, _ in open_bench().opening.entries] == KEYS
+
+
+async def test_the_order_at_the_end_is_put_together_by_threads_of_the_tier(
+    open_bench: OpenBench,
+) -> None:
+    threads: set[str] = set()
+
+    class Order(list[tuple[bytes, int]]):
+        def __iter__(self) -> Iterator[tuple[bytes, int]]:
+            threads.add(threading.current_thread().name)
+            return super().__iter__()
+
+    bench = open_bench()
+    await bench.store(KEYS, ALL)
+    await bench.tier.close(Order((key, slot) for slot, key in reversed([*enumerate(KEYS)])))
+    assert threads
+    assert threading.current_thread().name not in threads
+    assert [key for key, _ in open_bench().opening.entries] == KEYS[::-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -408,13 +408,17 @@ class DiskTier(Tier):
             await self._still.wait()
         for volume in self.volumes:
             await volume.threads.idle()
-        orders: list[list[tuple[int, int]]] = [[] for _ in self.volumes]
-        for rank, (_, slot) in enumerate(coldest_first):
-            index, number, within = self._locate(slot)
-            orders[index].append((number * self.geometry.slots + within, self._sequence + rank))
+
+        def order_of(volume: int) -> Iterator[tuple[int, int]]:
+            for sequence, (_, slot) in enumerate(coldest_first, self._sequence):
+                index, number, within = self._locate(slot)
+                if index == volume:
+                    yield number * self.geometry.slots + within, sequence
+
         try:
+            # The threads put the orders together: with a million chunks that takes long.
             await asyncio.gather(
-                *(_close(volume, order) for volume, order in zip(self.volumes, orders, strict=True))
+                *(_close(volume, order_of(index)) for index, volume in enumerate(self.volumes))
             )
         finally:
             # Each has ended by now, also when this was cancelled: a second call does nothing.
@@ -431,7 +435,7 @@ class DiskTier(Tier):
         self.volumes = []
 
 
-async def _close(volume: Volume, order: Sequence[tuple[int, int]]) -> None:
+async def _close(volume: Volume, order: Iterable[tuple[int, int]]) -> None:
     def finish() -> None:
         try:
             volume.save_recency(order)

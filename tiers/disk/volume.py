@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -395,7 +395,7 @@ class Volume:
                 )
         self.lane.touch()
 
-    def save_recency(self, coldest_first: Sequence[tuple[int, int]]) -> None:
+    def save_recency(self, coldest_first: Iterable[tuple[int, int]]) -> None:
         """Write recency, as sequences, and this process's reads into the records. May block.
 
         Args:
