@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -23,6 +25,7 @@ from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
 from tiers.disk import DiskTier, PeerLanes, peers, watch
 from tiers.disk import format as disk_format
+from tiers.disk.descriptors import SPARE_DESCRIPTORS
 from tiers.disk.io import IOBackend
 from tiers.disk.places import Places
 from tiers.disk.watch import IN_TURN
@@ -185,11 +188,63 @@ async def test_opening_counts_the_open_files_once_for_each_lane(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(watch, "allow_descriptors", lambda more, what: counted.append(more))
+
+    def count(more: int, what: str, *, tells: bool) -> int:
+        counted.append(more)
+        return more
+
+    monkeypatch.setattr(watch, "allow_descriptors", count)
     await many_segments(open_bench, 10)
     await many_segments(open_bench, 5)
-    follow()
-    assert [more // 2 for more in counted] == [10 + 64, 5 + 64]
+    follow(segments=4)
+    # For each segment two, besides those that the own lane may still take.
+    assert [more // 2 for more in counted] == [10 + 64 + 3, 5 + 64 + 3]
+
+
+FOLLOWER = """
+import asyncio, logging, os, resource, sys
+from pathlib import Path
+from tests.tiers.support import bench_of
+from tiers.disk import PeerLanes
+
+logging.basicConfig(format="%(message)s")
+bench = bench_of(Path(sys.argv[1]), segments=1)
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 128 + 60
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+peers = PeerLanes(bench.tier)
+found = peers.open(bench.region).entries
+
+async def look():
+    while await peers.refresh():
+        pass
+
+for number in range(3):
+    asyncio.run(look())
+    Path(sys.argv[1], sys.argv[2], f"segment-{100 + number}.safetensors").touch()
+asyncio.run(look())
+print(len(found), limit - len(os.listdir("/proc/self/fd")))
+"""
+
+
+async def test_following_leaves_descriptors_for_the_process_and_says_so_once(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    owner = await many_segments(open_bench, 60)
+    for number in range(60):
+        await owner.store([key_of(number)], [number * SLOTS])
+    arguments = [str(folder), str(lane_of(folder).relative_to(folder))]
+    told = subprocess.run(
+        [sys.executable, "-c", FOLLOWER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    found, left = map(int, told.stdout.split())
+    assert 10 < found < 60
+    assert left >= SPARE_DESCRIPTORS
+    assert told.stderr.count("following other lanes") == 1
 
 
 async def test_an_idle_look_costs_the_same_however_many_segments_there_are(

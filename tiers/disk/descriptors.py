@@ -31,20 +31,25 @@ def descriptors_left() -> int:
     return 2**31 if soft == resource.RLIM_INFINITY else soft - len(os.listdir("/proc/self/fd"))
 
 
-def allow_descriptors(more: int, what: str) -> None:
+def allow_descriptors(more: int, what: str, *, tells: bool = True) -> int:
     """Raise this process's soft limit so that `more` files can be opened, as far as the hard one.
 
-    Where that is not far enough, one warning says what is missing.
+    Args:
+        tells: where that is not far enough, one warning says what is missing.
+
+    Returns:
+        How many can be opened, at most `more`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + more
+    used = len(os.listdir("/proc/self/fd"))
+    needed = used + more
     if soft == resource.RLIM_INFINITY or needed <= soft:
-        return
+        return more
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         soft = max(soft, most)
-    if needed > soft:
+    if needed > soft and tells:
         logger.warning(
             "%s needs %d open files when it is full, and the process may have %d: "
             "raise the limit (ulimit -Hn) or segment_bytes",
@@ -53,3 +58,4 @@ def allow_descriptors(more: int, what: str) -> None:
             soft,
             extra=about("disk.few_files", needed=needed, allowed=soft),
         )
+    return max(0, min(needed, soft) - used)

@@ -120,6 +120,9 @@ class Watch:
         self._lanes: dict[Path, _Lane] = {}
         self._by_number: dict[int, Watched] = {}
         self._turn: Iterator[tuple[Path, str]] = iter(())
+        self._room = 0
+        """Segments that may be opened, so that files are left for the process and its own lane."""
+        self._short = False
 
     @property
     def lanes(self) -> int:
@@ -186,7 +189,13 @@ class Watch:
             yield from self._lose(lane, name)
         new = len(names) - len(lane.segments)
         if new:
-            allow_descriptors(2 * new + SPARE_DESCRIPTORS, "following other lanes")
+            own = self._own
+            spare = SPARE_DESCRIPTORS + 2 * (own.max_segments - len(own.segments))
+            wanted = 2 * new + spare
+            room = allow_descriptors(wanted, "following other lanes", tells=not self._short)
+            # Segments beyond that are left alone until their lane changes again.
+            self._short = room < wanted
+            self._room = max(0, room - spare) // 2
         return names
 
     def _look_at_some(self) -> Iterator[None]:
@@ -221,6 +230,8 @@ class Watch:
         watched.stamp.seen(stat.st_mtime_ns, now)
 
     def _begin(self, path: Path, inode: int) -> Watched | None:
+        if not self._room:
+            return None
         header = read_header(path)
         own, its = self._own.geometry, header.geometry
         same = (its.slot_bytes, its.chunk_bytes) == (own.slot_bytes, own.chunk_bytes)
@@ -228,6 +239,7 @@ class Watch:
             return None
         segment = Segment.follow(path, header, self._own.backend, self._own.trust)
         segment.epoch = self._epoch
+        self._room -= 1
         crcs = np.zeros(its.slots, np.uint32)
         keys = np.full(its.slots, None, np.object_)
         return Watched(next(self._numbers), segment, inode, crcs, keys)
