@@ -18,8 +18,8 @@ VLLM33 := $(CURDIR)/.vllm-0.33
 # Many tests start interpreters: to compile what they import takes longer than most of them.
 export PYTHONDONTWRITEBYTECODE :=
 
-OLDER := 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.26.0
-OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py layout.py)
+OLDER := 0.31.0 0.30.0 0.29.0
+OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py)
 
 .PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
 

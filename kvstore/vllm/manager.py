@@ -37,8 +37,6 @@ from kvstore.vllm.region import manager_region, release_region
 from kvstore.vllm.reporter import Reporter
 from kvstore.vllm.scans import Scans
 from kvstore.vllm.version import (
-    HAS_TIER_FILTERS,
-    OFFERS_AFTER_END,
     PENDING_IS_HOST,
     TELLS_OF_FLUSHES,
     hints_of,
@@ -55,7 +53,7 @@ __all__ = ["KVStoreOffloadingManager"]
 logger = logging.getLogger("kvstore")
 
 MEDIUM = mediums()
-ANY_TIER = base.TierFilter.ALL if HAS_TIER_FILTERS else None
+ANY_TIER = base.TierFilter.ALL
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 
@@ -114,8 +112,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Requests that go on."""
         self._overtaken: set[str] = set()
         """Those of them that went on at a reset."""
-        self._finished: list[ReqContext] = []
-        """Requests that have ended, and may still offer chunks in this step."""
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
@@ -147,7 +143,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         if not self._stepper.begun:
             self._begin_step()
         request = req_context.req_id
-        filtered = HAS_TIER_FILTERS and req_context.load_tier_filter is not ANY_TIER
+        filtered = req_context.load_tier_filter is not ANY_TIER
         if filtered and not self._allowed(key, req_context):
             return MISS
         found = self._lookup(key, request)
@@ -218,14 +214,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if OFFERS_AFTER_END:
-            self._finished.append(req_context)
-        else:
-            self._end_request(req_context)
+        self._requests.discard(req_context.req_id)
+        self._overtaken.discard(req_context.req_id)
+        self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._sent += 1
-        self._end_finished()
         self._scans.end_step()
         self._manager.on_schedule_end()
 
@@ -246,7 +240,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         # vLLM reports no transfer that is under way now, but the workers are told to
         # end them all before they begin the next step. Until then rows stay theirs.
         self._flushed_by = self._sent + 1
-        self._end_finished()
         # vLLM offers all chunks of these once more, from the blocks that it remembers. One that a
         # sliding window has left holds another request's tokens by now, and KV that was computed
         # before the weights changed is not theirs.
@@ -286,16 +279,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._manager.shutdown()
 
     # -- inside ------------------------------------------------------------------------------
-
-    def _end_finished(self) -> None:
-        finished, self._finished = self._finished, []
-        for context in finished:
-            self._end_request(context)
-
-    def _end_request(self, context: ReqContext) -> None:
-        self._requests.discard(context.req_id)
-        self._overtaken.discard(context.req_id)
-        self._manager.on_request_finished(context)
 
     def _begin_step(self) -> None:
         if self._unsure:

@@ -22,10 +22,8 @@ __all__ = [
     "CANONICAL_FORMAT",
     "HAS_GROUP_NUMBERS",
     "HAS_POSITIONS",
-    "HAS_TIER_FILTERS",
     "LOADS_WITHIN_STEPS",
     "NEWEST",
-    "OFFERS_AFTER_END",
     "OLDEST",
     "PENDING_IS_HOST",
     "TELLS_OF_FLUSHES",
@@ -44,19 +42,13 @@ logger = logging.getLogger("kvstore")
 
 Version = tuple[int, int]
 
-OLDEST: Version = (0, 26)
+OLDEST: Version = (0, 29)
 """The first release that is supported."""
 
 NEWEST: Version = (0, 33)
 """The last release that was run."""
 
 UNKNOWN: Version = (999, 0)
-
-FAULTS = {
-    (0, 26): "its offloading connector ends the engine when a request is aborted that has not been "
-    "scheduled yet, whatever the tiers; vLLM 0.27 does not"
-}
-"""What is wrong with a release, and no manager can mend."""
 
 
 def version_of(text: str) -> Version:
@@ -95,12 +87,6 @@ HAS_HINTS = VERSION >= (0, 31)
 HAS_POSITIONS = VERSION >= (0, 31)
 """It says where in a prompt a key belongs."""
 
-HAS_TIER_FILTERS = VERSION >= (0, 27)
-"""Requests may say from which tiers they load."""
-
-OFFERS_AFTER_END = VERSION < (0, 27)
-"""It offers the last chunks of a request after it has said that the request has finished."""
-
 CANONICAL_FORMAT = _canonical_format()
 """The version of the pages in which no parallel shape shows; None where there are none."""
 
@@ -130,10 +116,6 @@ def check_version(text: str | None = None) -> None:
     """
     text = str(vllm.__version__) if text is None else text
     version = version_of(text)
-    if version in FAULTS:
-        logger.warning(
-            "vLLM %s: %s", text, FAULTS[version], extra=about("server.faulty_version", version=text)
-        )
     if version < OLDEST:
         raise ConfigError(
             f"vLLM {text} is not supported: kvstore runs with {_told(OLDEST)} to {_told(NEWEST)}"
@@ -169,7 +151,7 @@ def hashes_last(algorithm: str) -> bool:
     """Whether a prompt has the same block hashes in the next process."""
     if os.environ.get("PYTHONHASHSEED") is not None:
         return True
-    return VERSION >= (0, 29) and "xxhash" not in algorithm
+    return "xxhash" not in algorithm
 
 
 def keep_position(context: Any, key: Any, named: Any) -> None:

@@ -139,6 +139,7 @@ class DeviceCopyWorker(OffloadingWorker):
     def __init__(
         self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches, region: PinnedRegion
     ) -> None:
+        from vllm.v1.kv_offload.cpu import gpu_worker
         from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 
         self._engine_id = spec.config.engine_id
@@ -161,6 +162,7 @@ class DeviceCopyWorker(OffloadingWorker):
             "host_memory_is_pinned": region.register_with_cuda()
             and _in_words([*pages, *_cuts(kv_caches, spec.layout.canonical)], device, host),
         }
+        pinned = options["host_memory_is_pinned"]
         known = inspect.signature(SingleDirectionOffloadingHandler).parameters
         if spec.layout.canonical and "canonical_layout" not in known:
             raise ConfigError("canonical_layout = true: this vLLM has no copies for it")
@@ -169,6 +171,10 @@ class DeviceCopyWorker(OffloadingWorker):
         self._loads = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=False)
         self._expedited = SingleDirectionOffloadingHandler(**options, gpu_to_cpu=False)
         self._handlers = (self._stores, self._loads, self._expedited)
+        if not pinned and "host_memory_is_pinned" not in known:
+            # This vLLM takes for granted that kernels may read the rows.
+            for handler in self._handlers:
+                handler._swap_blocks_batch = gpu_worker.ops.swap_blocks_batch
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, *_: Any, **__: Any

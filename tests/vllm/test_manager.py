@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.version import HAS_POSITIONS, HAS_TIER_FILTERS, mediums
+from kvstore.vllm.version import HAS_POSITIONS, mediums
 from tests.patience import PATIENCE
 from tests.vllm.parts import make_spec
 
@@ -376,8 +376,6 @@ def test_of_a_store_that_does_not_fit_every_group_gets_the_head_of_the_prompt(
 
 
 def test_a_request_may_exclude_a_medium(server: Server) -> None:
-    if not HAS_TIER_FILTERS:
-        pytest.skip("this vLLM has no tier filters")
     from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
 
     keys = keys_of("a", 4)
@@ -387,21 +385,6 @@ def test_a_request_may_exclude_a_medium(server: Server) -> None:
             f"r-{medium}", load_tier_filter=TierFilter((TierMatcher(medium=medium),))
         )
         assert server.manager.lookup(keys[0], request) is expected
-
-
-def test_what_is_offered_after_the_end_of_a_request_is_that_requests_all_the_same(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.vllm.manager.OFFERS_AFTER_END", True)
-    request = server.context("r1", {"kvstore": {"store": False}})
-    server.manager.on_new_request(request)
-    server.step()
-    server.manager.on_request_finished(request)
-    out = server.manager.prepare_store(keys_of("a", 4), request)
-    assert out is not None
-    assert not out.keys_to_store, "the client asked for that"
-    server.step()
-    assert not server.manager._manager.hinted, "the request is forgotten when its step has ended"
 
 
 def test_events_tell_what_appeared_where(server: Server) -> None:
