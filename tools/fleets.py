@@ -23,7 +23,7 @@ HEADER = (
 
 
 def replay_fleets(
-    options: argparse.Namespace, trace: Trace, setups: Sequence[Setup], size: int
+    options: argparse.Namespace, trace: Trace, setups: Sequence[Setup], size: int | None
 ) -> int:
     """Replay by several servers, with a store that they share and without one."""
     if options.replicas < 1:

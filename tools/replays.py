@@ -20,19 +20,29 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
 
 
-def chunks_of(option: str, text: str, trace: Trace, size: int) -> int:
-    """Chunks from a number, a share of the trace's chunks, or bytes."""
+def chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
+    """Chunks from a number, a share of the trace's chunks, or bytes.
+
+    Args:
+        size: bytes of a chunk; None where nobody has told.
+    """
     if re.fullmatch(r"\d+(\.\d+)?%", text):
         return int(trace.unique * float(text[:-1]) / 100)
     if re.fullmatch(r"\d+", text):
         return int(text)
     try:
-        return parse_size(text) // size
+        wanted = parse_size(text)
     except ValueError as error:
         raise ConfigError(
             f'{option} {text}: must be a number of chunks, a share such as "5%", '
             'or a size such as "64GiB"'
         ) from error
+    if size is None:
+        raise ConfigError(
+            f"{option} {text}: a size in bytes needs --chunk-bytes, as {trace.name} does not tell "
+            "how large a chunk is"
+        )
+    return wanted // size
 
 
 def scaled(setup: Setup, scale: float) -> Setup:

@@ -78,7 +78,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--router", default=ROUTERS[0], help=f"of replicas: {', '.join(ROUTERS)}; {several}"
     )
-    command.add_argument("--chunk-bytes", help="size of a chunk, such as 2MiB")
+    command.add_argument(
+        "--chunk-bytes",
+        help="size of a chunk, such as 2MiB; sizes in bytes need it where the trace does not tell",
+    )  # fmt: skip
     command.add_argument("--limit", type=int, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
     command.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -126,7 +129,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.picture is not None:
         _draw_rows(options.picture, trace, rows, best)
     if options.json:
-        told = {"trace": about(trace, part), "chunk_bytes": size, "replays": rows}
+        told = {
+            "trace": about(trace, part),
+            "chunk_bytes": size or DEFAULT_CHUNK_BYTES,
+            "replays": rows,
+        }
         if options.optimum:
             told["optimum"] = best
         print(json.dumps(told, indent=2))
@@ -193,7 +200,7 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
 
 
 def _setups(
-    options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int
+    options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int | None
 ) -> list[Setup]:
     if options.host is None:
         # Nobody asked for a share of a trace that has too few chunks for one.
@@ -253,9 +260,9 @@ def _filters(option: str, text: str) -> tuple[Choice, ...]:
     return filters
 
 
-def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int:
+def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int | None:
     if options.chunk_bytes is None:
-        return trace.chunk_bytes or DEFAULT_CHUNK_BYTES
+        return trace.chunk_bytes
     try:
         size = parse_size(options.chunk_bytes)
     except ValueError as error:

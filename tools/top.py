@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
@@ -16,6 +17,7 @@ from kvstore.sizes import format_size
 from kvstore.survey import survey
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 __all__ = ["Snapshot", "add_top_arguments", "run_top", "scrape", "tables"]
@@ -57,13 +59,16 @@ class Snapshot:
         return self.values.get((name, tier), 0.0)
 
     def rate(self, before: Snapshot, name: str, tier: str = WHOLE) -> float:
-        """By how much it has grown, a second."""
+        """By how much it has grown, a second; 0 where it started anew."""
         more = self.get(name, tier) - before.get(name, tier)
         return max(0.0, more) / max(self.at - before.at, 1e-9)
 
     def quantile(self, before: Snapshot, name: str, share: float, tier: str = WHOLE) -> float:
         """A bound that this share of what came since did not exceed; NaN where nothing came."""
         now, then = self.buckets.get((name, tier), {}), before.buckets.get((name, tier), {})
+        if any(now.get(bound, 0.0) < count for bound, count in then.items()):
+            # The server started anew: all that it tells came since.
+            then = {}
         counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
         whole = counts.get(math.inf, 0.0)
         if whole <= 0:
@@ -99,8 +104,8 @@ def run_top(options: argparse.Namespace) -> int:
     )
     show = tables if from_url else _folders
     with Live(console=Console(), auto_refresh=False) as live:
-        for table in _looks(look, options.interval, options.times, show):
-            live.update(table, refresh=True)
+        for shown in _looks(look, options.interval, options.times, show):
+            live.update(shown, refresh=True)
     return 0
 
 
@@ -109,15 +114,29 @@ def _looks(
     interval: float,
     times: int,
     show: Callable[[Snapshot, Snapshot], Table],
-) -> Iterator[Table]:
-    before = look()
+) -> Iterator[RenderableType]:
+    """What to show after each look. The first look has to succeed; later ones are tried again."""
+    from rich.text import Text
+
+    before: Snapshot | None = look()
+    gone = ""
     shown = 0
     while not times or shown < times:
         time.sleep(interval)
-        now = look()
-        yield show(before, now)
-        before = now
         shown += 1
+        try:
+            now = look()
+        except KVStoreError as error:
+            gone = gone or time.strftime("%H:%M:%S")
+            # What the server tells when it is back begins anew.
+            before = None
+            yield Text(f"not reachable since {gone}, trying: {error}")
+            continue
+        if before is None:
+            yield Text(f"reachable again, was not since {gone}")
+        else:
+            yield show(before, now)
+        before, gone = now, ""
 
 
 # -- a server ------------------------------------------------------------------------------------
@@ -136,7 +155,7 @@ def scrape(url: str) -> Snapshot:
     try:
         with urllib.request.urlopen(url, timeout=SECONDS) as answer:
             text = answer.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise KVStoreError(f"{url}: {reason}") from error
     snapshot = Snapshot(time.monotonic())

@@ -17,6 +17,7 @@ import heapq
 import json
 import lzma
 import os
+import reprlib
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +47,15 @@ AT_ONCE = 2**20
 
 MOST_AT_ONCE = 256
 """Requests that a server has at one time, at most: only those can end in another order."""
+
+MOST_IDS = 2**22
+"""Chunks of one request, at most: a packed line of a few digits names that many."""
+
+MOST_CHUNKS = 2**32
+"""Of a trace."""
+
+MOST_MS = 2**53
+"""The latest time in milliseconds: a whole number beyond it is not exact as a float."""
 
 MIX = 0x9E3779B97F4A7C15
 """An odd number: multiplying by it gives every 64-bit number once."""
@@ -204,6 +214,8 @@ def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:
             yield _mooncake(where, values)
             continue
         seconds, ref, keep, new = _packed(where, values, packed)
+        if fresh + new > MOST_CHUNKS:
+            raise TraceError(f"{where}: more than {MOST_CHUNKS} chunks")
         ids = (
             [*packed[ref][:keep], *range(fresh, fresh + new)] if keep else range(fresh, fresh + new)
         )
@@ -217,24 +229,48 @@ def _mooncake(where: str, values: object) -> tuple[float, Ids]:
         raise TraceError(
             f"{where}: not a request; an object with timestamp and hash_ids is expected"
         )
-    ids, stamp = values["hash_ids"], values.get("timestamp", 0)
-    if not isinstance(ids, list) or not all(isinstance(one, (int, str)) for one in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of numbers or texts")
-    if isinstance(stamp, bool) or not isinstance(stamp, (int, float)):
-        raise TraceError(f"{where}: timestamp must be a number of milliseconds, not {stamp!r}")
-    return stamp / 1000, ids
+    ids = values["hash_ids"]
+    if not isinstance(ids, list) or not all(_is_whole(one) or isinstance(one, str) for one in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of whole numbers or texts")
+    return _seconds(where, values.get("timestamp", 0)), ids
 
 
 def _packed(
     where: str, values: object, before: Sequence[Sequence[int]]
 ) -> tuple[float, int, int, int]:
-    if (
-        not isinstance(values, list)
-        or len(values) != 6
-        or not all(isinstance(value, (int, float)) for value in values)
-    ):
+    if not isinstance(values, list) or len(values) != 6:
         raise TraceError(f"{where}: not a packed request; six numbers are expected")
-    ms, _, _, ref, keep, new = values
-    if keep < 0 or new < 0 or (keep and not (0 <= ref < len(before) and keep <= len(before[ref]))):
-        raise TraceError(f"{where}: keeps {keep} ids of request {ref}, which has not so many")
-    return ms / 1000, int(ref), int(keep), int(new)
+    ms, _, _, *numbers = values
+    for name, value in zip(("ref", "keep", "new"), numbers, strict=True):
+        least = -1 if name == "ref" else 0
+        if not _is_whole(value) or value < least:
+            raise TraceError(
+                f"{where}: {name} must be a whole number of at least {least}, not {_shown(value)}"
+            )
+    ref, keep, new = numbers
+    if keep and not (0 <= ref < len(before) and keep <= len(before[ref])):
+        raise TraceError(
+            f"{where}: keeps {_shown(keep)} ids of request {_shown(ref)}, which has not so many"
+        )
+    if keep + new > MOST_IDS:
+        raise TraceError(f"{where}: new must be at most {MOST_IDS} with keep, not {_shown(new)}")
+    return _seconds(where, ms), ref, keep, new
+
+
+def _seconds(where: str, ms: object) -> float:
+    """The time of a request; JSON has no NaN or Infinity, Python's reader of it has."""
+    if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not 0 <= ms <= MOST_MS:
+        raise TraceError(
+            f"{where}: timestamp must be a number of milliseconds from 0 to {MOST_MS}, "
+            f"not {_shown(ms)}"
+        )
+    return ms / 1000
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """A value of a trace, in a line of a message."""
+    return reprlib.repr(value)

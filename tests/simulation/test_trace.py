@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
+import re
 import struct
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import TraceError
@@ -38,6 +41,9 @@ def packed() -> bytes:
 [1000, 192, 1, 0, 2, 1]
 [2000, 64, 1, -1, 0, 1]
 """
+
+
+PACKED = b'{"block_tokens": 64}\n'
 
 
 @pytest.mark.parametrize("content", [mooncake(), packed()], ids=["mooncake", "packed"])
@@ -72,6 +78,19 @@ def test_time_does_not_go_back() -> None:
         (b'{"block_tokens": 64}\n[0, 1]\n', "line 2: not a packed request; six numbers"),
         (b'{"block_tokens": 64}\n[0, 1, 1, 5, 2, 1]\n', "line 2: keeps 2 ids of request 5"),
         (b"[" * 100_000, "line 1: not a trace"),
+        (b'{"hash_ids": [1.5]}\n', "line 1: hash_ids must be a list of whole numbers"),
+        (b'{"hash_ids": [true]}\n', "line 1: hash_ids must be a list of whole numbers"),
+        (b'{"hash_ids": [1], "timestamp": Infinity}\n', "line 1: timestamp must be .* not inf"),
+        (b'{"hash_ids": [1], "timestamp": 1e400}\n', "line 1: timestamp must be .* not inf"),
+        (b'{"hash_ids": [1], "timestamp": NaN}\n', "line 1: timestamp must be .* not nan"),
+        (b'{"hash_ids": [1], "timestamp": -1}\n', "line 1: timestamp must be .* from 0 to"),
+        (PACKED + b"[0, 1, 1, -1, 0, 1]\n[1, 1, 1, 0.0, 1, 1]\n", "line 3: ref must be a whole"),
+        (PACKED + b"[0, 1, 1, -1, 0, 1e15]\n", "line 2: new must be a whole number .* not 1000000"),
+        (PACKED + b"[0, 1, 1, -1, 0, 1000000000000000]\n", "line 2: new must be at most"),
+        (PACKED + b"[0, 1, 1, -1, 0, -1]\n", "line 2: new must be a whole number of at least 0"),
+        (PACKED + b"[0, 1, 1, -1, Infinity, 1]\n", "line 2: keep must be a whole .* not inf"),
+        (PACKED + b"[0, 1, 1, 1" + b"0" * 99 + b", 1, 1]\n", "line 2: keeps 1 ids of request"),
+        (PACKED + b"[1" + b"0" * 400 + b", 1, 1, -1, 0, 1]\n", "line 2: timestamp must be"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -80,6 +99,33 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
     with pytest.raises(TraceError, match=message) as refusal:
         read_trace(path)
     assert str(path) in str(refusal.value)
+
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([2**22, 1e15, 10**400, -1, 0.0, True])
+VALUES = st.recursive(
+    st.none() | st.text(max_size=3) | NUMBERS, lambda inner: st.lists(inner, max_size=3)
+)
+FIELDS = st.fixed_dictionaries({}, optional={"timestamp": VALUES, "hash_ids": VALUES})
+LINES = st.lists(st.lists(st.integers(-2, 4) | VALUES, min_size=6, max_size=6), max_size=4)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(FIELDS, max_size=3) | LINES.map(lambda lines: [{"block_tokens": 64}, *lines]))
+def test_any_values_are_read_or_refused_by_file_and_line(tmp_path: Path, values: list[Any]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    trace: Trace | None = None
+    told = ""
+    try:
+        trace = read_trace(path)
+    except TraceError as refusal:
+        told = str(refusal)
+    if trace is None:
+        assert re.match(rf"{re.escape(str(path))}(, line \d+)?: ", told)
+        assert len(told) < len(str(path)) + 250
+    else:
+        assert all(map(math.isfinite, trace.times))
+        assert trace.unique < 5 * 2**22
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz"])

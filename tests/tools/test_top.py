@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import kvstore
 from kvstore.metrics import Collector
 from tests.store.support import keys_of, payloads, small
 from tools.cli import main
-from tools.top import Snapshot, scrape, tables
+from tools.top import Snapshot, _looks, scrape, tables
 
 prometheus = pytest.importorskip("prometheus_client")
 rich = pytest.importorskip("rich")
@@ -113,6 +114,58 @@ def test_engines_are_summed_and_other_metrics_passed_over(
 def test_a_server_that_starts_again_does_not_count_backwards() -> None:
     before = Snapshot(0.0, {("stored_chunks", ""): 100.0})
     assert Snapshot(1.0, {("stored_chunks", ""): 5.0}).rate(before, "stored_chunks") == 0.0
+
+
+def test_quantiles_after_a_start_are_of_what_came_since() -> None:
+    before = Snapshot(0.0, {}, {("wait_seconds", ""): {0.1: 50.0, math.inf: 100.0}})
+    now = Snapshot(1.0, {}, {("wait_seconds", ""): {0.1: 4.0, math.inf: 4.0}})
+    assert now.quantile(before, "wait_seconds", 0.99) == 0.1
+
+
+@pytest.mark.asyncio
+async def test_it_goes_on_when_the_server_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with kvstore.open(small(tmp_path, disk=32)) as store:
+        await store.put(KEYS, payloads(KEYS))
+        registry = prometheus.CollectorRegistry()
+        registry.register(Collector(store))
+
+        def start(port: int) -> tuple[Any, Any]:
+            return prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)
+
+        def stop(server: Any, thread: Any) -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        first = start(0)
+        port = first[0].server_port
+        server, waited = [first], [0]
+
+        def restart(_: float) -> None:
+            # Between two looks: the second one finds nobody, the fourth somebody else.
+            waited[0] += 1
+            if waited[0] == 2:
+                stop(*server.pop())
+            if waited[0] == 4:
+                server.append(start(port))
+
+        url = f"http://127.0.0.1:{port}/metrics"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tools.top.time.sleep", restart)
+            looks = await asyncio.to_thread(
+                lambda: list(_looks(lambda: scrape(url), 0.1, 5, tables))
+            )
+        await asyncio.to_thread(stop, *server.pop())
+    lines = [shown(look).strip() for look in looks]
+    assert "stored" in lines[0]
+    assert all(
+        re.match(r"not reachable since \d\d:\d\d:\d\d, trying: http", lines[n]) for n in (1, 2)
+    )
+    assert lines[1][:29] == lines[2][:29], "since when"
+    assert lines[3].startswith("reachable again")
+    assert "stored" in lines[4]
 
 
 @pytest.mark.parametrize(
