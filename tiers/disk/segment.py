@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
+import struct
 import weakref
 from pathlib import Path
 
@@ -20,11 +23,19 @@ from tiers.disk.index import IndexFile
 from tiers.disk.io import IOBackend
 from tiers.disk.trust import STRICT, Trust
 
-__all__ = ["Segment", "is_probe", "read_header", "segment_files"]
+__all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
 
 _NAME = re.compile(r"segment-(0|[1-9]\d{0,8})\.safetensors")
 _PROBE = re.compile(r"\.probe-\d+-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.segment-\d{1,9}\.[0-9a-f]+\.tmp|\.probe-\d+-[0-9a-f]+")
+
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
+_NO_COPY_ON_WRITE = 0x00800000
+_PUNCH_HOLE = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Segment:
@@ -77,6 +88,7 @@ class Segment:
         )
         name, data = temporary, -1
         try:
+            _write_in_place(fd)
             _allocate(fd, geometry.file_bytes)
             os.pwrite(fd, encode_header(header), 0)
             os.fsync(fd)
@@ -189,6 +201,14 @@ class Segment:
         """
         os.fdatasync(self.data)
 
+    def remove(self) -> None:
+        """Remove the file, and give its space back; `close` is still to be called. May block.
+
+        Raises:
+            OSError: as the system says; then nothing was done.
+        """
+        remove_file(self.path, self.data)
+
     def offset_of(self, slot: int) -> int:
         """Where a slot begins in the file."""
         return self._blocks_offset + slot * self._slot_bytes
@@ -239,6 +259,24 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def remove_file(path: Path, fd: int) -> None:
+    """Remove a file that is open for writing as `fd`, and give its space back.
+
+    Whoever has it open, too, reads zeros from then on. What has another name keeps its content.
+
+    Raises:
+        OSError: as the system says; then nothing was done.
+    """
+    # Somebody may have removed it before.
+    path.unlink(missing_ok=True)
+    # Only then, so that no file of zeros is left where this process is killed in between.
+    with contextlib.suppress(OSError):
+        found = os.fstat(fd)
+        if not found.st_nlink:
+            # Where there are no holes, the space comes back once nobody has the file open.
+            _libc.fallocate(fd, _PUNCH_HOLE, 0, found.st_size)
+
+
 def is_probe(path: Path) -> bool:
     """Whether this is the probe of a process that looks for a way to do I/O."""
     return bool(_PROBE.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
@@ -259,6 +297,17 @@ def remove_leftovers(folder: Path) -> list[str]:
                     path.unlink()
                     removed.append(path.name)
     return removed
+
+
+def _write_in_place(fd: int) -> None:
+    """Have an empty file rewritten in place, where the file system would copy on write.
+
+    It would keep an allocated extent whole until the last block of it has been rewritten.
+    """
+    # Most file systems have no such flag, and write in place.
+    with contextlib.suppress(OSError):
+        (flags,) = struct.unpack("I", fcntl.ioctl(fd, _GET_FLAGS, bytes(4)))
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("I", flags | _NO_COPY_ON_WRITE))
 
 
 def _allocate(fd: int, size: int) -> None:

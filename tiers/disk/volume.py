@@ -314,8 +314,7 @@ class Volume:
         with self._growth:
             segment = self.segments[number]
             try:
-                # Somebody may have removed it before.
-                segment.path.unlink(missing_ok=True)
+                segment.remove()
             except OSError as error:
                 return f"{segment.path} cannot be removed: {error.strerror}"
             del self.segments[number], self._reads[number], self._read_ms[number]
