@@ -119,7 +119,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         executor = executor_of()
         self._weights = None if executor is None else LiveWeights(executor)
         self._unsure = False
-        """The engine has paused or was reset; its weights were not looked at since."""
+        """The engine has paused or was reset; nobody knows its weights since."""
+        self._asked = False
+        """The workers were asked for them."""
         self._kept = False
         """It has paused, and what there was is still there."""
         self._flushed_by: int | None = None
@@ -142,6 +144,8 @@ class KVStoreOffloadingManager(OffloadingManager):
                 return HIT
         if not self._stepper.begun:
             self._begin_step()
+        if self._unsure:
+            return RETRY
         request = req_context.req_id
         filtered = req_context.load_tier_filter is not ANY_TIER
         if filtered and not self._allowed(key, req_context):
@@ -179,8 +183,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         if self._unsure:
-            self._go_on()
-        if req_context.req_id in self._overtaken:
+            self._look()
+        if self._unsure and self._offered_again:
+            return None
+        if self._unsure or req_context.req_id in self._overtaken:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
@@ -251,7 +257,8 @@ class KVStoreOffloadingManager(OffloadingManager):
                 extra=about("store.reset", requests=len(self._overtaken)),
             )
         # Weights may change between a reset and the next step, as they do in a pause.
-        self._unsure = self._weights is not None and self._weights.known
+        self._unsure = self._weights is not None
+        self._asked = False
         self._kept = self._unsure and resets_for_pause()
         if self._kept:
             self._manager.abandon_transfers()
@@ -282,19 +289,26 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def _begin_step(self) -> None:
         if self._unsure:
-            self._go_on()
+            self._look()
         self._manager.begin_step()
 
-    def _go_on(self) -> None:
+    def _look(self) -> None:
         """What is kept is right, and tiers may be used, if the weights are those of before."""
-        self._unsure = False
         assert self._weights is not None
-        if self._weights.changed():
+        if not self._asked:
+            self._weights.ask()
+            self._asked = True
+        same = self._weights.same()
+        if same is None:
+            return
+        self._unsure = False
+        if not same:
             self._manager.reset(close_tiers=True)
             if self._core.tiers:
                 logger.warning(
-                    "the weights have changed while the engine paused, or since a reset: slower "
-                    "tiers keep what they have for the next start, and are not used until then",
+                    "the weights have changed, or nobody can tell, while the engine paused or "
+                    "since a reset: slower tiers keep what they have for the next start, and are "
+                    "not used until then",
                     extra=about("weights.changed"),
                 )
         elif self._kept:

@@ -4,15 +4,20 @@ An engine that sleeps, or pauses to take new weights, asks its connector to forg
 is kept outside of the device is as right as before, unless the weights have become others. vLLM
 does not say; so the workers tell a digest of the weights in memory, at the start and when the
 engine goes on.
+
+At the start the engine waits for them. Later nobody does: a call of the scheduler orders the
+digests, they come with the output of the next step, and until then nothing is served or stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,6 +31,12 @@ logger = logging.getLogger("kvstore")
 PIECE = 2**19
 """Words of 8 bytes that are summed up at once: memory of the device is scarce."""
 
+PATIENCE_S = 60.0
+"""So long digests may take that the scheduler has ordered; then the weights are unknown."""
+
+Digests = list[tuple[str, float]]
+"""Of each worker, and the seconds that it took."""
+
 
 class LiveWeights:
     """See the module's text.
@@ -36,37 +47,75 @@ class LiveWeights:
 
     def __init__(self, executor: Any) -> None:
         self._executor: Callable[[], Any] = weakref.ref(executor)
-        self._known = self._take()
+        self._known: list[str] | None = None
+        self._asked: Future[Digests] | None = None
+        self._until = 0.0
+        parallel = getattr(executor, "parallel_config", None)
+        self._readable = not getattr(parallel, "enable_eplb", False)
+        if not self._readable:
+            logger.info(
+                "EPLB moves weights between workers, so nobody can tell whether they have "
+                "changed: tiers are used until the first reset or pause",
+                extra=about("weights.moving"),
+            )
+            return
+        self.ask()
+        if self._asked is not None:
+            with contextlib.suppress(Exception):
+                self._asked.result()
+            # Later nobody waits, so an answer that does not know that it has come is of no use.
+            self._readable = self._asked.done()
+        self._known = self._answer()
 
-    @property
-    def known(self) -> bool:
-        """Whether the weights of the start could be read."""
-        return self._known is not None
-
-    def changed(self) -> bool:
-        """Whether they are others than at the last look, or cannot be read."""
-        before, self._known = self._known, self._take()
-        return before is None or self._known != before
-
-    def _take(self) -> list[str] | None:
+    def ask(self) -> None:
+        """Order a look. Whoever has ordered one before does not get it any more."""
         executor = self._executor()
-        if executor is None:
-            return None
-        began = time.monotonic()
+        self._asked = None
+        if executor is None or not self._readable:
+            return
+        self._until = time.monotonic() + PATIENCE_S
         try:
-            digests: list[str] = executor.collective_rpc(digest_of_worker)
+            self._asked = executor.collective_rpc(_timed_digest, non_block=True)
+        except Exception as error:
+            self._asked = Future()
+            self._asked.set_exception(error)
+
+    def same(self) -> bool | None:
+        """Whether the weights are those of the look before; None while the workers have not told.
+
+        False, too, if they cannot be read or the workers take too long.
+        """
+        if self._asked is not None and not self._asked.done() and time.monotonic() < self._until:
+            return None
+        before, self._known = self._known, self._answer()
+        return before is not None and self._known == before
+
+    def _answer(self) -> list[str] | None:
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
+        try:
+            if not asked.done():
+                raise TimeoutError("the workers have not told them in time")
+            told = asked.result()
         except Exception:
             logger.exception(
-                "the weights in memory cannot be read: no pause keeps the cache",
+                "the weights in memory cannot be read: no pause keeps the cache, and slower tiers "
+                "are not used after it",
                 extra=about("weights.unreadable"),
             )
             return None
         logger.info(
             "the weights in memory were read in %.2f s",
-            time.monotonic() - began,
+            max(seconds for _, seconds in told),
             extra=about("weights.read"),
         )
-        return digests
+        return [digest for digest, _ in told]
+
+
+def _timed_digest(worker: Any) -> tuple[str, float]:
+    began = time.monotonic()
+    return digest_of_worker(worker), time.monotonic() - began
 
 
 def digest_of_worker(worker: Any) -> str:
@@ -79,7 +128,8 @@ def digest_of_worker(worker: Any) -> str:
     factors: dict[torch.device, torch.Tensor] = {}
     for number, model in enumerate(models):
         for name, tensor in _tensors(model):
-            digest.update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            shape = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+            digest.update(f"{number} {name} {shape}\n".encode())
             device = tensor.device
             if device not in factors:
                 factors[device] = 2 * torch.arange(PIECE, dtype=torch.int64, device=device) + 1
@@ -99,12 +149,30 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Tensor]:
     """For each piece of the tensor a sum of its words, each times an odd number of its place."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = len(data) // 8 * 8
-    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else None
-    if words is None:
-        words = data[:whole].clone().view(torch.int64)
-    for piece in words.split(PIECE):
-        yield (piece * factors[: len(piece)]).sum()
-    if len(data) > whole:
-        yield (data[whole:].to(torch.int64) * factors[: len(data) - whole]).sum()
+    for dense in _dense(tensor.detach()):
+        data = dense.view(-1).view(torch.uint8)
+        whole = len(data) // 8 * 8
+        for piece in data[:whole].split(8 * PIECE):
+            aligned = piece if piece.data_ptr() % 8 == 0 else piece.clone()
+            words = aligned.view(torch.int64)
+            yield (words * factors[: len(words)]).sum()
+        if len(data) > whole:
+            yield (data[whole:].to(torch.int64) * factors[: len(data) - whole]).sum()
+
+
+def _dense(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in contiguous parts, of which no more than a piece is copied at a time."""
+    if not tensor.is_contiguous():
+        # One that was transposed is contiguous in the order of its strides.
+        order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+        tensor = tensor.permute(order)
+    if tensor.is_contiguous():
+        yield tensor
+    elif tensor.numel() * tensor.element_size() <= 8 * PIECE:
+        yield tensor.contiguous()
+    elif len(tensor) == 1:
+        yield from _dense(tensor[0])
+    else:
+        row = tensor[0].numel() * tensor.element_size()
+        for part in tensor.split(max(1, 8 * PIECE // row)):
+            yield from _dense(part)

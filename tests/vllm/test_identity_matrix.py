@@ -92,19 +92,28 @@ SETTINGS = [
     Setting("dynamic", ROPE, rope(**DYNAMIC), other_tokens=True),
     Setting("longrope", f"{ROPE}, model.max_model_len", longrope(1024), other_tokens=True),
     Setting("longrope, short requests", "model.max_model_len", longrope(512), beside="longrope"),
-    Setting("16 bits", "dtype, model.dtype, rank_bytes_per_block", {"dtype": "bfloat16"}),
-    Setting("fp8", "dtype, rank_bytes_per_block", {"kv_cache_dtype": "fp8"}, other_tokens=True),
+    Setting(
+        "16 bits",
+        "dtype, group.0.dtype, model.dtype, rank_bytes_per_block",
+        {"dtype": "bfloat16"},
+    ),
+    Setting(
+        "fp8",
+        "dtype, group.0.dtype, group.0.kv_quant_mode, rank_bytes_per_block",
+        {"kv_cache_dtype": "fp8"},
+        other_tokens=True,
+    ),
     Setting("fp8_e5m2", "dtype", {"kv_cache_dtype": "fp8_e5m2"}, beside="fp8", other_tokens=True),
     Setting(
         "block size",
-        "cache.block_size, groups, rank_bytes_per_block, tokens_per_hash",
+        "cache.block_size, group.0.block_size, groups, rank_bytes_per_block, tokens_per_hash",
         {"block_size": 64},
     ),
     Setting("blocks per chunk", "blocks_per_chunk", kvstore={"blocks_per_chunk": 2}),
     Setting(
         "weights of 8 bits",
-        "config.quantization_config, dtype, model.dtype, model.quantization, "
-        "rank_bytes_per_block, weights",
+        "config.quantization_config, dtype, group.0.dtype, model.dtype, model.quantization, "
+        "rank_bytes_per_block and 1 more",
         {"dtype": "bfloat16"},
         {"quantization_config": INT8},
         weights="int8",
@@ -120,7 +129,7 @@ SETTINGS = [
     Setting("window", "cache.sliding_window, config.architectures, ", WINDOW, MISTRAL, found=224),
     Setting(
         "window disabled",
-        "cache.sliding_window, config.sliding_window, model.disable_sliding_window",
+        "cache.sliding_window, config.sliding_window, group.0.extra_retained_tokens, group.0.kind",
         {**WINDOW, "disable_sliding_window": True},
         MISTRAL,
         beside="window",
@@ -133,7 +142,7 @@ SETTINGS = [
     ),
     Setting(
         "tensor parallel",
-        "parallel, rank_bytes_per_block",
+        "group.0.num_kv_heads, parallel, rank_bytes_per_block",
         {"tensor_parallel_size": 2},
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED},
     ),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
 
 pytest.importorskip("vllm")
 
 from tests.vllm.checkpoints import CONFIG, save_llama
 
+TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED, **ONE_PROCESS}
 LENGTH = 256
 PROMPTS = [[seed, LENGTH] for seed in range(3)]
 NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
@@ -27,10 +28,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, rounds: list[dict[str, Any]], *, offload: bool = True) -> Run:
+def run(
+    folder: Path,
+    rounds: list[dict[str, Any]],
+    *,
+    offload: bool = True,
+    cache: str = "cache",
+    workers: int = 1,
+) -> Run:
     tier = {
         "type": "disk",
-        "path": str(folder / "cache"),
+        "path": str(folder / cache),
         "capacity_bytes": "512MiB",
         "segment_bytes": "4MiB",
     }
@@ -38,12 +46,17 @@ def run(folder: Path, rounds: list[dict[str, Any]], *, offload: bool = True) -> 
         folder,
         {
             "config": CONFIG,
-            "engine": {"load_format": "auto", "dtype": "float32", "max_model_len": 1024},
+            "engine": {
+                "load_format": "auto",
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "tensor_parallel_size": workers,
+            },
             "kvstore": {"cpu_bytes_to_use": "16MiB", "tiers": [tier]} if offload else None,
             "max_tokens": 6,
             "rounds": [{"prompts": PROMPTS, "reset": False, **one} for one in rounds],
         },
-        ONE_PROCESS,
+        ONE_PROCESS if workers == 1 else TWO_WORKERS,
     )
 
 
@@ -110,3 +123,22 @@ def test_the_disk_keeps_what_the_weights_of_the_start_have_computed_and_nothing_
 ) -> None:
     assert restarted.rounds["restarted"].cached == ALL_HIT
     assert restarted.rounds["restarted"].tokens == truth.rounds["first"].tokens
+
+
+def test_workers_in_processes_of_their_own_are_asked_without_waiting_for_them(folder: Path) -> None:
+    rounds = run(
+        folder,
+        [
+            {"name": "cold", "sleep": {"level": 1}},
+            {"name": "after a sleep", "sleep": other(folder)},
+            {"name": "other", "sleep": {"level": 1}},
+            {"name": "other again"},
+        ],
+        cache="two workers",
+        workers=2,
+    ).rounds
+    assert rounds["after a sleep"].cached == ALL_HIT
+    assert rounds["after a sleep"].tokens == rounds["cold"].tokens != rounds["other"].tokens
+    assert rounds["other"].cached == NO_HIT
+    assert rounds["other again"].cached == ALL_HIT
+    assert rounds["other again"].tokens == rounds["other"].tokens

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvstore.vllm.weights import PIECE, LiveWeights, digest_of_worker
 
@@ -82,38 +86,124 @@ def test_the_weights_of_a_model_that_drafts_count() -> None:
 
 
 class Executor:
-    """Asks two workers, or fails."""
+    """Asks two workers; they answer when a step's output is awaited, or fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, eplb: bool = False) -> None:
         self.models = [Model(0), Model(1)]
         self.broken = False
+        self.prompt = True
+        self.parallel_config = SimpleNamespace(enable_eplb=eplb)
+        self.asked: list[tuple[Any, Future[Any]]] = []
 
-    def collective_rpc(self, method: Any) -> list[Any]:
-        if self.broken:
-            raise RuntimeError("a worker is gone")
-        return [method(worker(model)) for model in self.models]
+    def collective_rpc(self, method: Any, non_block: bool = False) -> Future[Any]:
+        assert non_block
+        self.asked.append((method, Future()))
+        future = self.asked[-1][1]
+        if self.prompt:
+            self.step()
+        return future
+
+    def step(self) -> None:
+        asked, self.asked = self.asked, []
+        for method, future in asked:
+            if self.broken:
+                future.set_exception(RuntimeError("a worker is gone"))
+            else:
+                future.set_result([method(worker(model)) for model in self.models])
+
+
+def same(weights: LiveWeights) -> bool | None:
+    weights.ask()
+    return weights.same()
 
 
 def test_a_change_on_any_worker_counts_once() -> None:
     executor = Executor()
     weights = LiveWeights(executor)
-    assert not weights.changed()
+    assert same(weights)
     executor.models[1].short.data[0, 0] += 1
-    assert weights.changed()
-    assert not weights.changed()
+    assert same(weights) is False
+    assert same(weights)
 
 
 def test_weights_that_cannot_be_read_are_others() -> None:
     executor = Executor()
     weights = LiveWeights(executor)
     executor.broken = True
-    assert weights.changed()
+    assert same(weights) is False
     executor.broken = False
-    assert weights.changed(), "nobody knows what came between"
-    assert not weights.changed()
+    assert same(weights) is False, "nobody knows what came between"
+    assert same(weights)
 
 
 def test_weights_that_cannot_be_read_at_the_start_are_not_known() -> None:
     executor = Executor()
     executor.broken = True
-    assert not LiveWeights(executor).known
+    weights = LiveWeights(executor)
+    executor.broken = False
+    assert same(weights) is False
+
+
+def test_nobody_waits_for_workers_and_after_a_while_the_weights_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = Executor()
+    weights = LiveWeights(executor)
+    executor.prompt = False
+    assert same(weights) is None
+    assert weights.same() is None
+    executor.step()
+    assert weights.same()
+    monkeypatch.setattr("kvstore.vllm.weights.PATIENCE_S", 0.0)
+    assert same(weights) is False
+    executor.step()
+    assert same(weights) is False
+
+
+def test_with_eplb_the_weights_are_never_read(caplog: pytest.LogCaptureFixture) -> None:
+    """It moves experts between workers, so any look would find others."""
+    executor = Executor(eplb=True)
+    executor.prompt = False
+    with caplog.at_level(logging.INFO, "kvstore"):
+        weights = LiveWeights(executor)
+    assert "EPLB" in caplog.text
+    assert same(weights) is False
+    assert executor.asked == []
+
+
+class Copies(TorchDispatchMode):
+    """The largest tensor that is made anew, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, made.numel() * made.element_size())
+        return made
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda data: data.t(),
+    "padded": lambda data: data[:, :-8],
+    "transposed and padded": lambda data: data[:, :-8].t(),
+    "one row for all": lambda data: data[:1].expand(len(data), -1),
+    "every other": lambda data: data.view(1, -1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_weights_in_any_order_are_read_without_a_copy_of_more_than_a_piece(name: str) -> None:
+    view = VIEWS[name](torch.arange(4096 * 4096, dtype=torch.int32).view(4096, 4096))
+    with Copies() as copies:
+        before = digest_of(view)
+    assert copies.largest <= 8 * PIECE
+    view[0, 9] += 1
+    assert digest_of(view) != before
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    model = SimpleNamespace(state_dict=lambda: {"weight": tensor})
+    return digest_of_worker(worker(model))  # type: ignore[arg-type]

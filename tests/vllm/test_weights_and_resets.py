@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.kv_offload.base import LookupResult
 
 from tests.patience import until
 from tests.vllm.test_manager import Server, keys_of
@@ -30,18 +32,30 @@ def reset(manager: Any) -> None:
 
 
 class Executor:
-    """What asks the workers; here it is the worker, too."""
+    """What asks the workers; here it is the worker, too, which may be `slow` to answer."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(8, 8, bias=False)
         self.load(FIRST)
+        self.slow = False
+        self.asked: list[tuple[Callable[[Any], Any], Future[Any]]] = []
 
     def load(self, weights: int) -> None:
         self.model.weight.data.fill_(weights)
 
-    def collective_rpc(self, ask: Callable[[Any], str]) -> list[str]:
+    def collective_rpc(self, ask: Callable[[Any], Any], *, non_block: bool = False) -> Any:
+        assert non_block, "a scheduler never waits for its workers"
+        self.asked.append((ask, Future()))
+        future = self.asked[-1][1]
+        if not self.slow:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
         runner = SimpleNamespace(get_model=lambda: self.model, drafter=None)
-        return [ask(SimpleNamespace(model_runner=runner))]
+        asked, self.asked = self.asked, []
+        for ask, future in asked:
+            future.set_result([ask(SimpleNamespace(model_runner=runner))])
 
 
 class Engine:
@@ -144,4 +158,60 @@ def test_after_a_reset_with_the_same_weights_the_disk_is_used(tmp_path: Path) ->
     engine.server.close()
     engine = Engine(tmp_path / "cache")
     assert engine.served(OTHERS) == [FIRST] * 4
+    engine.server.close()
+
+
+@pytest.mark.parametrize("weights", [FIRST, OTHER])
+def test_until_the_workers_have_told_their_weights_nothing_is_served_or_stored(
+    tmp_path: Path, weights: int
+) -> None:
+    engine = Engine(tmp_path / "cache")
+    engine.compute(KEYS)
+    engine.model_executor.slow = True
+    pause(engine.manager)
+    engine.change(weights)
+    context = engine.server.context("asking")
+    engine.manager.on_new_request(context)
+    for _ in range(3):
+        assert {engine.manager.lookup(key, context) for key in KEYS} == {LookupResult.RETRY}
+        assert engine.manager.prepare_store(OTHERS, context) is None
+        engine.server.step()
+    assert len(engine.model_executor.asked) == 1
+    engine.model_executor.answer()
+    assert engine.served(KEYS) == ([FIRST] * 4 if weights == FIRST else [])
+    engine.server.close()
+
+
+def test_when_the_workers_never_tell_their_weights_the_disk_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "cache")
+    engine.compute(KEYS)
+    engine.model_executor.slow = True
+    monkeypatch.setattr("kvstore.vllm.weights.PATIENCE_S", 0.0)
+    pause(engine.manager)
+    assert engine.served(KEYS) == []
+    engine.change(OTHER)
+    engine.compute(OTHERS)
+    engine.server.close()
+    engine = Engine(tmp_path / "cache")
+    assert engine.served(KEYS) == [FIRST] * 4
+    assert engine.served(OTHERS) == []
+    engine.server.close()
+
+
+def test_with_eplb_a_pause_closes_the_disk_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = SimpleNamespace(enable_eplb=True)
+    monkeypatch.setattr(Executor, "parallel_config", moving, raising=False)
+    engine = Engine(tmp_path / "cache")
+    engine.compute(KEYS)
+    pause(engine.manager)
+    assert engine.served(KEYS) == []
+    engine.compute(OTHERS)
+    engine.server.close()
+    engine = Engine(tmp_path / "cache")
+    assert engine.served(KEYS) == [FIRST] * 4
+    assert engine.served(OTHERS) == []
     engine.server.close()
