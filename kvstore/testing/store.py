@@ -23,6 +23,8 @@ import pytest
 from kvstore.testing.bench import Benches, TierBench, key_of
 from kvstore.types import MAX_KEY_BYTES, TierPlace
 from tiers.base import Tier, Transfer
+from tiers.store.client import ListingClient
+from tiers.store.tier import StoreTier
 
 __all__ = ["StoreContract"]
 
@@ -292,6 +294,30 @@ class StoreContract(Benches, ABC):
         assert (await other.tier.holds([key_of(2)])).ok == [False]
         await other.tier.clear()
         assert (await other.tier.holds([key_of(2)])).ok == [False]
+
+    async def test_what_it_stored_before_it_was_cleared_again_is_removed_if_the_client_can_list_it(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench, other = self.open(place, benches), self.open(place, benches)
+        await _store(bench, [key_of(1)])
+        shared = set(self.values())
+        for clearing in (bench, other):
+            await clearing.tier.clear()
+            await _store(clearing, [key_of(2), key_of(3)])
+        theirs = set(self.values()) - shared
+        await bench.tier.clear()
+        await _store(bench, [key_of(4)])
+        if not isinstance(bench.tier, StoreTier) or not isinstance(
+            bench.tier.connect(), ListingClient
+        ):
+            return
+        # It waits for the one that the clearing has begun.
+        await bench.tier._loop.run(bench.tier._sweep())
+        left = set(self.values())
+        assert shared < left
+        assert len(theirs & left) == 2
+        assert await _fetch(other, [key_of(2), key_of(3)]) == [True] * 2
+        assert await _fetch(bench, [key_of(2), key_of(4)]) == [False, True]
 
     async def test_what_is_erased_is_gone_for_all(
         self, place: TierPlace, benches: list[TierBench]

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from typing import Protocol, runtime_checkable
 
-__all__ = ["StoreClient", "StoreError", "Unread", "in_waves"]
+__all__ = [
+    "SHARED_EPOCH",
+    "ListingClient",
+    "StoreClient",
+    "StoreError",
+    "Unread",
+    "epoch_of",
+    "in_waves",
+]
+
+SHARED_EPOCH = "0"
+"""The epoch of processes that were not cleared; any other is a single process's."""
+
+PRIVATE_SECONDS = 7 * 86400.0
+"""How long a value of a single process's epoch is kept at least: nobody else reads it, and the
+process may be gone."""
 
 FIRST_ASKED = 4
 """Values of which `in_waves` asks before those behind them."""
@@ -64,6 +79,24 @@ class StoreClient(Protocol):
 
     async def close(self) -> None:
         """Let go of all connections. Never raises."""
+
+
+@runtime_checkable
+class ListingClient(StoreClient, Protocol):
+    """A client that can tell what its engine has."""
+
+    def listed(
+        self, place: str, but: Collection[str]
+    ) -> AsyncIterator[Sequence[tuple[str, float]]]:
+        """Names below a place, with the time (Unix) of the last write, but for these epochs.
+
+        In portions of which each is of one epoch.
+        """
+
+
+def epoch_of(name: str) -> str:
+    """The epoch in the name of a value."""
+    return name.rsplit("/", 2)[1]
 
 
 async def in_waves(

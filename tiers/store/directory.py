@@ -13,8 +13,9 @@ import os
 import secrets
 import stat
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -30,6 +31,9 @@ _T = TypeVar("_T")
 
 THREADS = 8
 """Files that one call reads or writes at once."""
+
+HALF_SECONDS = 3600.0
+"""A file that has another name for longer is not being written any more."""
 
 WAVE = 32 * THREADS
 """Values whose existence is asked for at once."""
@@ -109,10 +113,46 @@ class DirectoryClient:
 
         await self._each(names, None, one)
 
+    async def listed(
+        self, place: str, but: Collection[str]
+    ) -> AsyncIterator[Sequence[tuple[str, float]]]:
+        """Names and times of files, folder by folder; folders without any are removed."""
+        for epoch in await self._at(place, lambda folder: set(os.listdir(folder)) - set(but)):
+            below = f"{place}/{epoch}"
+            for within in await self._at(below, os.listdir):
+                yield await self._at(below, partial(_listed, below, within))
+            await self._at(place, partial(_remove_folder, epoch))
+
     async def close(self) -> None:
         """Nothing is kept open."""
 
     # -- inside --------------------------------------------------------------------------
+
+    async def _mounted(self) -> None:
+        if self._looking is None or self._looking.done():
+            self._looking = in_thread(self._mount.check)
+        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
+        await asyncio.shield(self._looking)
+
+    async def _at(self, below: str, work: Callable[[int], Iterable[_T]]) -> list[_T]:
+        """What `work` gives in a thread that is told this folder; nothing where there is none."""
+        await self._mounted()
+
+        def call() -> list[_T]:
+            try:
+                entered = self._mount.enter(below, make=False)
+                try:
+                    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=entered)
+                finally:
+                    os.close(entered)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            try:
+                return list(work(folder))
+            finally:
+                os.close(folder)
+
+        return await in_thread(call)
 
     async def _each(
         self,
@@ -131,10 +171,7 @@ class DirectoryClient:
         Raises:
             StoreError: if the directory cannot be used, or `work` raises.
         """
-        if self._looking is None or self._looking.done():
-            self._looking = in_thread(self._mount.check)
-        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
-        await asyncio.shield(self._looking)
+        await self._mounted()
         below = names[0].rpartition("/")[0]
         paths = [_path(name) for name in names]
         count = min(len(names), THREADS)
@@ -207,6 +244,37 @@ def _write(folder: int, at: str, value: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
+    """Names and times of the files in a folder of values; without any it is removed.
+
+    What a process that was killed had half written goes at once.
+    """
+    try:
+        values = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        return []
+    found = []
+    try:
+        for key in os.listdir(values):
+            since = os.stat(key, dir_fd=values, follow_symlinks=False).st_mtime
+            if not key.startswith("."):
+                found.append((f"{below}/{key}", since))
+            elif since < time.time() - HALF_SECONDS:
+                os.unlink(key, dir_fd=values)
+    finally:
+        os.close(values)
+    if not found:
+        _remove_folder(within, folder)
+    return found
+
+
+def _remove_folder(name: str, folder: int) -> list[None]:
+    # One that is not empty stays.
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=folder)
+    return []
 
 
 def _path(name: str) -> str:

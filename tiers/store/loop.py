@@ -33,6 +33,8 @@ class ClientLoop:
         self._at_end = at_end
         self._lock = threading.Lock()
         self._ended = False
+        # A loop itself does not keep its tasks.
+        self._unawaited: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -75,6 +77,18 @@ class ClientLoop:
             ended.exception()
             raise cancelled
         return ended.result()
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` there, for whose end nobody waits."""
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            self._unawaited.add(task)
+            task.add_done_callback(self._unawaited.discard)
+
+        with self._lock:
+            if not self._ended:
+                self._loop.call_soon_threadsafe(begin)
 
     def cancel_all(self) -> None:
         """Whoever waits for anything that runs there is told so."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -222,6 +222,20 @@ class _Client:
                 await self._call(lambda: obstore.delete_async(self._store, name))
 
         await self._together([one(name) for name in names])
+
+    async def listed(
+        self, place: str, but: Collection[str]
+    ) -> AsyncIterator[Sequence[tuple[str, float]]]:
+        """Names and times of objects, in the portions in which the service tells them."""
+        epochs = await self._call(lambda: obstore.list_with_delimiter_async(self._store, place))
+        for prefix in epochs["common_prefixes"]:
+            if prefix.rpartition("/")[2] in but:
+                continue
+            portions = obstore.list(self._store, prefix).__aiter__()
+            while (
+                found := await self._call(lambda at=portions: anext(at, None))  # type: ignore[misc]
+            ) is not None:
+                yield [(each["path"], each["last_modified"].timestamp()) for each in found]
 
     async def close(self) -> None:
         """Connections are the client's own; nothing is to be said to anybody."""

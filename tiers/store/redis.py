@@ -10,7 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvstore.types import TierPlace
-from tiers.store.client import StoreClient, StoreError, Unread
+from tiers.store.client import (
+    PRIVATE_SECONDS,
+    SHARED_EPOCH,
+    StoreClient,
+    StoreError,
+    Unread,
+    epoch_of,
+)
 from tiers.store.memory import copy
 from tiers.store.record import RECORD_BYTES
 from tiers.store.tier import StoreTier
@@ -106,7 +113,7 @@ class _Client:
 
     def __init__(self, server: Any, expire_ms: int) -> None:
         self._server = server
-        self._expire_ms = expire_ms or None
+        self._expire_ms = expire_ms
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         # All or none of a prompt is there more often than a part.
@@ -132,8 +139,9 @@ class _Client:
         there = [False] * len(names) if replace else await self.exists(names)
         lacking = [place for place, known in enumerate(there) if not known]
         options: tuple[Any, ...] = () if replace else ("NX",)
-        if self._expire_ms is not None:
-            options += ("PX", self._expire_ms)
+        private = epoch_of(names[0]) != SHARED_EPOCH
+        if expires := self._expire_ms or (PRIVATE_SECONDS * 1000 if private else 0):
+            options += ("PX", int(expires))
         answers = await self._calls(
             [
                 ("SET", names[place], b"".join((records[place], payloads[place])), *options)

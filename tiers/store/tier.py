@@ -6,7 +6,9 @@ or a miss.
 
 A process begins in epoch 0 and shares what it stores with every process whose namespace is the
 same. When its tier is cleared, it moves to an epoch that is its own: what was stored before stays
-with those who use it, and nobody ever takes what it stores from then on for theirs.
+with those who use it, and nobody ever takes what it stores from then on for theirs. An epoch that
+it leaves again is removed, where the client can list it; of one whose process was killed each value
+is removed a week after it was stored.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from tiers.base import Tier, Transfer, error_of
 from tiers.disk.digest import digest
 from tiers.disk.namespace import Namespace
 from tiers.pinned import PinnedRegion
-from tiers.store.client import StoreClient, StoreError, Unread
+from tiers.store.client import (
+    PRIVATE_SECONDS,
+    SHARED_EPOCH,
+    ListingClient,
+    StoreClient,
+    StoreError,
+    Unread,
+    epoch_of,
+)
 from tiers.store.gate import Gate
 from tiers.store.loop import ClientLoop
 from tiers.store.record import decode, encode, seed_of
@@ -59,6 +69,12 @@ QUESTIONS_AT_ONCE = 4
 
 MOST_BAD = 2**14
 """Keys whose values are known to be no good; the oldest are forgotten for new ones."""
+
+SWEEP_SECONDS = 3600.0
+"""Between looks for values that nobody reads any more, the first of them included."""
+
+SWEEP_PAUSE = 1.0
+"""Seconds between calls that remove `MOST_REMOVED` of these."""
 
 BAD_LASTS = 600.0
 """Seconds for which the store does not hold a key whose value is no good: others may replace it."""
@@ -104,7 +120,10 @@ class StoreTier(Tier):
         self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
         self._asking = Gate(QUESTIONS_AT_ONCE, 0)
         self._orders = itertools.count()
-        self._begin_epoch("0")
+        self._sweeping = asyncio.Lock()
+        # Epochs of its own that this process has left.
+        self._left: set[str] = set()
+        self._begin_epoch(SHARED_EPOCH)
 
     @abstractmethod
     def connect(self) -> StoreClient:
@@ -121,6 +140,7 @@ class StoreTier(Tier):
         """An engine that cannot be reached now may be reached later."""
         self._region = region
         self._loop = ClientLoop(f"kvstore-{self.address}", self._close)
+        self._loop.begin(self._sweep_often)
         return RecoveredTier(self.address, "remote", [], 1, [], 0)
 
     @property
@@ -158,8 +178,12 @@ class StoreTier(Tier):
         return None, "a store has no segments"
 
     async def clear(self) -> list[int] | None:
+        left = self._epoch
         # A number that two processes might come to by themselves would not do.
         self._begin_epoch(secrets.token_hex(8))
+        if left != SHARED_EPOCH:
+            self._left.add(left)
+            self._loop.begin(self._sweep)
         return []
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
@@ -305,7 +329,29 @@ class StoreTier(Tier):
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [f"{self._prefix}{key.hex()}" for key in keys]
 
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Remove values of epochs that nobody reads any more, as far as the client lists them."""
+        async with self._sweeping:
+            client, left = self._reached(), set(self._left)
+            if not isinstance(client, ListingClient):
+                return
+            before = time.time() - PRIVATE_SECONDS
+            # What cannot be removed now is looked for again.
+            with contextlib.suppress(StoreError):
+                async for found in client.listed(self._place, {SHARED_EPOCH, self._epoch}):
+                    stale = [n for n, since in found if since < before or epoch_of(n) in left]
+                    for start in range(0, len(stale), MOST_REMOVED):
+                        await self._answer(partial(_remove, stale[start : start + MOST_REMOVED]))
+                        await asyncio.sleep(SWEEP_PAUSE)
+                self._left -= left
+
     def _begin_epoch(self, epoch: str) -> None:
+        self._epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
         # Keys whose values were found to be no good, and when.

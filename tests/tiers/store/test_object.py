@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -313,4 +314,45 @@ async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_aske
     asked.clear()
     assert (await bench.tier.holds(keys)).ok == [True] * 16 + [False] * 184
     assert len(asked) == 4 + 2 * CONNECTIONS, "until nothing of a wave is there"
+    await bench.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["s3", "directory"])
+async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_week(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> TierBench:
+        if kind == "directory":
+            return TierBench(ObjectTier(PLACE, url=tmp_path.as_uri()), 16, 8192, 8000)
+        server = request.getfixturevalue("gateway")
+        request.getfixturevalue("s3")
+        return TierBench(
+            ObjectTier(PLACE, url=server.url, endpoint=server.endpoint), 16, 8192, 8000
+        )
+
+    bench, killed = opened(), opened()
+    keys = [key_of(number) for number in range(4)]
+    await bench.store(keys, [0] * 4)
+    assert isinstance(killed.tier, ObjectTier)
+    await killed.tier.clear()
+    await killed.store(keys, [0] * 4)
+    assert isinstance(bench.tier, ObjectTier)
+    await bench.tier._loop.run(bench.tier._sweep())
+    assert await killed.fetch(keys, [0] * 4) == [True] * 4, "it may be used"
+    monkeypatch.setattr("tiers.store.tier.PRIVATE_SECONDS", -100.0)
+    await bench.tier._loop.run(bench.tier._sweep())
+    assert await killed.fetch(keys, [0] * 4) == [False] * 4
+    assert await bench.fetch(keys, [0] * 4) == [True] * 4
+    await killed.close()
+    if kind == "directory":
+        epoch = next(path for path in tmp_path.rglob(killed.tier._epoch))
+        within = next(path for path in epoch.iterdir())
+        half = within / ".half"
+        half.write_text("")
+        os.utime(half, (0, 0))
+        # Folders go when they are found empty.
+        await bench.tier._loop.run(bench.tier._sweep())
+        await bench.tier._loop.run(bench.tier._sweep())
+        assert not epoch.exists()
     await bench.close()

@@ -169,6 +169,23 @@ async def test_values_expire_if_that_is_wanted(server: RedisServer) -> None:
     await bench.close()
 
 
+@pytest.mark.asyncio
+async def test_what_a_process_stores_for_itself_alone_expires_after_a_week(
+    server: RedisServer,
+) -> None:
+    bench = await bench_of(RedisTier(PLACE, url=server.url))
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+        await bench.store([key_of(1)], [0])
+        await bench.tier.clear()
+        await bench.store([key_of(2)], [0])
+        (shared,) = client.scan_iter(match=f"*{key_of(1).hex()}")
+        (private,) = client.scan_iter(match=f"*{key_of(2).hex()}")
+        assert client.pttl(shared) == -1
+        assert 6 * 86_400_000 < client.pttl(private) <= 7 * 86_400_000
+    await bench.close()
+
+
 class TlsServer(RedisServer):
     """A server that speaks TLS alone, with the certificate in its folder."""
 
