@@ -55,6 +55,7 @@ from kvstore.vllm.log import join_server_log
 from kvstore.vllm.options import TierOptions
 from kvstore.vllm.reporter import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.siblings import siblings
+from kvstore.vllm.spec import check_engine_with_tiers
 from tiers.lent import LentRegion
 
 __all__ = ["KVStoreTier"]
@@ -118,6 +119,7 @@ class KVStoreTier(SecondaryTierManager):
                 "KVStoreOffloadingSpec"
             )
         vllm_config = vllm_config_of(spec.extra_config)
+        check_engine_with_tiers(vllm_config)
         identity = {
             **layout.identity,
             **told.naming.engine_identity(spec.config, vllm_config, config.identity),

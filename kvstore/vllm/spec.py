@@ -27,7 +27,7 @@ from kvstore.vllm.naming import Naming
 from kvstore.vllm.reporter import definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
 
-__all__ = ["KVStoreOffloadingSpec", "check_continues"]
+__all__ = ["KVStoreOffloadingSpec", "check_continues", "check_engine_with_tiers"]
 
 logger = logging.getLogger("kvstore")
 
@@ -100,6 +100,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
         vllm_config = vllm_config_of(self.config.extra_config)
         check_continues(vllm_config)
+        if self.store_config.tiers:
+            check_engine_with_tiers(vllm_config)
         self.identity = {
             **self.layout.identity,
             **self._engine_identity(vllm_config),
@@ -163,6 +165,28 @@ def check_continues(vllm_config: Any) -> None:
         raise ConfigError(
             "vLLM's MLA on this CPU computes a prompt from its first token only: what is loaded "
             "would be ignored, and tokens would be wrong"
+        )
+
+
+def check_engine_with_tiers(vllm_config: Any) -> None:
+    """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
+
+    Raises:
+        ConfigError: if its weights are to be replaced while it runs. Nobody tells connectors of
+            that, and what is stored afterwards would be found by engines with other weights.
+    """
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config is set: weights change while the engine runs, and chunks on "
+            "disk or in a store would be taken for those of other weights; leave tiers out, or "
+            "weight_transfer_config"
+        )
+    if getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.warning(
+            "vLLM kills this engine when it is told to end (--shutdown-timeout 0): chunks that "
+            "were not copied to a tier by then are lost, all of host memory with the flows demote "
+            "and exclusive; start it with --shutdown-timeout 30",
+            extra=about("server.killed_at_end"),
         )
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from kvstore.errors import ConfigError
 from kvstore.vllm import identity as module
 from kvstore.vllm.identity import adapter_settings, engine_identity
+from kvstore.vllm.spec import check_engine_with_tiers
 from kvstore.vllm.version import VERSION
 from tests.vllm.checkpoints import CONFIG, save_llama
 
@@ -119,6 +120,23 @@ def test_what_does_not_change_kv_bytes_costs_no_hits(
     model: Path, base: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     assert differs(base, engine_identity(engine(model, **arguments))) == set()
+
+
+def test_weights_that_are_replaced_while_the_engine_runs_go_with_no_tier(model: Path) -> None:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    check_engine_with_tiers(engine(model))
+    with pytest.raises(ConfigError, match="weight_transfer_config is set: .* leave tiers out"):
+        check_engine_with_tiers(engine(model, weight_transfer_config=WeightTransferConfig()))
+
+
+@pytest.mark.parametrize("seconds", [0, 30])
+def test_an_engine_that_is_killed_when_it_is_told_to_end_says_so_at_its_start(
+    model: Path, caplog: pytest.LogCaptureFixture, seconds: int
+) -> None:
+    check_engine_with_tiers(engine(model, shutdown_timeout=seconds))
+    told = [record for record in caplog.records if "--shutdown-timeout 30" in record.getMessage()]
+    assert len(told) == (seconds == 0)
 
 
 def change(model: Path, changing: Callable[[Any], None]) -> dict[str, Any]:
