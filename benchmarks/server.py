@@ -106,6 +106,7 @@ def config_of(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     total = options.prompts * options.length
     return {
         "chunk_bytes": size,
+        "identity": {"model": "benchmark"},
         "cpu_bytes_to_use": int(total * options.host) * size,
         "tiers": [{"type": "disk", "path": folder, "capacity_bytes": 2 * total * size + 2**28}],
     }

@@ -12,7 +12,7 @@ from tiers.pinned import PinnedRegion
 __all__ = ["build"]
 
 
-async def build(config: Config, chunk_bytes: int) -> Assembly:
+async def build(config: Config) -> Assembly:
     """Host memory and the open tiers of a store.
 
     When it is cancelled nothing stays open.
@@ -20,7 +20,7 @@ async def build(config: Config, chunk_bytes: int) -> Assembly:
     Raises:
         KVStoreError: if a path or a value cannot be used.
     """
-    building = _Building(config, chunk_bytes)
+    building = _Building(config)
     try:
         return await asyncio.get_running_loop().run_in_executor(None, building.run)
     except asyncio.CancelledError:
@@ -32,10 +32,11 @@ async def build(config: Config, chunk_bytes: int) -> Assembly:
 class _Building:
     """Opens what a store needs, in a thread; the caller may be gone when it is done."""
 
-    def __init__(self, config: Config, chunk_bytes: int) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._chunk_bytes = chunk_bytes
-        self._shape = rows_for(config, chunk_bytes)
+        self._chunk_bytes = config.given_chunk_bytes
+        self._identity = config.given_identity
+        self._shape = rows_for(config, self._chunk_bytes)
         self._lock = threading.Lock()
         self._cancelled = False
         self._built: Assembly | None = None
@@ -62,13 +63,13 @@ class _Building:
         config = self._config
         region = PinnedRegion.private(*self._shape)
         try:
-            label = str(config.identity.get("model", "kv"))
+            label = str(self._identity.get("model", "kv"))
             return assemble(
                 config,
                 region,
                 self._chunk_bytes,
                 label,
-                config.identity,
+                self._identity,
                 events=config.keep_events,
             )
         except BaseException:

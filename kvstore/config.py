@@ -166,7 +166,8 @@ class Config:
         tiers: slower tiers, fastest first, stores last.
         chunk_bytes: size of every chunk. vLLM knows it; others give it.
         identity: what must be equal for bytes to be exchanged between
-            processes and runs: model, dtype, layout. vLLM knows it; others give it.
+            processes and runs: model, dtype, layout. vLLM knows it; others must give it where
+            there is a tier. {}: all who use the same paths and sizes exchange bytes.
         namespace: name of the folder below each tier's path; by default made
             from the model's name and the identity.
         deadline_s: seconds without movement after which a deferred lookup is answered.
@@ -190,7 +191,7 @@ class Config:
     store_threshold: int = 0
     tiers: tuple[DiskConfig | TierConfig, ...] = ()
     chunk_bytes: int | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] | None = None
     namespace: str | None = None
     deadline_s: float = 2.0
     max_wait_s: float = 30.0
@@ -208,6 +209,32 @@ class Config:
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
+
+    @property
+    def given_identity(self) -> Mapping[str, Any]:
+        """`identity`, for one who is not told it by an engine.
+
+        Raises:
+            ConfigError: if there is a tier and no identity: another model's bytes may lie there.
+        """
+        if self.identity is None and self.tiers:
+            raise ConfigError(
+                "missing key identity: name what all who share chunks on a tier must have in "
+                'common, such as {"model": "m", "weights": "v1", "dtype": "bfloat16"}; {} shares '
+                "them with whoever has the same chunk_bytes"
+            )
+        return self.identity or {}
+
+    @property
+    def given_chunk_bytes(self) -> int:
+        """`chunk_bytes`, for one who is not told it by an engine.
+
+        Raises:
+            ConfigError: if it is missing.
+        """
+        if self.chunk_bytes is None:
+            raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
+        return self.chunk_bytes
 
     @property
     def compute_pace(self) -> float | None:
@@ -505,7 +532,7 @@ _CONFIG: Mapping[str, _Check] = {
     "store_threshold": _whole(0, MAX_THRESHOLD),
     "tiers": _tiers,
     "chunk_bytes": _optional(_size(1)),
-    "identity": _identity,
+    "identity": _optional(_identity),
     "namespace": _optional(_name),
     "deadline_s": _seconds,
     "max_wait_s": _seconds,

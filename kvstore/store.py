@@ -17,7 +17,7 @@ from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
 from kvstore.driver import Driver
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.leases import Chunks, Lease
 from kvstore.logs import warn_with
@@ -40,7 +40,7 @@ COMPACTION_SECONDS = 0.02
 async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
     """Open a store on the running loop, and close it in order at the end: see `Store.close`.
 
-    `config` must give ``chunk_bytes``.
+    `config` must give ``chunk_bytes``, and with a tier ``identity``.
 
     Raises:
         KVStoreError: if the configuration or a path cannot be used.
@@ -59,9 +59,7 @@ async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
 async def start(config: Config | Mapping[str, Any]) -> Store:
     """As `open`, but the caller closes the store."""
     checked = config if isinstance(config, Config) else Config.from_mapping(config)
-    if checked.chunk_bytes is None:
-        raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
-    store = Store(checked, await build(checked, checked.chunk_bytes))
+    store = Store(checked, await build(checked))
     logger.info(
         "kvstore: %s", store.description, extra=about("store.opened", description=store.description)
     )

@@ -34,7 +34,8 @@ EXIT_SECONDS = 5.0
 def open_sync(config: Config | Mapping[str, Any], *, timeout: float | None = None) -> SyncStore:
     """Open a store that any thread may use, without an event loop of one's own.
 
-    `config` must give ``chunk_bytes``. Use it in a ``with`` block, or close it by hand.
+    `config` must give ``chunk_bytes``, and with a tier ``identity``. Use it in a ``with`` block,
+    or close it by hand.
 
     Raises:
         KVStoreError: if the configuration or a path cannot be used, or for a bad timeout.

@@ -97,6 +97,7 @@ async def test_what_only_shows_at_opening_is_refused_there(
     config = {
         "cpu_bytes_to_use": "1MiB",
         "chunk_bytes": 4096,
+        "identity": {"model": "m"},
         "tiers": [{"type": "disk", "path": tmp_path / "cache", "capacity_bytes": "1MiB",
                    "segment_bytes": "64KiB"}],
         **values,
@@ -108,15 +109,18 @@ async def test_what_only_shows_at_opening_is_refused_there(
     assert not (tmp_path / "outside").exists()
 
 
+PLAIN = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4096, "identity": {}}
+
+
 async def test_a_segment_larger_than_the_tier_is_refused_with_both_keys(tmp_path: Path) -> None:
     tier = {"type": "disk", "path": tmp_path, "capacity_bytes": "1MiB"}
     with pytest.raises(ConfigError, match=r"capacity_bytes = 1048576: .*segment_bytes"):
-        async with kvstore.open({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4096, "tiers": [tier]}):
+        async with kvstore.open({**PLAIN, "tiers": [tier]}):
             pass
 
 
 async def test_a_segment_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:
     tier = {"type": "disk", "path": tmp_path, "capacity_bytes": "1MiB", "segment_bytes": 100}
     with pytest.raises(ConfigError, match=r"segment_bytes = 100: .*at least one chunk"):
-        async with kvstore.open({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4096, "tiers": [tier]}):
+        async with kvstore.open({**PLAIN, "tiers": [tier]}):
             pass

@@ -21,6 +21,7 @@ async def test_the_independent_reader_of_the_format_reads_a_lane(tmp_path: Path)
     config = {
         "cpu_bytes_to_use": "2MiB",
         "chunk_bytes": 5000,
+        "identity": {"model": "m"},
         "tiers": [
             {
                 "type": "disk",

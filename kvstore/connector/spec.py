@@ -173,11 +173,7 @@ class KVStoreSpec(OffloadingSpec):
         if "chunk_bytes" in self.extra_config:
             raise ConfigError("unknown key chunk_bytes: it follows from the blocks of the device")
         checked = Config.from_mapping(self.extra_config, ignore=CONNECTOR_KEYS)
-        if checked.tiers and not checked.identity:
-            raise ConfigError(
-                "missing key identity: name what servers must have in common to share chunks on "
-                'disk, such as {"model": "m", "weights": "v1", "dtype": "bfloat16"}'
-            )
+        identity = checked.given_identity
         groups = [
             (list(group.layer_names), int(group.kv_cache_spec.page_size_bytes))
             for group in kv_cache_config.kv_cache_groups
@@ -191,7 +187,7 @@ class KVStoreSpec(OffloadingSpec):
             checked,
             chunk_bytes=self.chunk_bytes,
             identity={
-                **checked.identity,
+                **identity,
                 "hash_block_size": self.hash_block_size,
                 "block_size_factor": self.block_size_factor,
                 "workers": self.num_workers,

@@ -122,8 +122,8 @@ class KVStoreTier(SecondaryTierManager):
         check_engine_with_tiers(vllm_config)
         identity = {
             **layout.identity,
-            **told.naming.engine_identity(spec.config, vllm_config, config.identity),
-            **config.identity,
+            **told.naming.engine_identity(spec.config, vllm_config, config.identity or {}),
+            **(config.identity or {}),
         }
         for line in siblings(identity, config.tiers[0].paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))

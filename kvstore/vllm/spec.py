@@ -105,7 +105,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         self.identity = {
             **self.layout.identity,
             **self._engine_identity(vllm_config),
-            **self.store_config.identity,
+            **(self.store_config.identity or {}),
         }
         cache = getattr(vllm_config, "cache_config", None)
         if self.store_config.tiers and cache is not None:
@@ -127,7 +127,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         if not self.store_config.tiers:
             # Nothing outlives the process.
             return {}
-        return self._naming.engine_identity(self.config, vllm_config, self.store_config.identity)
+        given = self.store_config.identity or {}
+        return self._naming.engine_identity(self.config, vllm_config, given)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -248,7 +248,7 @@ def test_the_last_to_end_gives_host_memory_back() -> None:
     [
         ({"chunk_bytes": 4096}, "unknown key chunk_bytes"),
         ({"cpu_bytes": 1}, "unknown key cpu_bytes"),
-        ({"identity": {}}, "missing key identity"),
+        ({"identity": None}, "missing key identity"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use"),
         ({"copy_way": "fast"}, "copy_way = 'fast': must be one of auto, batch, each, staged, k"),
         ({"copy_way": 3}, "copy_way = 3: must be one of auto"),

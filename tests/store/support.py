@@ -55,6 +55,7 @@ def small(path: Path, rows: int = 8, disk: int = 0, **more: Any) -> dict[str, An
     return {
         "chunk_bytes": size,
         "cpu_bytes_to_use": rows * size,
+        "identity": {},
         "tiers": tiers,
         "deadline_s": TOO_LONG,
         "max_wait_s": TOO_LONG,

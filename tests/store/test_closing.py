@@ -248,6 +248,7 @@ PROGRAM = """
     config = {
         "cpu_bytes_to_use": 64 * size,
         "chunk_bytes": size,
+        "identity": {"model": "m"},
         "shutdown_timeout_s": 180.0,
         "record_trace": path + ".trace",
         "tiers": [

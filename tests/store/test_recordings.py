@@ -43,6 +43,7 @@ async def recorded(path: Path, host: int = HOST, disk: int = DISK) -> AsyncItera
     ]
     config = {
         "chunk_bytes": CHUNK,
+        "identity": {"model": "m"},
         "cpu_bytes_to_use": host * CHUNK,
         "eviction_policy": "lru",
         # A slow disk makes no misses.

@@ -834,7 +834,7 @@ async def test_when_the_second_tier_cannot_be_opened_the_first_is_let_go(tmp_pat
         return {"type": "disk", "path": path, "capacity_bytes": "1MiB", "segment_bytes": "64KiB"}
 
     (tmp_path / "file").write_text("a file")
-    config = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK}
+    config = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK, "identity": {"model": "m"}}
     with pytest.raises(KVStoreError, match="file is a file"):
         async with kvstore.open(
             {**config, "tiers": [disk(tmp_path / "good"), disk(tmp_path / "file")]}

@@ -774,6 +774,7 @@ HEAD = """
     size = int(sys.argv[2])
     config = {
         "cpu_bytes_to_use": 64 * size, "chunk_bytes": size, "shutdown_timeout_s": 180.0,
+        "identity": {},
         "record_trace": sys.argv[1] + ".trace",
         "tiers": [{"type": "disk", "path": sys.argv[1], "capacity_bytes": 512 * size,
                    "segment_bytes": 32 * size}],

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
 from kvstore import tiering
 from kvstore.config import Config
+from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import ConfigError
-from tests.store.support import Open, contents, keys_of, payloads
+from tests.store.support import Open, contents, keys_of, payloads, small
 from tiers import Tier
 
 SHELF = '''
@@ -143,6 +145,38 @@ async def test_a_value_that_the_tier_refuses_is_an_error_of_the_configuration(
     with pytest.raises(ConfigError, match="tier 'shelf': boards must be at least 1"):
         async with open_store(tiers=[{"type": "shelf", "boards": 0}]):
             raise AssertionError("it was opened")
+
+
+@pytest.mark.parametrize("kind", ["disk", "shelf", "redis"])
+async def test_a_tier_wants_an_identity(tmp_path: Path, kind: str) -> None:
+    cache = tmp_path / "cache"
+    tier = {"disk": {"path": cache, "capacity_bytes": 2**21, "segment_bytes": 2**17}}
+    config = small(cache, tiers=[{"type": kind, **tier.get(kind, {})}])
+    del config["identity"]
+    with pytest.raises(ConfigError, match=r"missing key identity: .*; \{\} shares"):
+        async with kvstore.open(config):
+            pass
+    with pytest.raises(ConfigError, match="missing key identity"):
+        kvstore.open_sync(config)
+    with pytest.raises(ConfigError, match="missing key identity"):
+        KVStoreManager(config)
+    assert not cache.exists()
+
+
+async def test_two_models_on_one_path_find_nothing_of_each_other(
+    open_store: Open, tmp_path: Path
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(disk=16, identity={"model": "one"}) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 4
+    for identity, found in (({"model": "other"}, 0), ({}, 0), ({"model": "one"}, 4)):
+        async with open_store(disk=16, identity=identity) as store:
+            assert await store.resolve(keys) == found
+
+
+async def test_host_memory_alone_wants_no_identity(open_store: Open) -> None:
+    async with open_store(tiers=[], identity=None) as store:
+        assert await store.put(keys_of("a", 1), payloads(keys_of("a", 1))) == 1
 
 
 def test_a_tier_can_be_registered_without_a_package() -> None:

@@ -24,7 +24,7 @@ from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
 from kvstore.core.overtaken import Transfer
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with
 from kvstore.prompts import Prompt, Prompts
 from kvstore.stepper import Stepper
@@ -101,7 +101,8 @@ class KVStoreManager(OffloadingManager):
     ) -> None:
         """
         Args:
-            config: see `kvstore.config`; it must give ``chunk_bytes``.
+            config: see `kvstore.config`; it must give ``chunk_bytes``, and with a tier
+                ``identity``.
             region: host memory that workers see, too, with as many rows as
                 `kvstore.assembly.rows_for` says; by default the manager makes its own.
             block_size: tokens of a chunk, for events.
@@ -116,21 +117,20 @@ class KVStoreManager(OffloadingManager):
             KVStoreError: if the configuration or a path cannot be used. Then nothing is kept.
         """
         checked = config if isinstance(config, Config) else Config.from_mapping(config)
-        if checked.chunk_bytes is None:
-            raise ConfigError("missing key chunk_bytes: the size of every chunk, in bytes")
+        chunk_bytes, identity = checked.given_chunk_bytes, checked.given_identity
         self._one_group = one_group
         self._late_completions = late_completions
         self._block_size = block_size
         self._drain = checked.shutdown_timeout_s
-        self.region = region or PinnedRegion.private(*rows_for(checked, checked.chunk_bytes))
+        self.region = region or PinnedRegion.private(*rows_for(checked, chunk_bytes))
         self._release = release or self.region.close
         try:
             assembly = assemble(
                 checked,
                 self.region,
-                checked.chunk_bytes,
-                label or str(checked.identity.get("model", "kv")),
-                checked.identity,
+                chunk_bytes,
+                label or str(identity.get("model", "kv")),
+                identity,
                 events=checked.keep_events,
             )
             self.stepper = Stepper(assembly, steady=steady)

@@ -37,6 +37,7 @@ async def watch(master: str) -> int:
     """Of all chunks that were served, the wrong ones."""
     pool: dict[str, Any] = {"type": "mooncake", "master": master}
     config: dict[str, Any] = {"cpu_bytes_to_use": 32 * (CHUNK + 4096), "chunk_bytes": CHUNK}
+    config["identity"] = {"model": "slow wire"}
     old = [b"old %d" % number for number in range(OLD)]
     new = [b"new %d" % number for number in range(NEW)]
     async with kvstore.open(config | {"tiers": [pool]}) as store:

@@ -147,7 +147,7 @@ async def test_a_cache_on_disk_is_the_same_with_and_without_room_behind_rows(
     pool = {"type": "mooncake", "master": master.address}
     size, keys = 2**16, [key_of(number) for number in range(8)]
     payloads = [number.to_bytes() * size for number in range(len(keys))]
-    config: dict[str, Any] = {"chunk_bytes": size, "cpu_bytes_to_use": "4MiB"}
+    config: dict[str, Any] = {"chunk_bytes": size, "cpu_bytes_to_use": "4MiB", "identity": {}}
     strides = []
     for tiers in ([disk, pool], [disk], [disk, pool]):
         async with kvstore.open(config | {"tiers": tiers}) as store:
