@@ -3,15 +3,90 @@
 The machine's free memory, and the limit of every control group on the way up,
 version 1 and 2. Clean page cache counts as free: the kernel gives it back when
 memory is asked for.
+
+Memory that was asked for and not touched yet still looks free. So whoever is about to take some
+claims it first, by a name in the system's abstract socket namespace, which ends with its process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import secrets
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes"]
+from kvstore.errors import ConfigError
+
+__all__ = ["available_bytes", "claimed"]
+
+WAIT_S = 45.0
+"""So long a claim waits for others that may not need all that they have claimed any more."""
+
+PAUSE_S = 0.02
+ASKING, CLAIM = "kvstore-room", "kvstore-room-of-"
+
+
+@contextlib.contextmanager
+def claimed(size: int) -> Iterator[None]:
+    """`size` bytes that no other claim counts on, until they are taken; processes ask in turn.
+
+    Raises:
+        ConfigError: if there is not that much memory beside what others have claimed.
+    """
+    until = time.monotonic() + WAIT_S
+    while (claim := _claim(size, last=time.monotonic() > until)) is None:
+        time.sleep(PAUSE_S)
+    with claim:
+        yield
+
+
+def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object] | None:
+    """A claim; None while others that have one are about to take their memory."""
+    with _alone():
+        others = sum(_claims())
+        available = available_bytes()
+        if available is None or size + others <= available:
+            return _named(f"{CLAIM}{size}-{secrets.token_hex(6)}") or contextlib.nullcontext()
+    if size <= available and not last:
+        return None
+    taken = f", and other processes are taking {others}" if others else ""
+    raise ConfigError(
+        f"host memory of {size} bytes does not fit: {available} bytes are available{taken}"
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Nobody else is here, if all others ask as well; nobody waits for one that is stuck."""
+    until = time.monotonic() + WAIT_S
+    while (held := _named(ASKING)) is None and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+    with held or contextlib.nullcontext():
+        yield
+
+
+def _named(name: str) -> socket.socket | None:
+    """A socket with this name; None if another has it, and one without where there are none."""
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            holder.close()
+            return None
+    return holder
+
+
+def _claims() -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text().splitlines():
+            _, found, told = line.partition(f"@{CLAIM}")
+            size = told.partition("-")[0]
+            if found and size.isdigit():
+                yield int(size)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigError
 from kvstore.types import about
-from tiers.headroom import available_bytes
+from tiers.headroom import claimed
 from tiers.pages import (
     HUGE_PAGE,
     PAGE,
@@ -106,13 +106,13 @@ class PinnedRegion:
         """
         shape = RegionShape(rows, row_bytes, tail_bytes)
         size = _mapped_size(shape)
-        _check_room(shape.size, size)
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ConfigError(f"host memory of {size} bytes: {error.strerror}") from error
-        region = cls(memory, shape)
-        region._populate()
+        with claimed(size):
+            try:
+                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise ConfigError(f"host memory of {size} bytes: {error.strerror}") from error
+            region = cls(memory, shape)
+            region._populate()
         return region
 
     @classmethod
@@ -143,23 +143,25 @@ class PinnedRegion:
             huge = new_huge_memfd(memory_name, size)
             if huge is not None:
                 return huge
-            _check_room(shape.size, size)
+            claim.enter_context(claimed(size))
             try:
                 return new_memfd(memory_name, size)
             except OSError as error:
                 raise _not_mapped(name, size, error) from error
 
-        rendezvous = Rendezvous(name, (rows, shape.stride), mappers)
-        fd = rendezvous.meet(make, timeout)
-        try:
-            memory = mmap.mmap(fd, size)
-        except OSError as error:
-            rendezvous.close()
-            os.close(fd)
-            raise _not_mapped(name, size, error) from error
-        region = cls(memory, shape)
-        region._fd, region._rendezvous = fd, rendezvous
-        region._populate(rendezvous.place / mappers)
+        # Until the pages are there; who joins later finds them, or touches them with the first.
+        with contextlib.ExitStack() as claim:
+            rendezvous = Rendezvous(name, (rows, shape.stride), mappers)
+            fd = rendezvous.meet(make, timeout)
+            try:
+                memory = mmap.mmap(fd, size)
+            except OSError as error:
+                rendezvous.close()
+                os.close(fd)
+                raise _not_mapped(name, size, error) from error
+            region = cls(memory, shape)
+            region._fd, region._rendezvous = fd, rendezvous
+            region._populate(rendezvous.place / mappers)
         return region
 
     @property
@@ -293,11 +295,3 @@ def _mapped_size(shape: RegionShape) -> int:
             f"got {shape.rows} rows of {shape.row_bytes} bytes{tails}"
         )
     return -(-shape.size // HUGE_PAGE) * HUGE_PAGE
-
-
-def _check_room(wanted: int, size: int) -> None:
-    available = available_bytes()
-    if available is not None and size > available:
-        raise ConfigError(
-            f"host memory of {wanted} bytes does not fit: {available} bytes are available"
-        )

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import ConfigError
 from tests.patience import PATIENCE
+from tiers import headroom
 from tiers.headroom import available_bytes
 
 MIB = 2**20
@@ -225,3 +227,104 @@ def test_a_limit_that_is_full_of_clean_cache_has_room(
     available, refused = done.stdout.splitlines()
     assert 64 * MIB < int(available) < 256 * MIB
     assert "does not fit" in refused
+
+
+# -- processes that start together --------------------------------------------------------------
+
+START = """
+import sys, time
+from pathlib import Path
+import tiers.headroom, tiers.pinned
+from kvstore.errors import ConfigError
+
+folder, size, limit, kind, number = Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:]
+touch = tiers.pinned.populate
+
+def populate(*args, **more):
+    time.sleep(0.5)
+    touch(*args, **more)
+    (folder / number).write_bytes(bytes(size // 1024))
+
+tiers.pinned.populate = populate
+tiers.headroom.ASKING, tiers.headroom.CLAIM = f"{folder.name}", f"{folder.name}-of-"
+tiers.headroom.available_bytes = lambda: limit - sum(
+    1024 * each.stat().st_size for each in folder.iterdir()
+)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    if kind == "private":
+        region = tiers.pinned.PinnedRegion.private(1, size)
+    else:
+        region = tiers.pinned.PinnedRegion.shared(f"{folder}-{number}", 1, size, mappers=1)
+except ConfigError as error:
+    print(error, flush=True)
+else:
+    print("taken", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_processes_that_start_together_take_no_more_than_there_is(
+    tmp_path: Path, kind: str
+) -> None:
+    size, count, fit = 2 * MIB, 6, 3
+    folder = tmp_path / f"room-{os.getpid()}-{kind}"
+    folder.mkdir()
+    command = [sys.executable, "-c", START, str(folder), str(size), str(fit * size + MIB), kind]
+    started = [
+        subprocess.Popen(
+            [*command, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for number in range(count)
+    ]
+    try:
+        pipes = [(one.stdin, one.stdout) for one in started]
+        assert all(out and out.readline() == "ready\n" for _, out in pipes)
+        for go, _ in pipes:
+            assert go is not None
+            print(file=go, flush=True)
+        told = [out.readline().strip() for _, out in pipes if out is not None]
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
+    assert told.count("taken") == fit
+    assert sum("does not fit" in line for line in told) == count - fit
+
+
+CLAIM = """
+import sys
+import tiers.headroom
+tiers.headroom.CLAIM = sys.argv[1]
+tiers.headroom.available_bytes = lambda: 100
+with tiers.headroom.claimed(60):
+    print("claimed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_claim_ends_with_its_process_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "CLAIM", f"test-{os.getpid()}-of-")
+    monkeypatch.setattr(headroom, "available_bytes", lambda: 100)
+    monkeypatch.setattr(headroom, "WAIT_S", 0.1)
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIM, headroom.CLAIM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        with headroom.claimed(40):
+            pass
+        with (
+            pytest.raises(ConfigError, match="other processes are taking 60"),
+            headroom.claimed(60),
+        ):
+            pass
+        other.kill()
+        other.wait()
+    with headroom.claimed(60):
+        pass

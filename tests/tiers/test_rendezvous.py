@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import tiers.headroom
 import tiers.pinned
 import tiers.rendezvous
 from kvstore.errors import ConfigError, PathUnusableError
@@ -221,7 +222,7 @@ def test_who_joins_does_not_ask_for_the_memory_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
-    monkeypatch.setattr(tiers.pinned, "available_bytes", lambda: 1024 * PAGE // 2)
+    monkeypatch.setattr(tiers.headroom, "available_bytes", lambda: 1024 * PAGE // 2)
     joined = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
     joined.row(9)[:2] = b"ok"
     assert bytes(region.row(9)[:2]) == b"ok"
