@@ -27,6 +27,7 @@ from kvstore.daemons import Daemons
 from kvstore.errors import ConfigError
 from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 from kvstore.types import about
+from tiers.disk.trust import STRICT
 
 __all__ = ["MOST_QUEUED", "Recorder"]
 
@@ -190,6 +191,10 @@ class Recorder:
             except BlockingIOError:
                 os.close(fd)
                 continue
+            fault = STRICT.file_fault(fd, written=True)
+            if fault is not None:
+                os.close(fd)
+                raise ConfigError(f"record_trace = {str(mine)!r}: {fault}")
             found = os.pread(fd, len(MAGIC), 0)
             if not found:
                 return mine, fd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
 import stat
 import subprocess
 import sys
@@ -134,6 +135,24 @@ def test_damage_is_refused_by_place(tmp_path: Path, damage: Any, message: str) -
     with pytest.raises(TraceError, match=message) as refusal:
         read_recording(path)
     assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_nothing_is_recorded_into_a_file_that_others_own_or_may_write_to(
+    tmp_path: Path, own: bool
+) -> None:
+    path = tmp_path / "trace"
+    path.touch(0o600)
+    if own:
+        path.chmod(0o666)
+    elif os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        pytest.skip("giving files to another user needs root")
+    said = "may be written by every user" if own else "belongs to user nobody"
+    with pytest.raises(ConfigError, match=rf"record_trace = .*trace.*{said}"):
+        Recorder(path, MIB, 1)
+    assert path.stat().st_size == 0
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:

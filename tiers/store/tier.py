@@ -256,9 +256,10 @@ class StoreTier(Tier):
                 told.append(None if good else WRONG)
             else:
                 told.append(GONE if record is None else record)
-            self._bad.pop(key, None)
-            if record is not None and type(told[-1]) is str:
-                self._bad[key] = time.monotonic()
+            if type(told[-1]) is not Unread:
+                self._bad.pop(key, None)
+                if record is not None and told[-1] is not None:
+                    self._bad[key] = time.monotonic()
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
         return told
