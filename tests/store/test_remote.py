@@ -109,6 +109,28 @@ async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_re
             assert list(chunks.sources) == ["disk"] * 3 + ["remote"] * 3
 
 
+@pytest.mark.parametrize("damage", ["empty", "rotten"])
+async def test_a_value_that_went_bad_is_computed_once_and_is_a_hit_for_everybody_then(
+    tmp_path: Path, server: RedisServer, damage: str
+) -> None:
+    redis = pytest.importorskip("redis")
+    async with kvstore.open(host(tmp_path, server)) as one:
+        await one.put(KEYS[:4], payloads(KEYS[:4]))
+        await saved(one)
+    with redis.Redis(port=server.port) as client:
+        (name,) = client.scan_iter(match=f"*{KEYS[1].hex()}")
+        value = client.get(name)
+        client.set(name, b"" if damage == "empty" else value[:-1] + bytes([value[-1] ^ 1]))
+        async with kvstore.open(host(tmp_path, server)) as other:
+            async with other.get(KEYS[:4]) as chunks:
+                assert len(chunks) == 1
+            assert await other.put(KEYS[1:4], payloads(KEYS[1:4])) == 3
+            await saved(other)
+        assert client.get(name) == value
+    async with kvstore.open(host(tmp_path, server)) as last, last.get(KEYS[:4]) as chunks:
+        assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
+
+
 async def test_what_nobody_has_stored_is_a_miss_after_one_question(
     tmp_path: Path, server: RedisServer
 ) -> None:
