@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import chain
 from types import TracebackType
 from typing import Any, overload
 
@@ -51,8 +50,8 @@ class Chunks(Sequence[memoryview]):
         self._views: list[memoryview] | None = [
             memoryview(exporter).cast("B").toreadonly() for exporter in exporters
         ]
-        self._objects: list[weakref.ref[Any]] = []
-        """The views, once the lease has ended."""
+        self._watched: list[tuple[bytes, weakref.ref[Any]]] = []
+        """Exporters and views that live on when the lease has ended, with their chunks' keys."""
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -80,14 +79,20 @@ class Chunks(Sequence[memoryview]):
 
     def _end(self) -> bool:
         """End the lease; False if a buffer of a chunk is still in use."""
-        self._objects = self._let_go_of_views()
-        for reference, row in zip(self._objects, self._rows, strict=True):
+        views = self._let_go_of_views()
+        keys, exporters = self.keys, self._exporters
+        self._watched = [
+            each for each in zip(keys, exporters, strict=True) if each[1]() is not None
+        ]
+        released = not self._watched
+        for key, reference, row in zip(keys, views, self._rows, strict=True):
             view = reference()
             if view is not None:
+                self._watched.append((key, reference))
                 # The row keeps the region's memory in place, however late it is looked at.
                 weakref.finalize(view, _do_nothing, row).atexit = False
         self._rows = []
-        return not any(exporter() is not None for exporter in self._exporters)
+        return released
 
     def _let_go_of_views(self) -> list[weakref.ref[Any]]:
         """The views, of which only those are left that somebody else has."""
@@ -103,8 +108,7 @@ class Chunks(Sequence[memoryview]):
         That is the exporter where a buffer is in use, and the view where its object lives on: in
         a variable or in a tensor. For one who has ended the lease.
         """
-        references = chain(self._exporters, self._objects)
-        for key, reference in zip(chain(self.keys, self.keys), references, strict=True):
+        for key, reference in self._watched:
             looked_at = reference()
             if looked_at is not None:
                 yield key, looked_at

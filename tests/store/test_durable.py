@@ -152,7 +152,8 @@ async def test_a_reset_and_a_removal_leave_nothing_to_count(
 
 def test_what_it_counts_is_found_after_kill_9(tmp_path: Path) -> None:
     config = (
-        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'tiers': [{'type': 'disk', "
+        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'identity': {}, "
+        "'tiers': [{'type': 'disk', "
         f"'path': {str(tmp_path)!r}, 'capacity_bytes': '2MiB', 'segment_bytes': '128KiB'}}]}}"
     )
     code = textwrap.dedent(

@@ -274,7 +274,8 @@ async def test_many_keys_amid_traffic(open_store: Open) -> None:
 
 def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
     config = (
-        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'tiers': [{'type': 'disk', "
+        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'identity': {}, "
+        "'tiers': [{'type': 'disk', "
         f"'path': {str(tmp_path)!r}, 'capacity_bytes': '2MiB', 'segment_bytes': '128KiB'}}]}}"
     )
     code = textwrap.dedent(
