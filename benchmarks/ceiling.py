@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from disk import Ours, Plan, Sample, measure
+from dry import read_options
 from meter import filled_region, median, size_text, sizes
 from plain import Plain
 
@@ -89,7 +90,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--io", default="auto", help="I/O backend of the disk tier")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
+    options = read_options(
+        parser, sizes=[2**16], paths="1,2", footprint=2**23, seconds=0.02, rounds=1
+    )
     counts = [int(each) for each in options.paths.split(",")]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-ceiling-", dir=options.folder) as folder:

@@ -51,6 +51,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dry import read_options
 from fio import Fio, FioResult, Way
 from meter import Batch, Job, Sample, filled_region, median, meter, percentile, size_text, sizes
 from peer_fs import VllmFs
@@ -460,7 +461,7 @@ def main() -> int:
     parser.add_argument("--io", default="auto", help="I/O backend of the disk tier")
     parser.add_argument("--quick", action="store_true", help="two sizes, in a minute")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
+    options = read_options(parser, sizes=[2**16], footprint=2**23, seconds=0.02, rounds=1)
     quick = options.quick
     options.sizes = options.sizes or sizes("256KiB,2MiB" if quick else "64KiB,256KiB,2MiB,8MiB")
     options.footprint = options.footprint or (256 if quick else 512) * 2**20

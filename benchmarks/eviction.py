@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.dry import read_options
 from benchmarks.interleave import merged, shuffled, thinned
 from benchmarks.traces import (
     TRACES,
@@ -74,9 +75,11 @@ MADE: dict[str, Callable[[], list[Request]]] = {
 }
 
 
-def hits(name: str, percents: Sequence[float], policies: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One row for each policy and size."""
-    requests = keyed(trace(name))
+def hits(
+    name: str, percents: Sequence[float], policies: Sequence[str], limit: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """One row for each policy and size, over the first `limit` requests where given."""
+    requests = keyed(trace(name)[:limit])
     different = unique(requests)
     blocks = blocks_in(requests)
     for percent in percents:
@@ -221,15 +224,16 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--trace", default="conversation")
     parser.add_argument("--percent", default="1,5,10,25")
+    parser.add_argument("--limit", type=int, help="the first requests of each trace only")
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    told = parser.parse_args()
+    told = read_options(parser, policies="lru,arc", keys=1000, rounds=1, percent="5", limit=200)
     policies = told.policies.split(",")
     rows: Iterable[dict[str, Any]]
     if told.what == "hits":
         percents = [float(each) for each in told.percent.split(",")]
         traces = told.trace.split(",")
-        rows = (row for name in traces for row in hits(name, percents, policies))
+        rows = (row for name in traces for row in hits(name, percents, policies, told.limit))
     else:
         rows = cost(told.keys, told.rounds, policies)
     for row in rows:

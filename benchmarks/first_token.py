@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from dry import read_options
 from meter import median
 from revision import ROOT, checked_out
 
@@ -30,9 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.vllm.engines import Round, run_engine
 
-LENGTH = 2048
-ALONE = [[seed, LENGTH] for seed in range(5)]
-TOGETHER = [[seed, LENGTH] for seed in range(5, 13)]
+ALONE = range(5)
+TOGETHER = range(5, 13)
 
 
 def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> dict[str, Round]:
@@ -50,7 +50,7 @@ def installed(folder: Path, revision: str) -> Path:
     return folder / "installed"
 
 
-def told(found: dict[str, Round], reference: list[list[int]] | None) -> dict[str, Any]:
+def told(found: dict[str, Round], reference: list[list[int]] | None, length: int) -> dict[str, Any]:
     """What the rounds "alone" and "together" gave, held against the `reference`'s tokens."""
     alone, together = found["alone"], found["together"]
     answers = alone.tokens + together.tokens
@@ -58,7 +58,7 @@ def told(found: dict[str, Round], reference: list[list[int]] | None) -> dict[str
     return {
         "alone_ms": [1000 * seconds for seconds in alone.first_token],
         "together_ms": [1000 * max(together.first_token)],
-        "missed": sum(cached < LENGTH - 1 for cached in alone.cached + together.cached),
+        "missed": sum(cached < length - 1 for cached in alone.cached + together.cached),
         "different": sum(a != b for a, b in zip(answers, expected, strict=True)),
         "answers": answers,
     }
@@ -69,11 +69,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", metavar="REV", help="measure this revision too, in turn")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = read_options(parser, rounds=1, length=256, against=None)
+    alone, together = ([[seed, options.length] for seed in seeds] for seeds in (ALONE, TOGETHER))
     rounds = [
-        {"name": "alone", "prompts": ALONE, "reset": False},
-        {"name": "together", "prompts": TOGETHER, "together": True, "reset": False},
+        {"name": "alone", "prompts": alone, "reset": False},
+        {"name": "together", "prompts": together, "together": True, "reset": False},
     ]
     with tempfile.TemporaryDirectory(prefix="kvstore-token-", dir=options.folder) as place:
         folder = Path(place)
@@ -82,13 +84,13 @@ def main() -> int:
         codes = {"this": ROOT}
         if options.against:
             codes[options.against] = installed(folder, options.against)
-        plain = told(engine(folder, ROOT, {"rounds": rounds}), None)
-        engine(folder, ROOT, {"kvstore": kvstore, "rounds": [{"prompts": ALONE + TOGETHER}]})
+        plain = told(engine(folder, ROOT, {"rounds": rounds}), None, options.length)
+        engine(folder, ROOT, {"kvstore": kvstore, "rounds": [{"prompts": alone + together}]})
         found: dict[str, list[dict[str, Any]]] = {}
         for number in range(options.rounds):
             for name in sorted(codes, reverse=bool(number % 2)):
                 scenario = {"kvstore": kvstore, "rounds": rounds}
-                its = told(engine(folder, codes[name], scenario), plain["answers"])
+                its = told(engine(folder, codes[name], scenario), plain["answers"], options.length)
                 found.setdefault(name, []).append(its)
                 shown = {key: its[key] for key in its if key != "answers"}
                 print(json.dumps({"revision": name, **shown}), flush=True)

@@ -25,6 +25,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.dry import read_options
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 from benchmarks.soak import CHAIN_CHUNKS, CHUNK, chain, judge, look, payload
@@ -161,7 +162,7 @@ def main() -> int:
     parser.add_argument("--store", choices=("redis", "mooncake"), default="redis")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--load", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser, minutes=0.2)
     if options.load:
         asyncio.run(load(json.loads(options.load), options.seed))
         return 0

@@ -228,6 +228,9 @@ def main(options: list[str] | None = None) -> int:
         print("there is no CUDA device: no rate was measured")
         return 0
     machine = Machine(dry=arguments.dry)
+    if arguments.dry:
+        arguments.pages = arguments.pages[:2]
+        arguments.megabytes = min(arguments.megabytes, 2 * ROW_BYTES // MIB)
     total = arguments.megabytes * MIB
     if total < ROW_BYTES:
         parser.error(f"--megabytes: must be {ROW_BYTES // MIB} at least")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from dry import read_options
 from rounds import ENGINE, ENVIRONMENT, LLAMA, over_kvstore, prompt
 
 
@@ -86,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SEED"))
-    options = parser.parse_args()
+    options = read_options(parser, kills=1)
     if options.child:
         child(Path(options.child[0]), int(options.child[1]))
         return 0

@@ -36,6 +36,7 @@ from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.region import worker_region
 
 sys.path.insert(0, str(Path(__file__).parent))
+from dry import read_options
 from specs import offloading_config
 
 PER_REQUEST = 500
@@ -213,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--resident", default="1000,10000,100000", help="numbers of chunks")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(parser, resident="1000", rounds=1)
     for resident in map(int, options.resident.split(",")):
         compare(resident, options.rounds)
 

@@ -40,6 +40,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dry import read_options
 from meter import filled_region
 
 from kvstore.assembly import assemble
@@ -271,7 +272,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=parse_size, default=4096, help="size of a chunk: 4KiB")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser, chunks=1000)
     if options.child:
         child(Path(options.child[0]), int(options.child[1]), int(options.child[2]))
         return 0

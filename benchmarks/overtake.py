@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from disk import Ours
+from dry import read_options
 from meter import filled_region, percentile, size_text, sizes
 
 from kvstore.background import new_event_loop
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--load", type=parse_size, default=8 * 2**20)
     parser.add_argument("--footprint", type=parse_size, default=512 * 2**20)
     parser.add_argument("--rounds", type=int, default=6)
-    options = parser.parse_args()
+    options = read_options(parser, sizes=[2**18], load=2**20, footprint=2**25, rounds=1)
     for chunk_bytes in options.sizes:
         region = filled_region(options.footprint // chunk_bytes, chunk_bytes)
         loop = new_event_loop()

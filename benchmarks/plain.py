@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dry import read_options
 from meter import Batch, Job, median, meter, size_text
 
 from kvstore.sizes import parse_size
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--footprint", type=parse_size, default=512 * 2**20)
     parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args()
+    options = read_options(parser, footprint=2**24, rounds=1)
     sizes = [2**power for power in range(17, 23)]
     found: dict[tuple[bool, int, int], list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="kvstore-plain-", dir=options.folder) as folder:

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from dry import read_options
 from rounds import LLAMA, prompt
 from stepped import Completed, Server, copy_late
 
@@ -142,7 +143,7 @@ def main() -> int:
     )
     parser.add_argument("--reference", metavar="FOLDER")
     parser.add_argument("--neighbour", metavar="FOLDER")
-    options = parser.parse_args()
+    options = read_options(parser, resets=2)
     if options.reference:
         reference(Path(options.reference))
         return 0

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from dry import read_options
 from meter import Batch, median, meter, size_text, sizes
 
 from kvstore.sizes import parse_size
@@ -214,7 +215,7 @@ def main() -> int:
     parser.add_argument("--footprint", type=parse_size, default=256 * 2**20, help="256MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
+    options = read_options(parser, sizes=[2**16], footprint=2**22, rounds=1)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm  # noqa: F401
 

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dry import read_options
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--spans", action="store_true", help="what spans cost")
-    options = parser.parse_args()
+    options = read_options(parser, users=2, prompts=4, length=4, seconds=0.05, rounds=1)
     with tempfile.TemporaryDirectory(prefix="kvstore-", dir=options.folder) as folder:
         asyncio.run((run_spans if options.spans else run)(options, folder))
 

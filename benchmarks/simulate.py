@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 # The packages, not the scripts beside this one that have their names.
 sys.path[0] = str(HERE.parent)
 
+from benchmarks.dry import read_options  # noqa: E402
 from kvstore.choice import Choice  # noqa: E402
 from kvstore.core import Flow  # noqa: E402
 from kvstore.simulation import Outcome, Setup, Trace, optimum, read_trace, replay  # noqa: E402
@@ -138,14 +139,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", default=",".join(TRACES), help="some of them, by commas")
     parser.add_argument("--json", type=Path, help="write all rows there")
+    parser.add_argument("--limit", type=int, help="the first requests of each only")
     parser.add_argument("--quick", action="store_true", help="leave the slowest out")
-    options = parser.parse_args()
+    options = read_options(parser, traces="conversation", limit=200)
     rows: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []
     began = time.monotonic()
     for name in options.traces.split(","):
         file, sizes = TRACES[name]
-        trace = read_trace(HERE / "traces" / file)
+        trace = read_trace(HERE / "traces" / file, limit=options.limit)
         for row in one_tier(name, trace, QUICK.get(name, sizes) if options.quick else sizes):
             rows.append(row)
             print(f"{row['trace']} {row['percent']} % {row['policy']}", file=sys.stderr)

@@ -32,6 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from dry import read_options
+
 CHUNK = 64 * 1024
 HOST = 24 * 2**20
 CAPACITY = 96 * 2**20
@@ -349,12 +351,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the cache is made; a temporary folder")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--load", nargs=2, metavar=("PATH", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser, minutes=0.1)
     if options.load:
         sys.path.insert(0, str(HERE.parent))
         asyncio.run(load(Path(options.load[0]), int(options.load[1])))
         return 0
-    if options.minutes < 0.5:
+    if options.minutes < 0.5 and not options.dry:
         parser.error("--minutes: at least 0.5, or there is nothing to judge")
     folder = Path(tempfile.mkdtemp(prefix="kvstore-soak-", dir=options.folder))
     try:

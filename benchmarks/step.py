@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dry import read_options
 from neighbour import Neighbour, phases
 from revision import ROOT, checked_out
 
@@ -454,7 +455,19 @@ def main() -> None:
     parser.add_argument("--against", metavar="REV", help="measure this revision too, in turn")
     parser.add_argument("--profile", action="store_true", help="name the worst step of --one")
     parser.add_argument("--one", action="store_true", help="one case, in this process")
-    args = parser.parse_args()
+    args = read_options(
+        parser,
+        policies="lru",
+        flows="write-through",
+        rows=2000,
+        chunks=2000,
+        waiting=4,
+        keys=50,
+        steps=80,
+        rounds=1,
+    )
+    if args.dry:
+        args.neighbour = min(args.neighbour, 2000)
     policies, flows = args.policies.split(","), args.flows.split(",")
     if args.one:
         policy, flow = policies[0], flows[0]

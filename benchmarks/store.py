@@ -38,6 +38,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kvstore
 from benchmarks.ceph_gateway import CephGateway
+from benchmarks.dry import read_options
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 from benchmarks.throttled_link import ThrottledLink
@@ -322,7 +323,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="256KiB,2MiB")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--link", type=float, help="Mbit/s between kvstore and the engine")
-    options = parser.parse_args()
+    options = read_options(parser, stores="redis", sizes="2MiB", rounds=1)
     if options.link:
         stores = [name for name in options.stores.split(",") if name != "mooncake"]
         tell_overload(stores, options.link)

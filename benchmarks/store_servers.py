@@ -7,6 +7,7 @@ Each is told as the line that a configuration's `tiers` would have. Nothing is k
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.ceph_gateway import CephGateway, is_installed
+from benchmarks.dry import read_options
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
 
@@ -27,6 +29,8 @@ ROOM = 2**30
 
 def main() -> int:
     """Start them, print how they are used, wait; 1 if there is none to start."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options = read_options(parser)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-servers-")))
         told: list[tuple[dict[str, Any], str]] = []
@@ -51,6 +55,8 @@ def main() -> int:
             return 1
         for tier, remark in told:
             print(f"{json.dumps(tier)}  # {remark}", flush=True)
+        if options.dry:
+            return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             signal.pause()

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from dry import read_options
 from random_model import SHARP, write_model
 from rounds import MODELS, prompt
 from stepped import Completed, Server, copy_late
@@ -203,7 +204,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="of the model and the right tokens; kept")
     parser.add_argument("--reference", action="store_true", help="only make what is there")
-    options = parser.parse_args()
+    options = read_options(parser, episodes=2)
     with tempfile.TemporaryDirectory(prefix="kvstore-turmoil-") as name:
         folder = options.folder or Path(name)
         if options.reference:

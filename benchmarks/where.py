@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from disk import CASES, REQUESTS, Ours, Plan, measure
+from dry import read_options
 from meter import Sample, filled_region, median, size_text, sizes
 
 from kvstore.background import new_event_loop
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--footprint", type=parse_size, default=512 * 2**20)
     parser.add_argument("--seconds", type=float, default=0.3, help="per case and round")
     parser.add_argument("--rounds", type=int, default=5)
-    options: Any = parser.parse_args()
+    options: Any = read_options(parser, sizes=[2**16], footprint=2**23, seconds=0.02, rounds=1)
     with tempfile.TemporaryDirectory(prefix="kvstore-where-", dir=options.folder) as name:
         device = Device(Path(name))
         print(

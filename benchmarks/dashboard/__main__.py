@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.dashboard.picture import draw
 from benchmarks.dashboard.prometheus import Prometheus
+from benchmarks.dry import read_options
 from benchmarks.redis_server import RedisServer
 from benchmarks.serving.clients import Talk, hold
 from benchmarks.serving.model import kv_bytes_per_token, write_model
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--picture", type=Path, default=DOCS / "kvstore.png")
     parser.add_argument("--names", type=Path, default=DOCS / "metrics.txt")
-    options = parser.parse_args()
+    options = read_options(parser, minutes=0.2)
     folder: Path = options.folder.resolve()
     times = folder / "times.json"
     if options.minutes > 0:

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.dry import read_options
 from benchmarks.hosts.cable import ADDRESSES, Cable, Quality
 
 NAMES = ("kvstore-one", "kvstore-two")
@@ -329,7 +330,16 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--logs", action="store_true", help="what the hosts wrote, afterwards")
-    options = parser.parse_args()
+    options = read_options(
+        parser,
+        stores="redis",
+        engine="paged",
+        faults="",
+        what="places",
+        rounds=1,
+        prompts=1,
+        tokens=64,
+    )
     kept = True
     what = options.what.split(",")
     for store in options.stores.split(","):

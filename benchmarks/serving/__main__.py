@@ -33,11 +33,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.dry import read_options
 from benchmarks.serving.clients import Talk, hold
 from benchmarks.serving.figures import Figures, Round, grown, rows, table
 from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import NAMES, Server, cached_by_source, counters, offload
-from benchmarks.serving.settings import Setting, quick, sweep
+from benchmarks.serving.settings import Setting, quick, smallest, sweep
 from benchmarks.serving.throttle import Throttle
 
 DEVICE_BLOCKS = 128
@@ -143,8 +144,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORDS", help="settings whose name has these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--folder", type=Path, help="where model, logs and disks go for a while")
-    options = parser.parse_args()
-    settings = quick() if options.quick else sweep()
+    options = read_options(parser, rounds=1, only="")
+    settings = smallest() if options.dry else quick() if options.quick else sweep()
     settings = [one for one in settings if (options.only or "") in one.name]
     if not settings:
         parser.error(f"no setting has {options.only!r} in its name")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.serving.clients import Talk
 from benchmarks.serving.servers import BLOCK
 
-__all__ = ["Setting", "quick", "sweep"]
+__all__ = ["Setting", "quick", "smallest", "sweep"]
 
 SLOW = 20 * 10**6
 """Bytes per second: a prefix takes longer from disk than to compute on two cores."""
@@ -62,3 +62,9 @@ def quick() -> list[Setting]:
         Setting("room for 2 of 8, 8 at once", host, replace(talk, clients=8)),
         Setting("every prompt is new", host, replace(talk, turns=1, first=1024)),
     ]
+
+
+def smallest() -> list[Setting]:
+    """Two conversations, of which host memory holds one: what `--dry` runs."""
+    talk = Talk(1, conversations=2, turns=2, first=128, grows=128)
+    return [Setting("room for 1 of 2, 1 at once", room(talk, 1), talk)]

@@ -1,0 +1,273 @@
+"""Every command line that a document names runs, in its smallest form.
+
+A command counts as another when it has other options; their values are made small. What needs
+root, packages of the system or a block device skips with a reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from tests.commands import ROOT, commands_of, documents, flags_of
+from tests.store.support import keys_of, payloads, small
+
+SECONDS = 280
+
+PAGED = ["--prompts", "1", "--tokens", "64", "--layers", "1", "--width", "64", "--device", "cpu"]
+TIMED = ["--prompts", "1", "--tokens", "100", "--max-tokens", "2"]
+TIMED += ["--layers", "1", "--hidden", "64"]
+SMALLEST = {
+    "examples.paged_engine": [*PAGED, "--window", "16"],
+    "examples.http_server.timing": TIMED,
+}
+"""Of programs that have no `--dry`: options whose later values count."""
+
+RUN_ELSEWHERE = {
+    "benchmarks/turmoil.py": "tests/vllm/test_turmoil.py",
+    "benchmarks/reset_engine.py": "tests/vllm/test_reset.py",
+}
+"""Programs that tests of their own run: here their options are checked."""
+
+NEEDS_VLLM = {"benchmarks/disk.py", "benchmarks/secondary.py", "benchmarks/lookup.py"}
+
+SLOW = {"benchmarks/first_token.py", "benchmarks/kill_engine.py", "examples/demo.py"}
+SLOW |= {"benchmarks.serving", "benchmarks.dashboard"}
+"""Programs that start several engines of vLLM: `make figures` runs them. Else they only start."""
+
+REFUSALS = ("lies on no block device", "cannot be watched", "not permitted", "not a git repository")
+"""Of machines on which a benchmark cannot be had."""
+
+
+@cache
+def made_of(target: str) -> list[list[str]]:
+    """What make would run for a target; fails where there is no such one."""
+    done = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"make {target}: {done.stderr}"
+    programs = re.findall(r"\S*/python ((?:benchmarks|examples)/\S+\.py.*)", done.stdout)
+    return [["python", *line.split()] for line in programs]
+
+
+def program(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """How it is started, its name, and its arguments."""
+    if words[0] == "kvstore":
+        return ["-m", "tools"], words[0], words[1:]
+    if words[1] == "-m":
+        return words[1:3], words[2], words[3:]
+    return words[1:2], words[1], words[2:]
+
+
+def every() -> Iterator[list[str]]:
+    """The commands of all documents, and those that make's targets run."""
+    for document in documents():
+        for words in commands_of(document):
+            yield words
+            if words[0] == "make":
+                yield from made_of_known(words[1])
+
+
+def unlike() -> list[list[str]]:
+    """Of commands that differ in values only the first."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for words in every():
+        if words[0] == "make":
+            alike: tuple[str, ...] = ("make", words[1])
+        else:
+            _, name, arguments = program(words)
+            choices = arguments[:1] if name in ("kvstore", "benchmarks/eviction.py") else []
+            # What is measured is a value for the dry form of some.
+            one = name == "benchmarks.hosts" or name in SLOW
+            alike = (name, *choices, *([] if one else sorted(flags_of(arguments))))
+        found.setdefault(alike, words)
+    return list(found.values())
+
+
+def made_of_known(target: str) -> list[list[str]]:
+    try:
+        return made_of(target)
+    except AssertionError:
+        return []  # The test of that target fails.
+
+
+def marked(words: list[str]) -> object:
+    name = program(words)[1] if words[0] == "python" else ""
+    marks = [pytest.mark.vllm] if name in NEEDS_VLLM | SLOW else []
+    marks += [pytest.mark.slow] if name in SLOW else []
+    return pytest.param(words, id=" ".join(words), marks=marks)
+
+
+def test_documents_name_commands() -> None:
+    assert len(unlike()) > 40
+
+
+@pytest.mark.parametrize("words", [marked(words) for words in unlike()])
+async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: Path) -> None:
+    if words[0] == "make":
+        made_of(words[1])
+        return
+    start, name, arguments = program(words)
+    if name == "kvstore":
+        await run_tool(arguments, tmp_path)
+        return
+    source = ROOT / (f"{name.replace('.', '/')}.py" if "/" not in name else name)
+    source = source if source.exists() else source.with_suffix("") / "__main__.py"
+    assert source.exists(), f"{name}: there is no such program"
+    if "__main__" not in source.read_text():
+        assert not arguments, f"{name} is no program"
+        run(start, tmp_path)
+        return
+    if name in RUN_ELSEWHERE:
+        assert source.name in (ROOT / RUN_ELSEWHERE[name]).read_text()
+        return
+    skip_what_is_missing(name)
+    arguments = [_small(word, tmp_path) for word in arguments]
+    if name == "examples.http_server":
+        serve([*start, *arguments])
+        return
+    if name not in SMALLEST:
+        if not arguments and re.search(r'"folder", type=Path\)', source.read_text()):
+            arguments = [str(tmp_path)]  # Named without its folder, in prose.
+        arguments = [*arguments, "--dry"]
+    run([*start, *arguments, *SMALLEST.get(name, [])], tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted({*RUN_ELSEWHERE, *SLOW, "benchmarks.hosts"}))
+def test_what_is_not_run_here_starts_and_has_the_options_of_the_documents(
+    name: str, tmp_path: Path
+) -> None:
+    if name == "examples/demo.py":
+        pytest.skip("it has no options, and imports nothing but the standard library")
+    commands = [program(words) for words in every() if words[0] == "python"]
+    named = [(start, arguments) for start, its, arguments in commands if its == name]
+    told = run([*named[0][0], "--help"], tmp_path)
+    flags = {flag for _, arguments in named for flag in flags_of(arguments)}
+    assert [flag for flag in sorted(flags) if flag not in told] == []
+
+
+def test_a_benchmark_that_cannot_be_imported_fails(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("from kvstore.types import NoSuchThing\n")
+    with pytest.raises(AssertionError, match="ImportError"):
+        run([str(script)], tmp_path)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What a program says; it has to end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    if done.returncode and any(refusal in done.stdout for refusal in REFUSALS):
+        pytest.skip(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def serve(arguments: list[str]) -> None:
+    """Start a server, and end it when it listens."""
+    with subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        listening = any("listening" in line for line in server.stdout)
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(60)
+    assert listening
+    assert status in (0, -signal.SIGTERM)
+
+
+def skip_what_is_missing(name: str) -> None:
+    """Skip what a machine without root, servers or packages cannot run."""
+    if Path(name).name in NEEDS_VLLM and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    needed = {
+        "benchmarks/store.py": "redis-server",
+        "benchmarks/flapping.py": "redis-server",
+        "benchmarks.hosts": "redis-server",
+        "benchmarks.dashboard": "prometheus",
+    }
+    program = needed.get(name)
+    if program is not None and shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    if name == "benchmarks.hosts":
+        if os.geteuid():
+            pytest.skip("network namespaces need root")
+        tried = subprocess.run(["ip", "netns", "add", "kvstore-try"], capture_output=True)
+        if tried.returncode:
+            pytest.skip(f"no network namespaces: {tried.stderr.decode().strip()}")
+        subprocess.run(["ip", "netns", "delete", "kvstore-try"], check=True)
+
+
+def _small(word: str, folder: Path) -> str:
+    """A word of a document as one that this machine has."""
+    if word in ("FOLDER", "DIR", "/nvme"):
+        return str(folder)
+    if word == "REV" or re.fullmatch(r"HEAD~\d+|(?=.*[a-f])[0-9a-f]{7}", word):
+        return "HEAD"
+    if word.startswith("/tmp/") or word.endswith(".json"):
+        return str(folder / Path(word).name)
+    return "0" if word == "8000" else word
+
+
+async def run_tool(arguments: list[str], folder: Path) -> None:
+    """Run `kvstore` over a small cache and a small trace."""
+    told = run(["-m", "tools", arguments[0], "--help"], folder)
+    assert [flag for flag in flags_of(arguments) if flag not in told] == []
+    if len(arguments) == 1:
+        return  # A word in prose.
+    where, trace = folder, folder / "trace.jsonl"
+    if arguments[0] == "simulate":
+        requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(1000)]
+        lines = (
+            json.dumps({"timestamp": 1000 * n, "hash_ids": ids}) for n, ids in enumerate(requests)
+        )
+        trace.write_text("\n".join(lines))
+    else:
+        keys, config = keys_of("prompt", 6), small(folder, disk=32)
+        where = Path(config["tiers"][0]["path"])
+        async with kvstore.open(config) as store:
+            await store.put(keys, payloads(keys))
+            await store.flush()
+    here = {
+        "TRACE": str(trace),
+        "PATH": str(where),
+        "/nvme/kv": str(where),
+        "URL|PATH": str(where),
+        "http://host:8000/metrics": str(where),
+        "curve.svg": str(folder / "curve.svg"),
+        "64GiB": "16MiB",
+        "0.15": "0.9",
+        "N": "2",
+        "...": "prefix",
+        "SIZE": "10%",
+    }
+    words = [str(trace) if word.endswith(".xz") else here.get(word, word) for word in arguments]
+    if arguments[0] == "top":
+        words += ["--interval", "0.1", "--times", "1"]
+    if arguments[0] == "purge":
+        words += ["--unused", "36h"]
+    run(["-m", "tools", *words], folder)
