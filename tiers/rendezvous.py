@@ -27,7 +27,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError, PathUnusableError
 
-__all__ = ["Rendezvous", "is_complete", "stem_of"]
+__all__ = ["OtherShapeError", "Rendezvous", "is_complete", "stem_of"]
 
 PAUSE_SECONDS = 0.005
 GRACE_SECONDS = 1.0
@@ -39,6 +39,10 @@ _WAITING = 1024
 _COMPLETE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _LOCK = "hhqqi4x"
 """The C structure ``flock`` of 64-bit Linux."""
+
+
+class OtherShapeError(ConfigError):
+    """The others use rows of another number or size."""
 
 
 class _ElsewhereError(Exception):
@@ -69,7 +73,7 @@ class Rendezvous:
         `make` is called by one process at a time, and only where there is no memory yet.
 
         Raises:
-            ConfigError: if the others use another shape.
+            OtherShapeError: if the others use another shape.
             PathUnusableError: if no other process could be met within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
@@ -208,7 +212,7 @@ class Rendezvous:
         shape = target.removeprefix(f"/memfd:{self._stem}").split(" ")[0]
         if shape != self._shape:
             os.close(fd)
-            raise ConfigError(
+            raise OtherShapeError(
                 f"shared memory {self._name!r} has rows x bytes {shape}, not {self._shape}: "
                 "all processes of one server must use the same sizes"
             )

@@ -90,7 +90,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             identity=spec.identity,
             keep_events=spec.kv_events_config.enable_kv_cache_events,
         )
-        region = manager_region(engine, spec.config.parallel.world_size, spec.region_shape)
+        parallel = spec.config.parallel
+        region = manager_region(
+            engine, parallel.world_size, spec.region_shape, stages=parallel.pp_size
+        )
         self._manager = KVStoreManager(
             config,
             region,

@@ -16,10 +16,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
-from kvstore.config import Config
+from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
 from kvstore.metrics.table import METRICS
 from kvstore.types import about
+from kvstore.vllm.caller import vllm_config_of
 from kvstore.vllm.facts import LABELS
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
@@ -79,7 +80,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         _check_budget(values.pop(BUDGET_KEY, None))
         self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=CONNECTOR_KEYS)
-        self.layout = Layout(config, _kv_heads(config))
+        vllm_config = vllm_config_of(config.extra_config)
+        self.layout = Layout(config, _kv_heads(config, vllm_config))
+        self.worker_apart = _is_apart(vllm_config)
         self.identity: Mapping[str, Any] = self.layout.identity
         # Read by vLLM's connector: with equal bytes on all ranks only one writes.
         self.replicated_layout = self.layout.replicated
@@ -94,7 +97,6 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
     def _build_manager(self) -> OffloadingManager:
         """The identity is determined only here: workers see rows, not keys."""
-        from kvstore.vllm.caller import vllm_config_of
         from kvstore.vllm.manager import KVStoreOffloadingManager
         from kvstore.vllm.siblings import siblings
 
@@ -112,6 +114,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             algorithm = str(cache.prefix_caching_hash_algo)
             if not hashes_last(algorithm):
                 logger.warning(HASHES_CHANGE, algorithm, extra=about("server.hashes_change"))
+        self._tell_of_others()
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
         for line in siblings(self.identity, paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
@@ -122,6 +125,20 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         from kvstore.vllm.lora import LoRAOffloadingManager
 
         return LoRAOffloadingManager(self, adapter_settings(lora_config))
+
+    def _tell_of_others(self) -> None:
+        """An operator writes down sizes once, and each data parallel engine takes them."""
+        parallel, tiers = self.config.parallel, self.store_config.tiers
+        if parallel.data_parallel_size == 1 and not parallel.data_parallel_index:
+            return
+        logger.info(
+            "kvstore: data parallel engine %d takes %d bytes of host memory, and up to %d bytes "
+            "on disks, for itself: each engine of the server does",
+            parallel.data_parallel_index,
+            self.region_shape.size,
+            sum(tier.capacity_bytes for tier in tiers if isinstance(tier, DiskConfig)),
+            extra=about("server.data_parallel", engine=parallel.data_parallel_index),
+        )
 
     def _engine_identity(self, vllm_config: Any) -> dict[str, Any]:
         if not self.store_config.tiers:
@@ -138,14 +155,19 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _kv_heads(config: OffloadingConfig) -> int | None:
+def _kv_heads(config: OffloadingConfig, vllm_config: Any) -> int | None:
     """Of the whole model, where the canonical layout is asked for; None where nobody tells."""
-    from kvstore.vllm.caller import vllm_config_of
-
-    if not config.extra_config.get("canonical_layout", False):
+    if vllm_config is None or not config.extra_config.get("canonical_layout", False):
         return None
-    vllm_config = vllm_config_of(config.extra_config)
-    return None if vllm_config is None else vllm_config.model_config.get_total_num_kv_heads()
+    heads: int = vllm_config.model_config.get_total_num_kv_heads()
+    return heads
+
+
+def _is_apart(vllm_config: Any) -> bool:
+    """Whether a worker has a process of its own that does not show in the name of the process."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    return backend == "ray" or bool(getattr(backend, "uses_ray", False))
 
 
 def check_continues(vllm_config: Any) -> None:

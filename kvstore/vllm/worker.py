@@ -51,8 +51,13 @@ def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> 
             f"the KV cache has {needed} bytes in a chunk where vLLM announced "
             f"{spec.layout.rank_bytes}"
         )
+    parallel = spec.config.parallel
     region = worker_region(
-        spec.config.engine_id, spec.config.parallel.world_size, spec.region_shape
+        spec.config.engine_id,
+        parallel.world_size,
+        spec.region_shape,
+        apart=spec.worker_apart,
+        stages=parallel.pp_size,
     )
     kind = HostCopyWorker if device == "cpu" else DeviceCopyWorker
     try:

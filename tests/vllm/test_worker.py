@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tests.vllm.parts import make_spec  # noqa: E402
+from kvstore.errors import ConfigError  # noqa: E402
+from tests.vllm.parts import make_spec, offloading_config  # noqa: E402
 
 
 @pytest.fixture(params=[1, 3], ids=["one block a chunk", "three blocks a chunk"])
@@ -99,15 +106,95 @@ def test_bytes_outside_a_page_are_not_touched(parts: Any) -> None:
 
 
 def test_a_kv_cache_larger_than_announced_is_refused() -> None:
+    spec = make_spec({"cpu_bytes_to_use": "1MiB"}, 100)
+    with pytest.raises(ConfigError, match="256 bytes in a chunk where vLLM announced 100"):
+        spec.get_worker(caches(256))
+
+
+# -- where workers and the scheduler meet --------------------------------------------------------
+
+WORKER = """
+import sys, time
+from types import SimpleNamespace
+from kvstore.vllm import KVStoreOffloadingSpec
+from tests.vllm.parts import offloading_config
+from tests.vllm.test_worker import caches
+
+config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, sys.argv[1])
+vllm_config = SimpleNamespace(
+    kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config.extra_config),
+    parallel_config=SimpleNamespace(distributed_executor_backend="ray"),
+)
+worker = KVStoreOffloadingSpec(config).get_worker(caches(256))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def caches(page: int) -> Any:
     from vllm.v1.kv_offload.base import (
         CanonicalKVCacheRef,
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
     )
 
-    from kvstore.errors import ConfigError
+    tensor = CanonicalKVCacheTensor(torch.zeros((4, page), dtype=torch.int8), page)
+    return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
 
-    spec = make_spec({"cpu_bytes_to_use": "1MiB"}, 100)
-    tensor = CanonicalKVCacheTensor(torch.zeros((4, 256), dtype=torch.int8), 256)
-    with pytest.raises(ConfigError, match="256 bytes in a chunk where vLLM announced 100"):
-        spec.get_worker(CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 256)]]))
+
+def test_the_only_worker_of_a_ray_cluster_shares_its_memory_with_the_scheduler() -> None:
+    """It has a process of its own, whose name does not say so."""
+    from kvstore.vllm import KVStoreOffloadingSpec
+
+    engine = f"ray-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        try:
+            assert worker.stdout is not None
+            assert "ready\n" in iter(worker.stdout.readline, "")
+            config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, engine)
+            KVStoreOffloadingSpec(config).get_manager().shutdown()
+        finally:
+            worker.kill()
+
+
+def test_pipeline_stages_with_different_numbers_of_layers_are_refused_by_their_name() -> None:
+    first, second = (
+        make_spec({"cpu_bytes_to_use": "1MiB"}, page, workers=2) for page in (4096, 8192)
+    )
+    engine, size = first.config.engine_id, first.config.parallel
+    parallel = dataclasses.replace(size, tp_size=1, pp_size=2)
+    for spec in (first, second):
+        spec.config = dataclasses.replace(spec.config, engine_id=engine, parallel=parallel)
+    worker = first.get_worker(caches(4096))
+    try:
+        with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: stages keep different"):
+            second.get_worker(caches(8192))
+    finally:
+        worker.shutdown()
+
+
+@pytest.mark.parametrize(("size", "index", "told"), [(1, 0, 0), (8, 0, 1), (1, 3, 1)])
+def test_an_engine_of_several_says_what_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int, index: int, told: int
+) -> None:
+    """vLLM tells the engines of a dense model their place alone."""
+    disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": "300MiB"}
+    spec = make_spec({"cpu_bytes_to_use": "1MiB", "tiers": [disk]}, 4096)
+    parallel = dataclasses.replace(
+        spec.config.parallel, data_parallel_size=size, data_parallel_index=index
+    )
+    spec.config = dataclasses.replace(spec.config, parallel=parallel)
+    with caplog.at_level(logging.INFO, "kvstore"):
+        worker = spec.get_worker(caches(4096))
+        spec.get_manager().shutdown()
+        worker.shutdown()
+    line = (
+        f"data parallel engine {index} takes {2**20} bytes of host memory, "
+        f"and up to {300 * 2**20} bytes"
+    )
+    assert caplog.text.count(line) == told
