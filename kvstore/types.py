@@ -9,6 +9,7 @@ both are plain integers.
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "TierPlace",
     "check_key",
     "group_of",
+    "short_name",
 ]
 
 NO_MOVE = -1
@@ -49,6 +51,11 @@ def check_key(key: bytes) -> bytes:
             f"a block key must have 1 to {MAX_KEY_BYTES} bytes; this one has {len(key)}"
         )
     return key
+
+
+def short_name(name: bytes, longest: int = MAX_KEY_BYTES) -> bytes:
+    """`name`, or its SHA-256 if it has more than `longest` bytes."""
+    return name if len(name) <= longest else hashlib.sha256(name).digest()
 
 
 def group_of(key: bytes) -> bytes:

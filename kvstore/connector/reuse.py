@@ -31,6 +31,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     What is skipped takes no room there and evicts nothing. Counts are kept for the
     `max_tracker_size` keys that were looked up last. All else is up to `backing`.
+
+    Attributes:
+        counts: how many requests have named a key, the coldest key first.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self.counts: OrderedDict[bytes, int] = OrderedDict()
         self._named: OrderedDict[str, set[bytes]] = OrderedDict()
         """For each request the keys that it has been counted for."""
 
@@ -90,7 +93,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
-        counts, enough = self._counts, self.store_threshold
+        counts, enough = self.counts, self.store_threshold
         wanted = [key for key in keys if counts.get(key, 0) >= enough]
         return self.backing.prepare_store(wanted, *_where(req_context))
 
@@ -104,7 +107,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
             self._named.popitem(last=False)
 
     def _count(self, keys: Iterable[bytes]) -> None:
-        counts = self._counts
+        counts = self.counts
         for key in keys:
             count = counts.pop(key, 0)
             if not count and len(counts) >= self.max_tracker_size:
@@ -161,7 +164,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.take_events()
 
     def reset(self) -> None:
-        self._counts.clear()
+        self.counts.clear()
         self._named.clear()
         self.backing.reset()
 

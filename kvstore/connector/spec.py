@@ -100,6 +100,11 @@ class OffloadingSpec(ABC):
         )
 
     @property
+    def vllm_config(self) -> ServerConfigLike:
+        """`config`, as published integrations call it."""
+        return self.config
+
+    @property
     def gpu_block_size(self) -> tuple[int, ...]:
         """`device_block_size`, as published integrations call it."""
         return self.device_block_size
@@ -201,6 +206,9 @@ class KVStoreSpec(OffloadingSpec):
         )
         self._manager: KVStoreManager | None = None
 
+    manager_class = KVStoreManager
+    """What `get_manager` makes."""
+
     def get_manager(self) -> KVStoreManager:
         """
         Raises:
@@ -208,7 +216,7 @@ class KVStoreSpec(OffloadingSpec):
         """
         if self._manager is None:
             region = self._region(join_region)
-            self._manager = KVStoreManager(
+            self._manager = self.manager_class(
                 self.store_config,
                 region,
                 block_size=self.offloaded_block_size[0],

@@ -8,24 +8,27 @@ The caller guarantees to allocate no more blocks than are free, and to free each
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 from kvstore.connector.mediums import LoadStoreSpec
 
 __all__ = ["Backend", "BlockStatus"]
 
 
-class BlockStatus:
-    """An offloaded block.
+class BlockStatus(ctypes.Structure):
+    """An offloaded block, in a few bytes; backends extend it by ``_fields_`` of their own.
 
     Attributes:
         ref_cnt: loads under way; -1 until the block has been stored.
     """
 
-    __slots__ = ("ref_cnt",)
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("ref_cnt", ctypes.c_int32)]
 
     def __init__(self) -> None:
+        super().__init__()
         self.ref_cnt = -1
 
     @property
@@ -62,11 +65,15 @@ class Backend(ABC):
     def free(self, block: BlockStatus) -> None:
         """Take a block back."""
 
-    @abstractmethod
     def get_load_store_spec(
         self, keys: Iterable[bytes], blocks: Iterable[BlockStatus]
     ) -> LoadStoreSpec:
-        """Where `blocks` lie, which hold `keys`, for a worker."""
+        """Where `blocks` lie, which hold `keys`, for a worker.
+
+        Raises:
+            NotImplementedError: if the backend does not say; its manager then has to know.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
     def close(self) -> None:  # noqa: B027
         """Let go of the medium."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ class RowStatus(BlockStatus):
         block_id: the row.
     """
 
-    __slots__ = ("block_id",)
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("block_id", ctypes.c_int64)]
 
     def __init__(self, block_id: int) -> None:
         super().__init__()

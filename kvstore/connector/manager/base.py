@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from kvstore.connector.mediums import LoadStoreSpec
@@ -76,7 +76,7 @@ class ReqContext:
     trace_headers: Mapping[str, str] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class PrepareStoreOutput:
     """What is to be stored, and where.
 
@@ -84,18 +84,44 @@ class PrepareStoreOutput:
         keys_to_store: those of the keys that are not offloaded yet and may be, in their order.
         store_spec: their places, in the same order.
         evicted_keys: what has left to make room.
+        block_hashes_to_store, block_hashes_evicted: other published names of the two, also as
+            keywords.
     """
 
     keys_to_store: list[bytes]
     store_spec: LoadStoreSpec
-    evicted_keys: list[bytes] = field(default_factory=list)
+    evicted_keys: list[bytes]
+
+    def __init__(
+        self,
+        keys_to_store: list[bytes] | None = None,
+        store_spec: LoadStoreSpec | None = None,
+        evicted_keys: list[bytes] | None = None,
+        *,
+        block_hashes_to_store: list[bytes] | None = None,
+        block_hashes_evicted: list[bytes] | None = None,
+    ) -> None:
+        if store_spec is None:
+            raise TypeError("store_spec is missing: where the keys are to be stored")
+        self.keys_to_store = _either("keys_to_store", keys_to_store, block_hashes_to_store)
+        self.store_spec = store_spec
+        self.evicted_keys = _either("evicted_keys", evicted_keys, block_hashes_evicted or [])
+
+    @property
+    def block_hashes_to_store(self) -> list[bytes]:
+        return self.keys_to_store
+
+    @property
+    def block_hashes_evicted(self) -> list[bytes]:
+        return self.evicted_keys
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class OffloadingEvent:
     """Keys that appeared on (`removed` is False) or left a medium.
 
     Attributes:
+        block_hashes: another published name of `keys`, also as a keyword.
         block_size: tokens of an offloaded block.
     """
 
@@ -103,6 +129,32 @@ class OffloadingEvent:
     block_size: int
     medium: str
     removed: bool
+
+    def __init__(
+        self,
+        keys: list[bytes] | None = None,
+        block_size: int = 1,
+        medium: str = "",
+        removed: bool = False,
+        *,
+        block_hashes: list[bytes] | None = None,
+    ) -> None:
+        self.keys = _either("keys", keys, block_hashes)
+        self.block_size = block_size
+        self.medium = medium
+        self.removed = removed
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return self.keys
+
+
+def _either(name: str, keys: list[bytes] | None, other: list[bytes] | None) -> list[bytes]:
+    """The argument `name`, or what was given under its other name."""
+    found = other if keys is None else keys
+    if found is None:
+        raise TypeError(f"{name} is missing: the keys")
+    return found
 
 
 def asking(req_context: RequestContext | None) -> RequestContext:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import overload
 
-from kvstore.checks import check_keys
 from kvstore.connector.backend.base import Backend, BlockStatus
 from kvstore.connector.manager.base import (
     OffloadingEvent,
@@ -114,7 +113,7 @@ class PolicyManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
-        storing = dict.fromkeys(check_keys(list(keys)))
+        storing = dict.fromkeys(keys)
         new = [key for key in storing if key not in self._blocks]
         room, evicted = self._make_room(new, storing.keys())
         if new and not room:

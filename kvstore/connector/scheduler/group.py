@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.connector.spec import OffloadingSpec
-from kvstore.types import check_key
+from kvstore.types import MAX_KEY_BYTES, short_name
 
 __all__ = ["Group", "groups_of", "key_of"]
 
@@ -73,10 +73,10 @@ def groups_of(spec: OffloadingSpec) -> tuple[Group, ...]:
 def key_of(block_hash: bytes, group: int) -> bytes:
     """The key of the chunk whose last hashed block has this hash.
 
-    Raises:
-        BlockKeyError: if the hash is too long.
+    A hash that is too long for a key is named by its SHA-256.
     """
-    return check_key(bytes(block_hash) + group.to_bytes(4, "big"))
+    suffix = group.to_bytes(4, "big")
+    return short_name(bytes(block_hash), MAX_KEY_BYTES - len(suffix)) + suffix
 
 
 def _uncut(window: int | None, chunk: int, *, one_size: bool) -> int:

@@ -51,8 +51,12 @@ class ConnectorScheduler:
         manager: knows what is offloaded.
     """
 
-    def __init__(self, spec: OffloadingSpec) -> None:
-        self.manager: OffloadingManager = spec.get_manager()
+    def __init__(self, spec: OffloadingSpec, manager: OffloadingManager | None = None) -> None:
+        """
+        Args:
+            manager: to be asked instead of the one that `spec` makes.
+        """
+        self.manager: OffloadingManager = manager or spec.get_manager()
         self._groups = groups_of(spec)
         self._windowed = any(group.window is not None for group in self._groups)
         self._matcher = Matcher(self.manager, self._groups)

@@ -1,0 +1,441 @@
+"""The names and calls of published integrations, over kvstore's own.
+
+A server that was written for them changes its imports. Requests are named instead of transfers: a
+store has ended once its request has finished and all of its blocks are copied, which keeps them
+until then. `docs/connector.md` lists what is otherwise, and better.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+
+from kvstore.connector.backend.base import Backend, BlockStatus
+from kvstore.connector.backend.rows import RowBackend
+from kvstore.connector.config import KVCacheConfigLike, ServerConfigLike
+from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
+from kvstore.connector.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvstore.connector.manager import tiered as ours
+from kvstore.connector.manager.lists import ListManager, knows_requests
+from kvstore.connector.manager.policy import PolicyManager
+from kvstore.connector.mediums import (
+    BlockIDsLoadStoreSpec,
+    DeviceLoadStoreSpec,
+    HostLoadStoreSpec,
+    LoadStoreSpec,
+)
+from kvstore.connector.reuse import FilterReusedOffloadingManager as OurFilter
+from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
+from kvstore.connector.scheduler.group import key_of
+from kvstore.connector.server import RequestLike, StepOutputLike
+from kvstore.connector.spec import KVStoreSpec as OurSpec
+from kvstore.connector.spec import OffloadingSpec
+from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
+from kvstore.connector.worker import ConnectorWorker
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import short_name
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ARCOffloadingManager",
+    "Backend",
+    "BlockIDsLoadStoreSpec",
+    "BlockRemoved",
+    "BlockStatus",
+    "BlockStored",
+    "CPUBackend",
+    "CPULoadStoreSpec",
+    "FilterReusedOffloadingManager",
+    "GPULoadStoreSpec",
+    "KVStoreManager",
+    "KVStoreSpec",
+    "LRUOffloadingManager",
+    "LoadStoreSpec",
+    "OffloadingConnectorMetadata",
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
+    "OffloadingEvent",
+    "OffloadingHandler",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingSpecFactory",
+    "PrepareStoreOutput",
+    "TransferResult",
+    "TransferSpec",
+]
+
+GPULoadStoreSpec = DeviceLoadStoreSpec
+CPULoadStoreSpec = HostLoadStoreSpec
+
+_M = TypeVar("_M", bound=type[OffloadingManager])
+
+CALLS = ("lookup", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store")
+
+
+def _by_hashes(cls: _M) -> _M:
+    """A manager whose calls take ``block_hashes`` for ``keys``."""
+    for name in CALLS:
+        setattr(cls, name, _by_hash(getattr(cls, name)))
+    return cls
+
+
+def _by_hash(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, block_hashes: Any = None, **more: Any) -> Any:
+        if block_hashes is not None:
+            args = (block_hashes, *args)
+        return method(self, *args, **more)
+
+    return call
+
+
+# -- managers -------------------------------------------------------------------------------
+
+
+class CPUBackend(RowBackend):
+    """Numbers of blocks; their memory is the workers'."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, "CPU", np.empty((num_blocks, 0), np.uint8))
+        self.num_blocks = num_blocks
+
+
+@_by_hashes
+class LRUOffloadingManager(PolicyManager):
+    """`PolicyManager` with ``lru``."""
+
+    def __init__(self, backend: Backend, enable_events: bool = False) -> None:
+        super().__init__(backend, "lru", enable_events=enable_events)
+
+
+@_by_hashes
+class ARCOffloadingManager(PolicyManager):
+    """`PolicyManager` with ``arc``."""
+
+    def __init__(self, backend: Backend, enable_events: bool = False) -> None:
+        super().__init__(backend, "arc", enable_events=enable_events)
+
+
+@_by_hashes
+class FilterReusedOffloadingManager(OurFilter):
+    """`kvstore.connector.reuse.FilterReusedOffloadingManager`."""
+
+
+def _short(keys: Any) -> Any:
+    return short_name(keys) if isinstance(keys, bytes) else [short_name(key) for key in keys]
+
+
+@_by_hashes
+class KVStoreManager(ours.KVStoreManager):
+    """`kvstore.connector.manager.KVStoreManager`, for hashes of any length.
+
+    One that is too long for a key is known by its SHA-256, also in events.
+    """
+
+    def lookup(self, keys: Any, req_context: Any = None) -> Any:
+        return super().lookup(_short(keys), *(() if req_context is None else (req_context,)))
+
+    def touch(self, keys: Iterable[bytes], req_context: Any = None) -> None:
+        super().touch(_short(keys), req_context)
+
+    def prepare_load(self, keys: Iterable[bytes], req_context: Any = None) -> HostLoadStoreSpec:
+        return super().prepare_load(_short(keys), req_context)
+
+    def complete_load(self, keys: Iterable[bytes], req_context: Any = None) -> None:
+        super().complete_load(_short(keys), req_context)
+
+    def prepare_store(
+        self, keys: Iterable[bytes], req_context: Any = None
+    ) -> PrepareStoreOutput | None:
+        names = {short_name(key): key for key in keys}
+        out = super().prepare_store(list(names), req_context)
+        if out is not None:
+            out.keys_to_store = [names[key] for key in out.keys_to_store]
+        return out
+
+    def complete_store(
+        self, keys: Iterable[bytes], req_context: Any = None, success: bool = True
+    ) -> None:
+        super().complete_store(_short(keys), req_context, success)
+
+
+# -- specs ----------------------------------------------------------------------------------
+
+
+class KVStoreSpec(OurSpec):
+    """`kvstore.connector.spec.KVStoreSpec`; ``kv_events_config`` of a server turns events on."""
+
+    manager_class = KVStoreManager
+
+    def __init__(self, vllm_config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
+        super().__init__(vllm_config, kv_cache_config)
+        events = getattr(vllm_config, "kv_events_config", None)
+        if events is not None and events.enable_kv_cache_events:
+            self.store_config = replace(self.store_config, keep_events=True)
+
+
+class OffloadingSpecFactory:
+    """Makes the spec that ``spec_name`` names, by default `KVStoreSpec`."""
+
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {"KVStoreSpec": (__name__, "KVStoreSpec")}
+
+    @classmethod
+    def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
+        """`name` stands for a class, which is imported when it is asked for.
+
+        Raises:
+            ValueError: if the name is taken.
+        """
+        if name in cls._registry:
+            raise ValueError(f"spec {name!r} is registered already")
+        cls._registry[name] = module_path, class_name
+
+    @classmethod
+    def create_spec(
+        cls, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike
+    ) -> OffloadingSpec:
+        """
+        Raises:
+            ConfigError: if nobody has that name.
+        """
+        extra = config.kv_transfer_config.kv_connector_extra_config or {}
+        name = extra.get("spec_name", "KVStoreSpec")
+        module, class_name = cls._registry.get(name, (extra.get("spec_module_path"), name))
+        if module is None:
+            raise ConfigError(
+                f"spec_name = {name!r}: must be one of {', '.join(sorted(cls._registry))}, or a "
+                "class of the module that spec_module_path names"
+            )
+        spec = getattr(importlib.import_module(module), class_name)(config, kv_cache_config)
+        assert isinstance(spec, OffloadingSpec)
+        return spec
+
+
+# -- the scheduler's half -------------------------------------------------------------------
+
+
+@dataclass
+class OffloadingConnectorMetadata:
+    """What workers shall do at a step, by the names of requests.
+
+    Attributes:
+        reqs_to_flush: requests whose stores have to end before the step computes.
+    """
+
+    reqs_to_load: dict[str, TransferSpec]
+    reqs_to_store: dict[str, TransferSpec]
+    reqs_to_flush: set[str] | None = None
+
+
+@dataclass
+class BlockStored:
+    """Blocks that are offloaded from now on."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None = None
+
+
+@dataclass
+class BlockRemoved:
+    """Blocks that are offloaded no more."""
+
+    block_hashes: list[bytes]
+    medium: str | None = None
+
+
+class OffloadingConnectorScheduler(ConnectorScheduler):
+    """`ConnectorScheduler`, to which workers report requests instead of transfers.
+
+    A manager that knows the form by lists only is called by lists. With one KV cache group it is
+    told the hashes of blocks.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        manager = spec.get_manager()
+        if not knows_requests(manager):
+            one_group = len(spec.device_block_size) == 1
+            manager = ListManager(manager, key_of(b"", 0) if one_group else b"")
+        super().__init__(spec, manager)
+        self._workers = spec.num_workers
+        self._stored: set[str] = set()
+        """Requests that have stored something, and were not reported since they have finished."""
+
+    def build_connector_meta(  # type: ignore[override]
+        self, scheduler_output: StepOutputLike
+    ) -> OffloadingConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        flush = {
+            req_id
+            for req_id, tracked in self._requests.items()
+            if not meta.jobs_to_flush.isdisjoint(tracked.jobs)
+        }
+        # Workers wait for them before anything of this step.
+        self._all_ended(self._stores_of(flush) - meta.store_jobs.keys())
+        stores = _by_request(meta.store_jobs)
+        self._stored.update(stores)
+        return OffloadingConnectorMetadata(_by_request(meta.load_jobs), stores, flush)
+
+    def update_connector_output(self, connector_output: Any) -> EndedLoads:
+        """`connector_output` names requests in ``finished_sending`` and ``finished_recving``."""
+        sent = set(connector_output.finished_sending or ())
+        jobs = self._stores_of(sent)
+        self._stored -= sent
+        for req_id in connector_output.finished_recving or ():
+            tracked = self._requests.get(req_id)
+            if tracked is not None and tracked.loading is not None:
+                jobs.add(tracked.loading)
+        return self._all_ended(jobs)
+
+    def request_finished(
+        self, request: RequestLike, block_ids: Any = None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request` has finished: its blocks are kept until ``finished_sending`` names it."""
+        super().request_finished(request, block_ids)
+        return request.request_id in self._stored, None
+
+    def take_events(self) -> Iterable[Any]:
+        """What was stored and removed since the last call, as `BlockStored`, `BlockRemoved`."""
+        for event in super().take_events():
+            hashes = [key[:-4] for key in event.keys]
+            if event.removed:
+                yield BlockRemoved(hashes, event.medium)
+            else:
+                yield BlockStored(hashes, None, [], event.block_size, None, event.medium)
+
+    def _store(
+        self, req_id: str, scheduled: int | None, stores: dict[int, TransferJob]
+    ) -> set[int]:
+        # Nothing of a request is stored once it has finished: its blocks may be gone.
+        return set() if scheduled is None else super()._store(req_id, scheduled, stores)
+
+    def _stores_of(self, requests: Collection[str]) -> set[int]:
+        found: set[int] = set()
+        for req_id in requests:
+            if (tracked := self._requests.get(req_id)) is not None:
+                found |= tracked.jobs - {tracked.loading}
+        return found
+
+    def _all_ended(self, jobs: Iterable[int]) -> EndedLoads:
+        output = ConnectorOutput(Counter(dict.fromkeys(jobs, self._workers)))
+        return super().update_connector_output(output)
+
+
+def _by_request(jobs: Mapping[int, TransferJob]) -> dict[str, TransferSpec]:
+    return {job.req_id: (job.src_spec, job.dst_spec) for job in jobs.values()}
+
+
+# -- the worker's half ----------------------------------------------------------------------
+
+
+@dataclass
+class _Request:
+    """What a worker knows of a request.
+
+    Attributes:
+        stores: its stores under way.
+        finished: the scheduler has told that it has finished.
+    """
+
+    stores: set[int] = field(default_factory=set)
+    finished: bool = False
+
+
+class OffloadingConnectorWorker:
+    """`ConnectorWorker`, which reports requests instead of transfers.
+
+    The calls of a step: `handle_preemptions`, `start_kv_transfers`, computing, `prepare_store_kv`,
+    `get_finished`.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self._worker = ConnectorWorker(spec)
+        self._made = 0
+        self._names: dict[int, str] = {}
+        """Job -> its request."""
+        self._loads: set[int] = set()
+        self._requests: dict[str, _Request] = {}
+        """Those that have stored something."""
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        attn_backends: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See `ConnectorWorker.register_kv_caches`."""
+        self._worker.register_kv_caches(kv_caches, attn_backends)
+
+    def handle_preemptions(self, flush: OffloadingConnectorMetadata | Collection[str]) -> None:
+        """Wait for the stores of requests whose blocks are about to be written again.
+
+        Args:
+            flush: a step's metadata, or the names of requests.
+        """
+        if isinstance(flush, OffloadingConnectorMetadata):
+            flush = flush.reqs_to_flush or ()
+        known = [self._requests[req_id] for req_id in flush if req_id in self._requests]
+        if known:
+            self._worker.wait(set().union(*(request.stores for request in known)))
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Begin the loads of this step and the stores of the last."""
+        loads = self._jobs(metadata.reqs_to_load)
+        self._loads.update(loads)
+        self._worker.start_transfers(ConnectorMetadata(load_jobs=loads))
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """The stores of this step; they begin with the next."""
+        stores = self._jobs(metadata.reqs_to_store)
+        for number, job in stores.items():
+            self._requests.setdefault(job.req_id, _Request()).stores.add(number)
+        self._worker.start_transfers(ConnectorMetadata(store_jobs=stores))
+
+    def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
+        """Requests that have finished and are stored, and those that are loaded.
+
+        Raises:
+            KVStoreError: if a copy failed. There is no way to say so of a request.
+        """
+        output = self._worker.get_finished()
+        if output.failed_jobs:
+            names = sorted({self._names[number] for number in output.failed_jobs})
+            raise KVStoreError(f"copies of requests {', '.join(names)} failed; the log says why")
+        received: set[str] = set()
+        for number in output.completed_jobs:
+            req_id = self._names.pop(number)
+            if number in self._loads:
+                self._loads.remove(number)
+                received.add(req_id)
+            else:
+                self._requests[req_id].stores.remove(number)
+        for req_id in finished_req_ids:
+            if req_id in self._requests:
+                self._requests[req_id].finished = True
+        sent = {name for name, one in self._requests.items() if one.finished and not one.stores}
+        for req_id in sent:
+            del self._requests[req_id]
+        return sent, received
+
+    def shutdown(self) -> None:
+        """See `ConnectorWorker.shutdown`."""
+        self._worker.shutdown()
+
+    def _jobs(self, requests: Mapping[str, TransferSpec]) -> dict[int, TransferJob]:
+        jobs = {}
+        for req_id, (source, target) in requests.items():
+            self._names[self._made] = req_id
+            jobs[self._made] = TransferJob(req_id, source, target)
+            self._made += 1
+        return jobs
