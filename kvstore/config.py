@@ -52,8 +52,9 @@ class DiskConfig:
     Attributes:
         path: folder of the cache; made if it does not exist. Several, as a list, one on
             each disk: segments are dealt out to them in turn.
-        capacity_bytes: hard limit for the files of this process's lane; of several paths
-            each gets an equal share.
+        capacity_bytes: hard limit for the files of this process's lane, and of lanes on the
+            same path that nobody has used for an hour, which give way. Each process has its
+            own. Of several paths each gets an equal share.
         eviction_policy: name of a policy, or a table of `name` and its parameters.
         segment_bytes: size of one segment file, at most.
         io: I/O backend: auto, aio, direct, mmap, buffered or portable.

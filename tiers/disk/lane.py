@@ -10,13 +10,15 @@ import re
 import stat
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.errors import LaneBusyError, PathUnusableError
 from kvstore.types import about
 from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
-__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner"]
+__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner", "sharing"]
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -121,6 +123,22 @@ def lane_owner(folder: Path) -> int | None:
         finally:
             os.close(fd)
     return None
+
+
+@contextmanager
+def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
+    """Nobody takes the lane meanwhile. Gives its lock file, or None if it is owned or not trusted.
+
+    Raises:
+        OSError: as the system says, if there is no lock file above all.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(folder / LOCK_NAME, flags)
+    try:
+        sound = trust.file_fault(fd, written=True) is None
+        yield fd if sound and _locked(fd, fcntl.LOCK_SH) else None
+    finally:
+        os.close(fd)
 
 
 def _lock(folder: Path, trust: Trust) -> int | None:

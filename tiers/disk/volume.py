@@ -34,6 +34,7 @@ from tiers.disk.recovery import Recovered, held_geometry, recover
 from tiers.disk.segment import Segment, segment_files
 from tiers.disk.threads import IOThreads, Parts
 from tiers.disk.trust import Trust
+from tiers.disk.unowned import UnownedLanes
 from tiers.pinned import PinnedRegion
 
 __all__ = ["Job", "Use", "Volume"]
@@ -41,6 +42,9 @@ __all__ = ["Job", "Use", "Volume"]
 logger = logging.getLogger("kvstore.disk")
 
 NO_LIMIT = 2**63
+
+UNOWNED_AT_ONCE = 4
+"""Segments of unowned lanes that a store removes at most: it waits for that."""
 
 Use = tuple[int, int, bytes, int]
 """Of a chunk that was used: its segment, its slot there, its key, and its sequence from now on."""
@@ -72,7 +76,8 @@ class Volume:
         path: folder of the cache; made with mode 0700 if it does not exist.
         namespace: whose bytes they are.
         wanted: geometry of segments, unless the lane has some already.
-        capacity_bytes: hard limit for the files of the lane; None for what they take now.
+        capacity_bytes: hard limit for the files of the lane, and of lanes of the path that nobody
+            uses any more; None for what the lane's take now.
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
@@ -107,8 +112,9 @@ class Volume:
         self.trust = trust
         folder = namespace.establish(path, trust)
         self.lane = Lane.acquire(folder, lane, trust)
+        self.unowned = UnownedLanes(self.lane, trust)
         try:
-            self.recovered = self._open(wanted, io)
+            self._open(wanted, io)
             self.threads = IOThreads(io_threads, "kvstore-disk")
         except BaseException as error:
             self.close_files()
@@ -124,7 +130,7 @@ class Volume:
                 raise PathUnusableError(told) from error
             raise
 
-    def _open(self, wanted: Geometry, io: str) -> Recovered:
+    def _open(self, wanted: Geometry, io: str) -> None:
         folder = self.lane.folder
         self.geometry = geometry = held_geometry(folder, self._digest, wanted) or wanted
         capacity = self.capacity_bytes
@@ -141,7 +147,7 @@ class Volume:
         most = held if capacity is None else max(room, min(held, room + 1))
         allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
-        recovered = recover(
+        self.recovered: Recovered = recover(
             folder,
             self._digest,
             geometry,
@@ -150,6 +156,7 @@ class Volume:
             self.trust,
             self.epoch,
         )
+        recovered = self.recovered
         self.segments = recovered.segments
         for fault in recovered.foreign:
             logger.warning(
@@ -184,6 +191,7 @@ class Volume:
             self.max_segments = len(self.segments)
         else:
             self.max_segments = max(0, capacity - recovered.foreign_bytes) // geometry.file_bytes
+        self._make_room(max(1, len(self.segments)))
         if not self.segments and self.max_segments:
             try:
                 self._new_segment()
@@ -194,7 +202,6 @@ class Volume:
                 ) from error
         for number in self.segments:
             self._add_counters(number)
-        return recovered
 
     def forget_recovered(self) -> None:
         """What was found has been taken over: it need not be kept twice."""
@@ -241,6 +248,8 @@ class Volume:
                         job.unread.add(index)
         else:
             self.lane.touch()
+            if self.unowned.due:
+                self._make_room(len(self.segments), UNOWNED_AT_ONCE)
         for indices, outcome in zip(places, outcomes, strict=True):
             for index, ok in zip(indices, outcome.ok, strict=True):
                 job.ok[index] = ok
@@ -288,6 +297,8 @@ class Volume:
 
     def grow(self) -> int | str:
         """Make one more segment: its number, or why that cannot be now. May block."""
+        if len(self.segments) < self.max_segments:
+            self._make_room(len(self.segments) + 1)
         with self._growth:
             if len(self.segments) >= self.max_segments:
                 return "the capacity is used up"
@@ -300,6 +311,21 @@ class Volume:
                 return f"cannot allocate a segment: {error.strerror}"
             self._add_counters(number)
             return number
+
+    def _make_room(self, segments: int, at_once: int | None = None) -> None:
+        """Let unowned lanes have no more than what so many segments leave of the capacity."""
+        if self.capacity_bytes is None:
+            return
+        own = self.recovered.foreign_bytes + segments * self.geometry.file_bytes
+        try:
+            self.unowned.make_room(max(0, self.capacity_bytes - own), at_once)
+        except OSError as error:
+            logger.warning(
+                "disk tier: unowned lanes beside %s are not looked at: %s",
+                self.lane.folder,
+                error.strerror,
+                extra=about("disk.unowned_kept", path=self.lane.folder, error=error.strerror),
+            )
 
     def list_segment(self, number: int) -> list[tuple[bytes, int]]:
         """(key, slot within the segment) of its valid records, in the order of storing. May block.

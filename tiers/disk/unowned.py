@@ -1,0 +1,190 @@
+"""Lanes that nobody uses any more, on the path of one that is in use: they give way to it.
+
+Versions of a model come and go, and each leaves a lane that no process takes again. Together
+with the lane of a running process they take no more than its capacity: as that grows, their
+segments are removed. A lane counts only when it has been seen free, and has not been written to,
+for `FREE_SECONDS`, so that a restart, one process after the other, costs nobody a chunk.
+
+When a lane was first seen free stands in its lock file until a process takes it. Whoever looks
+at a lane, or removes from it, shares its lock: nobody can take it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ForeignFileError, KVStoreError
+from kvstore.types import about
+from tiers.disk.lane import Lane, lane_folders, sharing
+from tiers.disk.namespace import read_namespace
+from tiers.disk.segment import read_header, remove_file, segment_files
+from tiers.disk.trust import Trust
+
+__all__ = ["UnownedLanes"]
+
+logger = logging.getLogger("kvstore.disk")
+
+FREE_SECONDS = 3600.0
+"""For how long nobody may have owned a lane, or written to it, before its segments are removed."""
+
+LOOK_SECONDS = 600.0
+"""How often a process that writes looks for such lanes."""
+
+PAUSE_SEGMENTS, PAUSE_SECONDS = 32, 0.005
+"""After so many segments a process that wants the lane has the time to take it."""
+
+_MARK = re.compile(rb"free (\d{1,12})")
+
+
+@dataclass(slots=True)
+class _Spare:
+    """A segment that may be removed."""
+
+    path: Path
+    namespace: str
+    disk_bytes: int
+
+
+class UnownedLanes:
+    """The unowned lanes of every namespace on the path of `own`.
+
+    The oldest go first, and in each the segment that was written longest ago; those of the
+    namespace of `own` go last. What fails the checks of `trust` is left alone.
+
+    Attributes:
+        removed: segments removed by this process.
+    """
+
+    def __init__(self, own: Lane, trust: Trust) -> None:
+        self.removed = 0
+        self._own = own.folder
+        self._trust = trust
+        self._spare: deque[_Spare] = deque()
+        self._told: set[Path] = set()
+        self._look_at = 0.0
+        self._unfinished = False
+        self._busy = threading.Lock()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to look again, or more is to be removed, and nobody is at it."""
+        due = self._unfinished or time.monotonic() >= self._look_at
+        return due and not self._busy.locked()
+
+    def make_room(self, most_bytes: int, most_segments: int | None = None) -> None:
+        """Remove segments until the rest takes `most_bytes` at most. May block.
+
+        Args:
+            most_segments: how many are removed at once; by default as many as it takes.
+        """
+        with self._busy:
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + LOOK_SECONDS
+                self._look()
+            held = sum(one.disk_bytes for one in self._spare)
+            before, self._unfinished = self.removed, False
+            while self._spare and held > most_bytes:
+                count = self.removed - before
+                if count == most_segments:
+                    self._unfinished = True
+                    return
+                if count % PAUSE_SEGMENTS == PAUSE_SEGMENTS - 1:
+                    time.sleep(PAUSE_SECONDS)
+                one = self._spare.popleft()
+                held -= one.disk_bytes
+                with contextlib.suppress(OSError, ForeignFileError):
+                    self._remove(one)
+
+    def _look(self) -> None:
+        lanes: list[tuple[bool, int, list[_Spare]]] = []
+        for folder, digest in self._lanes():
+            spare = _spare_segments(folder, digest, self._trust)
+            if spare is not None:
+                lanes.append((folder.parent == self._own.parent, *spare))
+        lanes.sort(key=lambda lane: lane[:2])
+        self._spare = deque(one for *_, spare in lanes for one in spare)
+
+    def _lanes(self) -> Iterator[tuple[Path, str]]:
+        """The lanes beside one's own, and the digests of their namespaces."""
+        for namespace in self._own.parent.parent.iterdir():
+            try:
+                found = namespace.lstat()
+                if not stat.S_ISDIR(found.st_mode) or self._trust.doubt(found) is not None:
+                    continue
+                digest = read_namespace(namespace, self._trust)["digest"]
+                for _, folder in lane_folders(namespace, self._trust):
+                    if folder != self._own:
+                        yield folder, digest
+            except (OSError, KVStoreError):
+                continue  # Nobody's cache, or one that is not to be trusted.
+
+    def _remove(self, one: _Spare) -> None:
+        folder = one.path.parent
+        with _free(folder, self._trust) as since:
+            if since is None or time.time() - since < FREE_SECONDS:
+                return
+            if read_header(one.path).namespace != one.namespace:
+                return
+            fd = os.open(one.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                if self._trust.file_fault(fd, written=True) is not None:
+                    return
+                remove_file(one.path, fd)
+            finally:
+                os.close(fd)
+        self.removed += 1
+        if folder not in self._told:
+            self._told.add(folder)
+            logger.warning(
+                "disk tier: the capacity of %s is used up: segments of %s, which nobody has used "
+                "for %.1f hours, are removed as room is needed",
+                self._own.parent.parent,
+                folder,
+                (time.time() - since) / 3600,
+                extra=about("disk.unowned_removed", path=folder),
+            )
+
+
+def _spare_segments(folder: Path, namespace: str, trust: Trust) -> tuple[int, list[_Spare]] | None:
+    """When a lane was written to last, in ns, and its segments; None if none may be removed."""
+    with contextlib.suppress(OSError), _free(folder, trust) as since:
+        found = [(path.lstat(), path) for _, path in segment_files(folder)]
+        if since is None or not found:
+            return None
+        newest_ns = max(one.st_mtime_ns for one, _ in found)
+        if time.time() - max(since, newest_ns / 1e9) >= FREE_SECONDS:
+            found.sort(key=lambda each: each[0].st_mtime_ns)
+            return newest_ns, [_Spare(path, namespace, one.st_blocks * 512) for one, path in found]
+    return None
+
+
+@contextmanager
+def _free(folder: Path, trust: Trust) -> Iterator[float | None]:
+    """Share the lock of a lane: since when it has been free, or None where it is not.
+
+    A lane that was not marked as free is from now on.
+    """
+    with sharing(folder, trust) as fd:
+        if fd is None:
+            yield None
+            return
+        now = time.time()
+        match = _MARK.fullmatch(os.pread(fd, 32, 0))
+        since = float(match[1]) if match else now + 1
+        # A clock that was wrong must not keep it for ever.
+        if since > now:
+            since = now
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"free %d" % now, 0)
+        yield since
