@@ -119,8 +119,10 @@ def recover(
         # One by one, so that no more of them are ever open than may stay.
         if len(found) * geometry.file_bytes > capacity_bytes:
             segment = found.pop(heappop(by_warmth)[1]).segment
-            segment.remove()
-            segment.close()
+            try:
+                segment.remove()
+            finally:
+                segment.close()
             removed.append(segment.path.name)
     faults: list[Fault] = []
     room = capacity_bytes - _bytes_of(foreign + unusable)
