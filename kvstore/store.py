@@ -309,7 +309,8 @@ class Store:
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
                 when the store is closed.
-            LeaseEndedError: at the end of a window, as `get` at the end of its block.
+            LeaseEndedError: at the end of a window, as `get` at the end of its block; if views of
+                earlier windows are alive and leave no row.
         """
         self._driver.check()
         return Windows(self, check_keys(keys), size)

@@ -268,7 +268,8 @@ class SyncStore:
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, or when the store is
                 closed.
-            LeaseEndedError: at the end of a window, as `get` at the end of its block.
+            LeaseEndedError: at the end of a window, as `get` at the end of its block; if views of
+                earlier windows are alive and leave no row.
         """
         self._calls.check()
         return SyncWindows(self, check_keys(keys), size)

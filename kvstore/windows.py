@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, LeaseEndedError
 
 if TYPE_CHECKING:
+    from kvstore.core import CoreStats
     from kvstore.leases import Chunks, Lease
     from kvstore.store import Store
     from kvstore.sync import SyncLease, SyncStore
@@ -36,10 +38,27 @@ class _Portions:
         self._keys = keys
         self._size = size
         self._next = 0
+        self._rows = 0
+        """Rows that this window and the next may have."""
 
     def next(self) -> Sequence[bytes]:
         """The keys of the next window; none at the end."""
         return self._keys[self._next : self._next + self._size]
+
+    def that_fit(self, stats: CoreStats) -> Sequence[bytes]:
+        """The keys of the next window, as far as rows are left for them.
+
+        Raises:
+            LeaseEndedError: if there are none, because views of earlier leases keep all of them.
+        """
+        keys = self.next()
+        self._rows = max(0, stats.rows - stats.watched_rows)
+        if keys and not self._rows:
+            raise LeaseEndedError(
+                "views of chunks whose leases have ended keep all rows of host memory; let go of "
+                "them before the next window is asked for, or let windows be smaller"
+            )
+        return keys[: self._rows]
 
     def got(self, chunks: int) -> None:
         """So many of its first chunks are leased; none where one is missing, or no room is had.
@@ -47,6 +66,11 @@ class _Portions:
         Fewer than were asked for may be all that there is room for.
         """
         self._next = self._next + chunks if chunks else len(self._keys)
+        self._rows -= chunks
+
+    def ahead(self) -> Sequence[bytes]:
+        """Keys of the window after this one, as far as there is room for them beside it."""
+        return self.next()[: self._rows]
 
 
 class Windows:
@@ -82,8 +106,10 @@ class Windows:
 
     async def __anext__(self) -> Chunks:
         await self._give_back()
+        # Rows whose last view has gone meanwhile are given back by calls that wait on the loop.
+        await asyncio.sleep(0)
         portions = self._portions
-        keys = portions.next()
+        keys = portions.that_fit(self._store.stats())
         if not keys:
             raise StopAsyncIteration
         lease = self._store.get(keys, portions.name)
@@ -92,9 +118,9 @@ class Windows:
         portions.got(len(chunks))
         if not chunks:
             raise StopAsyncIteration
-        if portions.next():
+        if portions.ahead():
             # On its way while the caller works on this one.
-            self._store.lookup_prefix(portions.next(), portions.name)
+            self._store.lookup_prefix(portions.ahead(), portions.name)
         return chunks
 
     async def _give_back(
@@ -142,7 +168,7 @@ class SyncWindows:
     def __next__(self) -> Chunks:
         self._give_back()
         portions = self._portions
-        keys = portions.next()
+        keys = portions.that_fit(self._store.stats())
         if not keys:
             raise StopIteration
         lease = self._store.get(keys, portions.name)
@@ -151,8 +177,8 @@ class SyncWindows:
         portions.got(len(chunks))
         if not chunks:
             raise StopIteration
-        if portions.next():
-            self._store.lookup_prefix(portions.next(), portions.name)
+        if portions.ahead():
+            self._store.lookup_prefix(portions.ahead(), portions.name)
         return chunks
 
     def _give_back(

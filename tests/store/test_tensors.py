@@ -157,7 +157,7 @@ async def test_the_tensor_of_a_cancelled_task_is_copied_right(open_store: Open) 
 async def test_a_tensor_of_a_window_keeps_its_bytes(open_store: Open) -> None:
     async with open_store(rows=4, disk=64) as store:
         keys = keys_of("long", 12)
-        assert await store.put(keys, payloads(keys), timeout=PATIENCE) == 12
+        assert await store.put(keys, payloads(keys), durable=True) == 12
         tensors = []
         async with store.windows(keys, 1) as windows:
             async for chunks in windows:
@@ -166,6 +166,53 @@ async def test_a_tensor_of_a_window_keeps_its_bytes(open_store: Open) -> None:
         assert [bytes_of(tensor) for tensor in tensors] == payloads(keys[:2])
         tensors.clear()
         await until_async(lambda: busy(store) == 0)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(8, 8), (8, 4), (8, 1), (8, 20)])
+async def test_windows_go_on_beside_the_variable_of_a_loop(
+    open_store: Open, rows: int, size: int
+) -> None:
+    keys, copies = keys_of("long", 20), list[bytes]()
+    async with open_store(rows=rows, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 20
+        async with store.windows(keys, size) as windows:
+            async for chunks in windows:
+                for view in chunks:
+                    copies.append(bytes(view))
+    assert copies == payloads(keys)
+
+
+async def test_windows_say_so_when_views_leave_no_row(open_store: Open) -> None:
+    keys = keys_of("long", 20)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 20
+        for size in (4, 8):
+            copies = list[bytes]()
+
+            async def read() -> None:
+                async with store.windows(keys, size) as windows:  # noqa: B023
+                    async for chunks in windows:
+                        views = list(chunks)
+                        copies.extend(map(bytes, views))  # noqa: B023
+
+            if size == 4:
+                await read()
+                assert copies == payloads(keys)
+            else:
+                with pytest.raises(LeaseEndedError, match="keep all rows"):
+                    await read()
+                assert copies == payloads(keys[:8])
+
+
+def test_synchronous_windows_go_on_beside_the_variable_of_a_loop(tmp_path: Any) -> None:
+    keys, copies = keys_of("long", 20), list[bytes]()
+    with kvstore.open_sync(small(tmp_path, rows=8, disk=64)) as store:
+        assert store.put(keys, payloads(keys), durable=True) == 20
+        with store.windows(keys, 8) as windows:
+            for chunks in windows:
+                for view in chunks:
+                    copies.append(bytes(view))
+    assert copies == payloads(keys)
 
 
 async def test_a_reset_does_not_wait_for_a_tensor(open_store: Open) -> None:
