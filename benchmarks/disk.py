@@ -107,7 +107,7 @@ class Ours:
             for slot in [] if job.load else job.slots:
                 self.keys[slot] = os.urandom(32) + b"\0\0\0\0"
         named = [(job, [self.keys[slot] for slot in job.slots]) for job in jobs]
-        return self._loop.run_until_complete(self._run(named))  # type: ignore[no-any-return]
+        return self._loop.run_until_complete(self._run(named))
 
     def settle(self) -> None:
         """Nothing is left to do."""
@@ -278,7 +278,8 @@ class Column:
                 await asyncio.sleep(0.02)
 
         self._loop.run_until_complete(sleep())
-        return batch.caller
+        caller: float = batch.caller
+        return caller
 
     def _choose(self, fio: Fio) -> dict[str, dict[str, Way]]:
         """For each way of moving the best pooled and the best warm one, by a short run of each."""

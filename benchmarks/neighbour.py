@@ -113,11 +113,12 @@ def phases(
         known: chunks of the neighbour of which the core knows.
     """
     before = resident()
-    for phase, act, wanted in (
+    acts: list[tuple[str, Callable[[], object], int]] = [
         ("quiet", lambda: None, 0),
         ("appears", neighbour.appear, neighbour.chunks),
         ("goes", neighbour.go, 0),
-    ):
+    ]
+    for phase, act, wanted in acts:
         act()
         steps: list[float] = []
         neighbour.loop.take()

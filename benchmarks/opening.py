@@ -127,7 +127,7 @@ def child(folder: Path, capacity: int, chunk_bytes: int) -> None:
         finally:
             took.append(time.perf_counter() - began)
 
-    DiskTier.open = timed_open  # type: ignore[method-assign]
+    DiskTier.open = timed_open  # type: ignore[method-assign, assignment]
     gc.collect()
     before = _resident("VmRSS")
     began = time.perf_counter()

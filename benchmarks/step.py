@@ -287,9 +287,9 @@ class Server:
         for prompt in [each for each in self.loading if each.ready_at <= self.step_number]:
             self.loading.remove(prompt)
             self.computing.append(prompt)
-            keys = set(prompt.keys[: prompt.loaded])
+            loaded = set(prompt.keys[: prompt.loaded])
             began = clock()
-            self.core.complete_load(keys, prompt.name)
+            self.core.complete_load(loaded, prompt.name)
             self.spent["complete"] += clock() - began
             self.hand_over("complete")
 

@@ -191,7 +191,7 @@ def run(options: argparse.Namespace, folder: Path, right: dict[Case, list[int]])
         "illegal": stats.illegal,
     }
     print(json.dumps(told))
-    return len(wrong) + held + stats.illegal
+    return len(wrong) + int(held) + int(stats.illegal)
 
 
 def main() -> int:

@@ -103,7 +103,8 @@ def digests_of(size: int | None) -> Iterator[None]:
     """Digests are made of that many bytes of each chunk only; None for all of them."""
     whole = extents._hashed
     if size is not None:
-        extents._hashed = lambda _: size
+        part = size
+        extents._hashed = lambda extents: part
     try:
         yield
     finally:

@@ -97,7 +97,8 @@ def main(prompts: list[list[int]]) -> int:
 
 
 def _ttft(found: dict[str, Any]) -> float:
-    return statistics.median(request["ttft"] for request in found["requests"])
+    times: list[float] = [request["ttft"] for request in found["requests"]]
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

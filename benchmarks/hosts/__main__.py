@@ -131,7 +131,7 @@ def scene(options: argparse.Namespace, store: str, room: int = POOL) -> Iterator
         asked = {"store": store, "host": ADDRESSES[0], "room": room}
         server = Process(NAMES[0], "server.py", asked, folder / "server.log")
         stack.callback(server.end)
-        hosts = []
+        hosts: list[Process] = []
         for name, address in zip(NAMES, ADDRESSES, strict=True):
             tier = dict(server.said)
             if store == "mooncake":
@@ -145,7 +145,8 @@ def scene(options: argparse.Namespace, store: str, room: int = POOL) -> Iterator
             }
             hosts.append(Process(name, PROGRAMS[options.engine], told, folder / f"{name}.log"))
             stack.callback(hosts[-1].end)
-        made = Scene(options, cable, server, *hosts, folder, told)
+        one, two = hosts
+        made = Scene(options, cable, server, one, two, folder, told)
         for number, host in enumerate(hosts):
             # Memory is touched, connections are made, and it is known how long computing takes.
             host.do("serve", seeds=[-1, -2 - number, -4 - number])
@@ -306,7 +307,8 @@ def far(options: argparse.Namespace, store: str) -> dict[str, Any]:
     """Time to the first token of prompts that nobody has, with a store far away, against none."""
 
     def first_token(host: Process, seeds: list[int]) -> float:
-        return statistics.median(host.do("serve", seeds=seeds)["seconds"])
+        seconds: list[float] = host.do("serve", seeds=seeds)["seconds"]
+        return statistics.median(seconds)
 
     happens = _quality(delay_s=options.away_ms / 2000)
     ratios = against_none(options, store, happens, first_token)

@@ -29,6 +29,8 @@ __all__ = ["HostTieringOffloadingSpec"]
 class HostTieringOffloadingSpec(TieringOffloadingSpec):
     """`TieringOffloadingSpec` with a worker for the CPU platform."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             region = SharedOffloadRegion(

@@ -152,7 +152,11 @@ class Engine:
     def _batch(self, scheduled: Sequence[Request], counts: Sequence[int]) -> Batch:
         size = self.config.block_tokens
         device = self.config.model.device
-        tokens, positions, rows, columns, last = [], [], [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        columns: list[int] = []
+        last: list[int] = []
         for row, (request, count) in enumerate(zip(scheduled, counts, strict=True)):
             begin = request.num_computed_tokens
             tokens += request.tokens[begin : begin + count]

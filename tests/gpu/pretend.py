@@ -7,6 +7,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from kvstore.device.fragments import Fragments
@@ -17,7 +18,7 @@ __all__ = ["PretendCuda", "PretendDriver"]
 class Stream:
     def __init__(self, device: Any = None) -> None:
         self.cuda_stream = id(self)
-        self.queue: deque[Callable[[], None]] = deque()
+        self.queue: deque[Callable[[], object]] = deque()
 
     def wait_stream(self, other: Stream) -> None:
         event = Event()
@@ -57,6 +58,10 @@ class Event:
         self._at = time.perf_counter()
 
 
+AnyStream = Stream
+"""Its name within the class that has a method of the same."""
+
+
 class PretendCuda:
     """Stands for ``torch.cuda``.
 
@@ -72,12 +77,12 @@ class PretendCuda:
         self.compute = self.current = self.Stream()
         self.capturing = False
 
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
+    def Stream(self, device: Any = None, priority: int = 0) -> AnyStream:  # noqa: N802
         stream = Stream()
         self.streams[stream.cuda_stream] = stream
         return stream
 
-    def current_stream(self, device: Any) -> Stream:
+    def current_stream(self, device: Any) -> AnyStream:
         return self.current
 
     def is_current_stream_capturing(self) -> bool:
@@ -91,7 +96,7 @@ class PretendCuda:
         yield
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: AnyStream) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
             yield
@@ -126,7 +131,7 @@ class PretendDriver:
                 return 700
             self.largest = max(self.largest, size)
             target, source = (host, device) if store else (device, host)
-            queue.append(lambda t=target, s=source, n=size: ctypes.memmove(t, s, n))
+            queue.append(partial(ctypes.memmove, target, source, size))
         return 0
 
 

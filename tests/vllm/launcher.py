@@ -224,7 +224,7 @@ def become(told: dict[str, Any]) -> None:
     if "KVSTORE_FORKED" in os.environ:
         # vLLM's own way, but for a model on a CPU, whose threads it fears: none have been started.
         fork = multiprocessing.get_context("fork")
-        multiprocessing.get_context = lambda method=None: fork
+        multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
     status = 0
     try:
         runpy.run_path(script, run_name="__main__")
@@ -235,7 +235,7 @@ def become(told: dict[str, Any]) -> None:
         status = 1
     # The end of a child of `multiprocessing`: everything that an interpreter does at its end, but
     # it does not take its thousands of modules apart.
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
