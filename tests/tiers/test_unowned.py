@@ -163,6 +163,17 @@ async def test_a_lane_counts_an_hour_after_it_was_seen_free_and_after_its_last_w
     assert segments(folder, OLD) == []
 
 
+async def test_a_copy_of_a_cache_is_not_as_old_as_its_files_say(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    await leave(open_bench, folder, OLD, 90_000)
+    lock = folder / OLD.name / "lane-0" / "lock"
+    lock.write_bytes(b"free 1000000000")
+    os.utime(lock, (10**9, 10**9))
+    await fill(open_bench())
+    assert segments(folder, OLD) == [0, 1, 2]
+
+
 async def test_a_lane_that_was_taken_again_is_no_longer_marked_as_free(
     folder: Path, open_bench: OpenBench
 ) -> None:

@@ -86,20 +86,20 @@ class UnownedLanes:
         """Remove segments until the rest takes `most_bytes` at most. May block.
 
         Args:
-            most_segments: how many are removed at once; by default as many as it takes.
+            most_segments: how many are tried at once; by default as many as it takes.
         """
         with self._busy:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + LOOK_SECONDS
                 self._look()
             held = sum(one.disk_bytes for one in self._spare)
-            before, self._unfinished = self.removed, False
+            tried, self._unfinished = 0, False
             while self._spare and held > most_bytes:
-                count = self.removed - before
-                if count == most_segments:
+                if tried == most_segments:
                     self._unfinished = True
                     return
-                if count % PAUSE_SEGMENTS == PAUSE_SEGMENTS - 1:
+                tried += 1
+                if tried % PAUSE_SEGMENTS == 0:
                     time.sleep(PAUSE_SECONDS)
                 one = self._spare.popleft()
                 held -= one.disk_bytes
@@ -179,12 +179,12 @@ def _free(folder: Path, trust: Trust) -> Iterator[float | None]:
         if fd is None:
             yield None
             return
-        now = time.time()
-        match = _MARK.fullmatch(os.pread(fd, 32, 0))
-        since = float(match[1]) if match else now + 1
+        now, match = time.time(), _MARK.fullmatch(os.pread(fd, 32, 0))
         # A clock that was wrong must not keep it for ever.
-        if since > now:
-            since = now
+        if match is None or int(match[1]) > now:
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"free %d" % now, 0)
-        yield since
+            yield now
+        else:
+            # A copy of a cache brings its mark along.
+            yield max(int(match[1]), os.fstat(fd).st_ctime)
