@@ -61,7 +61,9 @@ def test_any_table_is_a_disk_tier_or_is_refused(values: dict[str, Any]) -> None:
     if isinstance(config, str):
         assert "tiers[0]." in config
     else:
-        assert config.tiers[0].capacity_bytes >= 1
+        (disk,) = config.tiers
+        assert isinstance(disk, DiskConfig)
+        assert disk.capacity_bytes >= 1
 
 
 @settings(max_examples=300, deadline=None)

@@ -54,7 +54,7 @@ def events() -> set[str]:
     for file, call in calls():
         if not call.args or not isinstance(call.args[0], ast.Constant):
             continue
-        event = call.args[0].value
+        event = str(call.args[0].value)
         if name_of(call) in ("about", "LogLine"):
             found.add(event)
         elif name_of(call) == "_line" and file.name == "health.py":

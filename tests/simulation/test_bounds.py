@@ -57,7 +57,9 @@ def most_hits(trace: Trace, capacity: int) -> int:
     return max(best.values())
 
 
-def closed_sets(chunks: set[int], capacity: int, parents: dict[int, int]) -> set[frozenset[int]]:
+def closed_sets(
+    chunks: frozenset[int], capacity: int, parents: dict[int, int]
+) -> set[frozenset[int]]:
     """Every set of up to `capacity` chunks that has the parent of each of its own."""
     found = {frozenset[int]()}
     for _ in range(capacity):

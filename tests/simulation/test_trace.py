@@ -10,6 +10,7 @@ import re
 import struct
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ PACKED = b'{"block_tokens": 64}\n'
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
 def test_every_form_and_compression_is_read(tmp_path: Path, content: bytes, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
-    pack = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.xz": lzma.compress}[suffix]
+    packs: dict[str, Callable[[bytes], bytes]] = {
+        ".jsonl": bytes,
+        ".jsonl.gz": gzip.compress,
+        ".jsonl.xz": lzma.compress,
+    }
+    pack = packs[suffix]
     path.write_bytes(pack(content))
     trace = read_trace(path)
     assert [list(chunks) for chunks in trace.requests] == [[0, 1, 2], [0, 1, 3], [4]]
@@ -213,7 +219,12 @@ def test_a_recording_is_read_in_less_memory_than_it_has_bytes(
 def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
     large_recording(tmp_path / "plain", 2**16)
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    packs: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".xz": lzma.compress,
+    }
+    pack = packs[suffix]
     path.write_bytes(pack((tmp_path / "plain").read_bytes()))
     told: list[tuple[int, int]] = []
     read_trace(path, progress=lambda done, total: told.append((done, total)))

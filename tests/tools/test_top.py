@@ -42,7 +42,7 @@ def shown(table: Any) -> str:
     console = rich.get_console().__class__(width=160, force_terminal=False)
     with console.capture() as captured:
         console.print(table)
-    return captured.get()
+    return str(captured.get())
 
 
 @pytest.mark.asyncio
@@ -132,7 +132,8 @@ async def test_it_goes_on_when_the_server_starts_again(
         registry.register(Collector(store))
 
         def start(port: int) -> tuple[Any, Any]:
-            return prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)
+            server, thread = prometheus.start_http_server(port, addr="127.0.0.1", registry=registry)
+            return server, thread
 
         def stop(server: Any, thread: Any) -> None:
             server.shutdown()
