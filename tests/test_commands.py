@@ -47,6 +47,8 @@ SLOW = {"benchmarks/first_token.py", "benchmarks/kill_engine.py", "examples/demo
 SLOW |= {"benchmarks.serving", "benchmarks.dashboard"}
 """Programs that start several engines of vLLM: `make figures` runs them. Else they only start."""
 
+ONCE = {"benchmarks.hosts", *NEEDS_VLLM, *SLOW}
+
 REFUSALS = ("lies on no block device", "cannot be watched", "not permitted", "not a git repository")
 """Of machines on which a benchmark cannot be had."""
 
@@ -93,8 +95,8 @@ def unlike() -> list[list[str]]:
         else:
             _, name, arguments = program(words)
             choices = arguments[:1] if name in ("kvstore", "benchmarks/eviction.py") else []
-            # What is measured is a value for the dry form of some.
-            one = name == "benchmarks.hosts" or name in SLOW
+            # Those that take long are run once; their options are looked up.
+            one = name in ONCE
             alike = (name, *choices, *([] if one else sorted(flags_of(arguments))))
         found.setdefault(alike, words)
     return list(found.values())
@@ -149,8 +151,8 @@ async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: P
     run([*start, *arguments, *SMALLEST.get(name, [])], tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted({*RUN_ELSEWHERE, *SLOW, "benchmarks.hosts"}))
-def test_what_is_not_run_here_starts_and_has_the_options_of_the_documents(
+@pytest.mark.parametrize("name", sorted({*RUN_ELSEWHERE, *ONCE}))
+def test_what_is_not_run_with_all_options_has_those_of_the_documents(
     name: str, tmp_path: Path
 ) -> None:
     if name == "examples/demo.py":
