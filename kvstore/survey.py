@@ -298,8 +298,8 @@ def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress
             yield Fault.of(path, error)
         return
     # A record that has changed since belongs to a newer chunk.
-    before = dict(zip(live.slots, digests, strict=True))
-    after = dict(zip(again.slots, again.digests(), strict=True))
+    before = dict(zip(live.slots, zip(live.keys(), digests, strict=True), strict=True))
+    after = dict(zip(again.slots, zip(again.keys(), again.digests(), strict=True), strict=True))
     for slot, key, what in suspects:
         if after.get(slot) == before[slot]:
             yield Fault(str(path), slot, what, key.hex())

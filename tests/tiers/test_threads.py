@@ -496,13 +496,13 @@ def test_a_lane_whose_threads_cannot_be_started_is_let_go_of_whole(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    before = set(os.listdir("/proc/self/fd"))
+    before, alive = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", third_fails)
         with pytest.raises(PathUnusableError, match=r"lane-0: no I/O thread can be started"):
             bench_of(tmp_path)
     assert set(os.listdir("/proc/self/fd")) == before
-    until(lambda: not [one for one in threading.enumerate() if "kvstore-disk" in one.name])
+    until(lambda: not [one for one in threading.enumerate() if one not in alive])
     bench_of(tmp_path).tier.abandon()
 
 
