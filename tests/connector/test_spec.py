@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
@@ -321,6 +321,7 @@ def test_blocks_that_kernels_cut_into_smaller_ones_are_copied_whole(
     handler.shutdown()
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_tables_of_whole_blocks_name_each_byte_of_a_block_once_or_are_refused(
     data: st.DataObject,
