@@ -12,8 +12,8 @@ from kvstore.core.chunk import Life
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xdist.remote import Producer
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.remote import Producer  # type: ignore[import-untyped]
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     from tests.exported import Exported
 
@@ -70,7 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     """The tests of one file share a worker."""
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = super()._split_scope(nodeid)
             return ENGINES[0] if path in ENGINES else path

@@ -22,6 +22,9 @@ from examples.paged_engine.engine import Engine, EngineConfig
 from examples.paged_engine.model import ModelConfig
 from examples.paged_engine.request import Request, State
 from examples.paged_engine.stream import Stream
+from kvstore.connector.manager import KVStoreManager
+from kvstore.connector.scheduler import ConnectorScheduler
+from kvstore.core.stats import TierStats
 from tests.faults.conftest import EIO, FaultyDisk, Rule
 
 REQUESTS = int(os.environ.get("KVSTORE_REQUESTS", "300"))
@@ -177,6 +180,19 @@ class Audit:
         return self._computed[tokens]
 
 
+def connector(engine: Engine) -> ConnectorScheduler:
+    """The scheduler's half of an engine with offload."""
+    assert engine.connector is not None
+    return engine.connector
+
+
+def disk(engine: Engine) -> TierStats:
+    """What its only tier has counted so far."""
+    manager = connector(engine).manager
+    assert isinstance(manager, KVStoreManager)
+    return manager.stats().tiers[0]
+
+
 @pytest.fixture(scope="module")
 def full() -> Stream:
     return stream_for(MODEL)
@@ -193,8 +209,8 @@ def test_every_token_is_the_same_with_a_tiny_pool_aborts_and_resets(
 ) -> None:
     engine = Engine(tiny(MODEL, offload=offload(tmp_path), prefix_caching=prefix_caching))
     served = serve(engine, full, resets=0.01)
-    stats = engine.connector.stats
-    tier = engine.connector.manager.stats().tiers[0]
+    stats = connector(engine).stats
+    tier = disk(engine)
     assert served.wrong == []
     assert engine.scheduler.preempted > 0
     assert sum(served.aborted.values()) > 0
@@ -204,7 +220,7 @@ def test_every_token_is_the_same_with_a_tiny_pool_aborts_and_resets(
     assert tier.promoted > 0, "nothing came from disk"
     assert stats.failed_loads == stats.failed_stores == stats.unknown_jobs == 0
     engine.settle()
-    assert not engine.connector.has_pending_work()
+    assert not connector(engine).has_pending_work()
     engine.shutdown()
 
 
@@ -219,7 +235,7 @@ def test_every_token_and_all_that_is_loaded_is_the_same_where_layers_have_a_wind
     assert audit.wrong == []
     assert audit.places > REQUESTS
     assert engine.scheduler.preempted > 0
-    assert engine.connector.stats.loads > REQUESTS // 4
+    assert connector(engine).stats.loads > REQUESTS // 4
     engine.shutdown()
 
 
@@ -235,11 +251,11 @@ def test_every_token_is_the_same_while_the_disk_is_slow_and_fails(
     # A disk that is only slow for a while gets nothing to do: it may not have failed yet.
     for seed in range(5):
         assert serve(engine, full, seed, between=another_rule).wrong == []
-        tier = engine.connector.manager.stats().tiers[0]
+        tier = disk(engine)
         if tier.failed_reads + tier.failed_writes:
             break
     assert tier.failed_reads + tier.failed_writes > 0
-    assert engine.connector.stats.loads > 0
+    assert connector(engine).stats.loads > 0
     faulty.obey()
     engine.shutdown()
 
@@ -254,5 +270,5 @@ def test_what_was_computed_is_found_on_disk_after_a_restart(tmp_path: Path) -> N
     second = Engine(tiny(MODEL, offload=offload(tmp_path, rows=200)))
     assert serve(second, stream, aborts=0).wrong == []
     assert second.scheduler.computed < computed / 2
-    assert second.connector.manager.stats().tiers[0].promoted > 0
+    assert disk(second).promoted > 0
     second.shutdown()

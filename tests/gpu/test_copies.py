@@ -6,6 +6,7 @@ Each test runs over a pretended device, which is host memory, and over a real on
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_every_way_copies_what_the_host_copies_do(
     dice = random.Random(page)
     for per_chunk in (1, 2, 3) if pinned else (2,):
         for groups in (1, 2):
-            shape = {"per_chunk": per_chunk, "groups": groups, "page": page}
+            shape: dict[str, Any] = {"per_chunk": per_chunk, "groups": groups, "page": page}
             if way == "kernel" and not pinned:
                 with pytest.raises(ConfigError, match="kernels cannot read this host memory"):
                     Bed(device, way, pinned=pinned, **shape)

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("examples.paged_engine")
 
 from examples.paged_engine.engine import Engine  # noqa: E402
+from examples.paged_engine.model import ModelConfig  # noqa: E402
 from tests.examples.test_paged_engine import (  # noqa: E402
     MODEL,
     WINDOWED,
@@ -22,7 +23,7 @@ from tests.examples.test_paged_engine import (  # noqa: E402
 
 
 @pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["full", "windowed"])
-def test_every_token_is_the_same_on_a_device(model: object, tmp_path: Path) -> None:
+def test_every_token_is_the_same_on_a_device(model: ModelConfig, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device: the engine was not run on one")
     stream = stream_for(model, 300)

@@ -90,14 +90,14 @@ class Plan:
 
 
 @dataclass
-class WorkerMetadata(OffloadingWorkerMetadata):
+class WorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
     """What vLLM's worker tells, and with it what ours tells."""
 
     ours: ConnectorOutput = field(default_factory=ConnectorOutput)
     pairs: list[Pair] = field(default_factory=list)
 
 
-class Mirror(OffloadingConnector):
+class Mirror(OffloadingConnector):  # type: ignore[misc]
     """See the module's text. `attach` comes before the first call.
 
     Attributes:
@@ -146,7 +146,9 @@ class Mirror(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        their = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        their: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
         our = self.ours.get_num_new_matched_tokens(request, num_computed_tokens)
         self.wanted.had.pop(request.request_id, None)
         self.happened["lookups"] += 1
@@ -235,7 +237,9 @@ class Mirror(OffloadingConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        their = super().request_finished_all_groups(request, block_ids)
+        their: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(
+            request, block_ids
+        )
         our = self.ours.request_finished(request, block_ids)
         if their != our:
             raise DifferentError(f"{request.request_id} has finished: {their}, ours {our}")
@@ -252,7 +256,7 @@ class Mirror(OffloadingConnector):
 
     def reset_cache(self) -> bool | None:
         before = set(self.scheduler._req_status)
-        their = super().reset_cache()
+        their: bool | None = super().reset_cache()
         self.ours.reset()
         self._dropped_by_reset = before - set(self.scheduler._req_status)
         for name in before:

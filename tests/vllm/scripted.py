@@ -134,14 +134,14 @@ class Contents:
         self.forgotten = self.under_way.copy()
 
 
-class TheirPlace(theirs.LoadStoreSpec):
+class TheirPlace(theirs.LoadStoreSpec):  # type: ignore[misc]
     """Keys, as vLLM's connector hands them on."""
 
     def __init__(self, keys: list[bytes]) -> None:
         self.keys = keys
 
 
-class TheirManager(theirs.OffloadingManager):
+class TheirManager(theirs.OffloadingManager):  # type: ignore[misc]
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
 
@@ -192,7 +192,7 @@ class TheirManager(theirs.OffloadingManager):
         self.contents.reset(late_completions=False)
 
 
-class TheirSpec(theirs.OffloadingSpec):
+class TheirSpec(theirs.OffloadingSpec):  # type: ignore[misc]
     """vLLM builds it by its name, and hands it what the operator has configured."""
 
     def get_manager(self) -> theirs.OffloadingManager:

@@ -90,7 +90,10 @@ def names(number: int, *, processor_cache: float, prefix_caching: bool) -> dict[
         _validate_mm_uuids=lambda *_: None,
     )
     items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
-    return BaseRenderer._process_mm_uuids(renderer, {}, items, {}, f"renderer0-mm-{number}")
+    named: dict[str, Any] = BaseRenderer._process_mm_uuids(
+        renderer, {}, items, {}, f"renderer0-mm-{number}"
+    )
+    return named
 
 
 def test_without_both_of_its_caches_vllm_knows_an_image_by_a_number_alone() -> None:

@@ -8,6 +8,7 @@ import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +23,8 @@ LARGE = module.WHOLE_BYTES + 2**20
 
 def safetensors(path: Path, tensors: dict[str, int], fill: int = 0) -> dict[str, tuple[int, int]]:
     """A sparse safetensors file; where each tensor lies in it."""
-    header, at = {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    at = 0
     for name, size in tensors.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
         at += size
@@ -146,7 +148,12 @@ def test_nothing_is_read_again_until_somebody_has_written(
     first = fingerprint([path])
     read: list[Path] = []
     content = module._content
-    monkeypatch.setattr(module, "_content", lambda path: read.append(path) or content(path))
+
+    def reading(path: Path) -> bytes:
+        read.append(path)
+        return content(path)
+
+    monkeypatch.setattr(module, "_content", reading)
     assert fingerprint([path], first) is first
     assert read == []
     found = path.stat()

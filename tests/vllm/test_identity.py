@@ -22,7 +22,9 @@ from tests.vllm.checkpoints import CONFIG, save_adapter, save_llama
 LENGTH = 256
 PROMPTS = [[seed, LENGTH] for seed in range(3)]
 NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
-ROPE = {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}}
+ROPE: dict[str, Any] = {
+    "hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+}
 ADAPTER = {"lora_name": "adapter", "lora_int_id": 1, "lora_path": "adapter"}
 
 Rounds = list[dict[str, Any]]

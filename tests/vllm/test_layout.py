@@ -36,7 +36,7 @@ def config(**changes: Any) -> Any:
     told = copy.deepcopy(told)
     for name, value in changes.items():
         *way, last = name.split("__")
-        place = told
+        place: Any = told
         for step in way:
             place = place[int(step)] if step.isdigit() else getattr(place, step)
         setattr(place, last, value)

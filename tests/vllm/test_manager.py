@@ -217,7 +217,7 @@ def sparse(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     from kvstore.upkeep import purge
 
     tier = {"type": "disk", "path": str(folder), "capacity_bytes": "4MiB"}
-    extra = {"tiers": [{**tier, "segment_bytes": 100 * 1024}]}
+    extra: dict[str, Any] = {"tiers": [{**tier, "segment_bytes": 100 * 1024}]}
     keys = keys_of("a", 160)
     first = Server(folder, rows=64, **extra)
     for start in range(0, len(keys), 16):
@@ -499,7 +499,7 @@ def test_a_late_device_copy_and_what_is_promoted_after_a_reset_never_meet(
 def test_rows_of_late_copies_are_free_once_the_workers_have_flushed(
     pair: tuple[Trainee, Server],
 ) -> None:
-    from kvstore.vllm import manager
+    from kvstore.vllm.version import TELLS_OF_FLUSHES
 
     trainee, _ = pair
     pool = trainee.manager._core.pool
@@ -510,7 +510,7 @@ def test_rows_of_late_copies_are_free_once_the_workers_have_flushed(
         trainee.report()
         assert pool.held == 8
         trainee.step()
-        if manager.TELLS_OF_FLUSHES:
+        if TELLS_OF_FLUSHES:
             trainee.manager.on_reset_flushed()
         else:
             assert pool.held == 8

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvstore.connector.mediums import BlockIDsLoadStoreSpec
 from kvstore.connector.server import CachedRequests, NewRequest, StepOutput
 from kvstore.connector.transfer import ConnectorOutput
 from tests.vllm import wanted
@@ -175,6 +176,7 @@ def test_a_reset_offers_no_blocks_that_a_window_has_left() -> None:
         )
     )
     (job,) = meta.store_jobs.values()
+    assert isinstance(job.src_spec, BlockIDsLoadStoreSpec)
     assert set(job.src_spec.block_ids.tolist()) == {3}
 
 

@@ -450,7 +450,7 @@ def test_host_memory_that_direct_io_cannot_use_is_moved_through_the_page_cache(
 
     memory = np.zeros(9 * CHUNK, np.int8)
     first = -memory.ctypes.data % 4096 + 8
-    view = memory[first : first + 8 * CHUNK].reshape(8, CHUNK)
+    view: Any = memory[first : first + 8 * CHUNK].reshape(8, CHUNK)
     spec = TieringOffloadingSpec(
         offloading_config({"cpu_bytes_to_use": 8 * CHUNK}, CHUNK, "tiering-unaligned")
     )

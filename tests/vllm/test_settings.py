@@ -332,7 +332,7 @@ def test_settings_and_sections_that_nobody_has_heard_of_part_engines(
 
     def extended(config: Any) -> Any:
         kind = dataclasses.make_dataclass("Extended", [("new", int, 7)], bases=(type(config),))
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         made.__dict__.update(config.__dict__, new=7)
         return made
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvstore.vllm.weights import PIECE, LiveWeights, digest_of_worker
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Module):  # type: ignore[misc]
     """Weights of several kinds and sizes, one of them odd, one longer than a piece."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -171,7 +171,7 @@ def test_with_eplb_the_weights_are_never_read(caplog: pytest.LogCaptureFixture) 
     assert executor.asked == []
 
 
-class Copies(TorchDispatchMode):
+class Copies(TorchDispatchMode):  # type: ignore[misc]
     """The largest tensor that is made anew, in bytes."""
 
     def __init__(self) -> None:

@@ -187,7 +187,9 @@ class Both:
 
 def placed(keys: Collection[Any], rows: CPULoadStoreSpec) -> Any:
     """Keys, as the mock's specs have them, and the rows that our manager gave them."""
-    from tests.v1.kv_connector.unit.offloading_connector.utils import MockLoadStoreSpec
+    from tests.v1.kv_connector.unit.offloading_connector.utils import (  # type: ignore[import-not-found]
+        MockLoadStoreSpec,
+    )
 
     spec = MockLoadStoreSpec(keys)
     spec.rows = rows
@@ -198,7 +200,7 @@ def copying_worker(spec: Any, ours: Any, region: Any) -> Any:
     """The mock's worker, which ends a job when the test says so, with our copies below it."""
     from tests.v1.kv_connector.unit.offloading_connector.utils import MockOffloadingWorker
 
-    class CopyingWorker(MockOffloadingWorker):
+    class CopyingWorker(MockOffloadingWorker):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.spec, self.region = spec, region
@@ -206,12 +208,16 @@ def copying_worker(spec: Any, ours: Any, region: Any) -> Any:
         def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
             assert ours.submit_store(job_id, src_spec, dst_spec.rows)
             self._check(job_id)
-            return super().submit_store(job_id, src_spec, dst_spec)
+            begun: bool = super().submit_store(job_id, src_spec, dst_spec)
+            return begun
 
-        def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, *rest: Any, **kw: Any):
+        def submit_load(
+            self, job_id: int, src_spec: Any, dst_spec: Any, *rest: Any, **kw: Any
+        ) -> bool:
             assert ours.submit_load(job_id, src_spec.rows, dst_spec, *rest, **kw)
             self._check(job_id)
-            return super().submit_load(job_id, src_spec, dst_spec, *rest, **kw)
+            begun: bool = super().submit_load(job_id, src_spec, dst_spec, *rest, **kw)
+            return begun
 
         @staticmethod
         def _check(job_id: int) -> None:

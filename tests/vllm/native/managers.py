@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from parts import make_spec
+from parts import make_spec  # type: ignore[import-not-found]
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -67,7 +67,7 @@ def put(place: str, module: ModuleType, patch: pytest.MonkeyPatch) -> Iterator[A
     parts.close()
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[], Any]] = {
     "manager": Managers,
     "tiering": Managers,
     "policy": Policies,
@@ -78,7 +78,9 @@ MAKERS = {
 
 
 def _below_runners(parts: Connectors, patch: pytest.MonkeyPatch) -> None:
-    from tests.v1.kv_connector.unit.offloading_connector import utils
+    from tests.v1.kv_connector.unit.offloading_connector import (  # type: ignore[import-not-found]
+        utils,
+    )
 
     begin = utils.RequestRunner.__init__
 

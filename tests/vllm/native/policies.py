@@ -35,7 +35,7 @@ class _Counting(type(getattr(ours, "kvstore-lru"))):  # type: ignore[misc]
     """Counts what is built, and knows what vLLM's manager has built as its own."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        cls.places.built += 1  # type: ignore[attr-defined]
+        cls.places.built += 1
         return super().__call__(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:

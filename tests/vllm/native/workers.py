@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from parts import make_spec
+from parts import make_spec  # type: ignore[import-not-found]
 from vllm.v1.kv_offload.base import CanonicalKVCaches, TransferResult
 
 from kvstore.vllm.region import release_region, worker_region
