@@ -148,7 +148,7 @@ class Device:
     def turn_read_only(self) -> None:
         """What the kernel does by itself when it finds the file system damaged."""
         done = subprocess.run(["mount", "-o", "remount,errors=remount-ro", self.place])
-        found = ["findmnt", "-no", "SOURCE", self.place]
+        found: list[str | Path] = ["findmnt", "-no", "SOURCE", self.place]
         loop = subprocess.run(found, capture_output=True, text=True).stdout.strip()
         trigger = Path("/sys/fs/ext4", Path(loop).name, "trigger_fs_error")
         if done.returncode or not trigger.exists():

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mfusepy
+import mfusepy  # type: ignore[import-untyped]
 
 Rule = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Rules:
         return size
 
 
-class PassThrough(mfusepy.Operations):
+class PassThrough(mfusepy.Operations):  # type: ignore[misc]
     """Every operation, after the rules, on the folder behind."""
 
     use_ns = True
@@ -163,7 +163,7 @@ class PassThrough(mfusepy.Operations):
         os.chmod(self._behind("chmod", path), mode)
         return 0
 
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+    def utimens(self, path: str, times: tuple[int, int]) -> int:
         os.utime(self._behind("utimens", path), ns=times)
         return 0
 

@@ -18,6 +18,7 @@ from kvstore.core import CoreStats
 from kvstore.core.stats import TierStats
 from kvstore.store import Store
 from tests.patience import PATIENCE
+from tiers.disk import DiskTier
 from tiers.disk.format import Geometry
 from tiers.disk.namespace import Namespace
 
@@ -182,7 +183,9 @@ class Caller:
 
     @property
     def lane(self) -> int:
-        return self.store._assembly.tiers[0].volumes[0].lane.number  # type: ignore[attr-defined]
+        tier = self.store._assembly.tiers[0]
+        assert isinstance(tier, DiskTier)
+        return tier.volumes[0].lane.number
 
 
 @asynccontextmanager

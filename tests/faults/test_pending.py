@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.connector.manager import KVStoreManager, ReqContext
+from kvstore.connector.mediums import HostLoadStoreSpec
 from tests.faults.conftest import FaultyDisk
 from tests.faults.support import CHUNK, HOST, config_of, keys_of, payload_of
 from tests.patience import PATIENCE, until_async
@@ -34,6 +35,7 @@ def store(manager: KVStoreManager, numbers: range) -> None:
     out = manager.prepare_store(keys, context)
     assert out is not None
     assert out.keys_to_store == keys
+    assert isinstance(out.store_spec, HostLoadStoreSpec)
     for key, row in zip(keys, out.store_spec.block_ids, strict=True):
         manager.region.row(row)[:CHUNK] = payload_of(key)
     manager.complete_store(keys, context)

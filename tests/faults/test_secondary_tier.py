@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each call of the tier took."""
     from kvstore.vllm.secondary import KVStoreTier
 

@@ -162,7 +162,7 @@ async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Ope
         lease = store.get(KEYS)
         chunks = await lease.__aenter__()
         assert busy(store) == 4
-        error = in_thread(lambda: asyncio.run(lease.__aexit__(None, None, None)))  # type: ignore[arg-type]
+        error = in_thread(lambda: asyncio.run(lease.__aexit__(None, None, None)))
         assert isinstance(error, KVStoreError)
         await until_async(lambda: busy(store) == 0)
         with pytest.raises(KVStoreError, match="lease has ended"):

@@ -112,7 +112,7 @@ async def test_the_error_of_the_ordinary_case_stays(open_store: Open) -> None:
         await until_async(lambda: busy(store) == 0)
 
 
-def _in_a_thread(drop: Callable[[], None]) -> None:
+def _in_a_thread(drop: Callable[[], object]) -> None:
     thread = threading.Thread(target=drop)
     thread.start()
     thread.join(PATIENCE)

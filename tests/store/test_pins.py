@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -100,7 +101,11 @@ async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: 
 async def test_calls_after_the_end_are_refused(open_store: Open) -> None:
     async with open_store(rows=8) as store:
         pass
-    calls = (lambda: store.pin(A, 5.0), lambda: store.unpin(A), lambda: store.prefetch(A))
+    calls: list[Callable[[], object]] = [
+        lambda: store.pin(A, 5.0),
+        lambda: store.unpin(A),
+        lambda: store.prefetch(A),
+    ]
     for call in calls:
         with pytest.raises(KVStoreError, match="closed"):
             call()

@@ -271,7 +271,8 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open)
             await asyncio.sleep(0.03)
             for doomed in (puts[0], puts[2], puts[5]):
                 await cancel(doomed)
-        rest = await asyncio.wait_for(asyncio.gather(puts[1], puts[3], puts[4]), PATIENCE)
+        left = [puts[1], puts[3], puts[4]]
+        rest = await asyncio.wait_for(asyncio.gather(*left), PATIENCE)
         assert rest == [1, 1, 1]
         assert not store._puts._turns.taken
         assert busy(store) == 0
@@ -311,7 +312,7 @@ async def test_two_puts_of_the_same_chunks_both_wait_for_them(
         await asyncio.sleep(0.05)
         assert not second.done(), "nothing is there yet"
         gate.set()
-        assert await asyncio.gather(first, second) == [4, 4]
+        assert await asyncio.gather(*[first, second]) == [4, 4]
         assert store.stats().stored == 4
 
 

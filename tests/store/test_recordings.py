@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.core.owned import OwnedTier
 from kvstore.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.store import Store
@@ -55,6 +56,7 @@ async def recorded(path: Path, host: int = HOST, disk: int = DISK) -> AsyncItera
     async with kvstore.open(config) as store:
         if disk:
             tier = store._core.tiers[0]
+            assert isinstance(tier, OwnedTier)
             assert tier.slots.max_segments * tier.slots.segment_slots == disk
         yield store
 

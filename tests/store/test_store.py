@@ -942,7 +942,9 @@ async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(
 ) -> None:
     """What a step leaves over waits for no other call."""
     slow = Pace(asked=4, told=2, granted=2, absorbed=2, copied=2, questions=2)
-    monkeypatch.setitem(Core.__init__.__kwdefaults__, "pace", slow)
+    defaults = Core.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "pace", slow)
     keys, others = keys_of("a", 40), keys_of("b", 60)
     async with open_store(rows=64, disk=160) as store:
         assert await store.put(keys, payloads(keys)) == 40

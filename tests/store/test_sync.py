@@ -197,9 +197,11 @@ async def on_a_loop(config: dict[str, Any], given: list[Act]) -> list[object]:
             case "flush":
                 return await store.flush(PATIENCE)
             case "reset":
-                return await store.reset()
+                await store.reset()
+                return None
             case "release":
-                return store.release(*arguments)
+                store.release(*arguments)
+                return None
             case "events":
                 return sorted(map(repr, store.take_events())) != []
         return await store.put([b""], [b""])
@@ -233,9 +235,11 @@ def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
             case "flush":
                 return store.flush(PATIENCE)
             case "reset":
-                return store.reset()
+                store.reset()
+                return None
             case "release":
-                return store.release(*arguments)
+                store.release(*arguments)
+                return None
             case "events":
                 return sorted(map(repr, store.take_events())) != []
         return store.put([b""], [b""])

@@ -158,7 +158,7 @@ async def test_a_tensor_of_a_window_keeps_its_bytes(open_store: Open) -> None:
     async with open_store(rows=4, disk=64) as store:
         keys = keys_of("long", 12)
         assert await store.put(keys, payloads(keys), durable=True) == 12
-        tensors = []
+        tensors: list[Any] = []
         async with store.windows(keys, 1) as windows:
             async for chunks in windows:
                 if len(tensors) < 2:

@@ -182,7 +182,7 @@ async def test_host_memory_alone_wants_no_identity(open_store: Open) -> None:
 def test_a_tier_can_be_registered_without_a_package() -> None:
     import shelf  # type: ignore[import-not-found]
 
-    class Own(shelf.Shelf):  # type: ignore[misc, name-defined]
+    class Own(shelf.Shelf):  # type: ignore[misc]
         name = "own"
 
     assert tiering.register_tier(Own) is Own
@@ -190,7 +190,7 @@ def test_a_tier_can_be_registered_without_a_package() -> None:
 
 
 def test_no_tier_takes_the_name_of_the_disk() -> None:
-    class Disk(Tier):  # type: ignore[misc]
+    class Disk(Tier):
         name = "disk"
 
     with pytest.raises(ValueError, match="'disk' is taken"):

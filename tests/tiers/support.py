@@ -39,6 +39,12 @@ def bench_of(path: Path, **options: Any) -> TierBench:
     return TierBench(disk_tier(path, **options), ROWS, SLOT, CHUNK)
 
 
+def disk_of(bench: TierBench) -> DiskTier:
+    """The tier of a bench, which is a disk tier."""
+    assert isinstance(bench.tier, DiskTier)
+    return bench.tier
+
+
 def lane_of(path: Path, number: int = 0) -> Path:
     """The folder of a lane."""
     return path / NAMESPACE.name / f"lane-{number}"

@@ -15,7 +15,7 @@ import pytest
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, Child, lane_of
+from tests.tiers.support import NAMESPACE, Child, disk_of, lane_of
 from tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from tiers.disk.volume import Volume
 
@@ -178,7 +178,7 @@ async def test_many_that_reset_at_once_are_each_alone(open_bench: OpenBench) -> 
     benches = [open_bench() for _ in range(4)]
     for _ in range(5):
         await asyncio.gather(*(bench.tier.clear() for bench in benches))
-        assert len({bench.tier.epoch for bench in benches}) == 4
+        assert len({disk_of(bench).epoch for bench in benches}) == 4
 
 
 async def test_a_reset_that_is_tried_again_joins_what_it_had_moved_to(
@@ -188,7 +188,7 @@ async def test_a_reset_that_is_tried_again_joins_what_it_had_moved_to(
     bench = open_bench(paths, share_after_reset=True)
 
     def refuse(self: Volume, epoch: int) -> int | str:
-        return "refused" if self is bench.tier.volumes[1] else raises(self, epoch)
+        return "refused" if self is disk_of(bench).volumes[1] else raises(self, epoch)
 
     raises = Volume.raise_epoch
     with monkeypatch.context() as patch:
@@ -225,7 +225,7 @@ async def test_of_several_paths_that_disagree_the_highest_epoch_counts(
     again = open_bench(paths)
     assert list(again.opening.entries) == []
     assert [read_epoch(lane_of(path).parent) for path in paths] == [7, 7]
-    assert again.tier.epoch == 7
+    assert disk_of(again).epoch == 7
     assert await again.tier.clear() == [0, 1]
     assert [read_epoch(lane_of(path).parent) for path in paths] == [8, 8]
 
@@ -236,8 +236,8 @@ async def test_who_resets_after_others_did_is_alone_unless_told_to_join_them(
     alone, bench = open_bench(), open_bench(share_after_reset=True)
     raise_epoch(folder / NAMESPACE.name, 4)
     await alone.tier.clear()
-    assert alone.tier.epoch == 5
+    assert disk_of(alone).epoch == 5
     await bench.tier.clear()
-    assert bench.tier.epoch == 5
+    assert disk_of(bench).epoch == 5
     await bench.tier.clear()
-    assert bench.tier.epoch == 6
+    assert disk_of(bench).epoch == 6

@@ -25,6 +25,11 @@ from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_
 from tiers.disk.io.base import read_whole
 from tiers.pinned import PAGE, PinnedRegion
 
+try:
+    from tiers.disk.io import _aio as compiled
+except ImportError:
+    compiled = None  # type: ignore[assignment]
+
 PAGES = 32
 
 
@@ -556,9 +561,7 @@ def test_without_a_compiler_plain_calls_serve(
 
 # -- batches in C ---------------------------------------------------------------------------
 
-needs_compiler = pytest.mark.skipif(
-    aio.compiled is None, reason="tiers.disk.io._aio is not compiled"
-)
+needs_compiler = pytest.mark.skipif(compiled is None, reason="tiers.disk.io._aio is not compiled")
 
 
 @needs_compiler
@@ -584,11 +587,11 @@ def test_the_function_that_makes_digests_is_found() -> None:
 def test_what_is_no_request_is_refused_and_holds_no_memory(
     requests: object, error: type[Exception]
 ) -> None:
-    context = aio.compiled.Context(4, PAGE, address() or 0)
+    context: Any = compiled.Context(4, PAGE, address() or 0)
     view = memoryview(bytearray(PAGE))
     good = (10**6, [view], 0)
     with pytest.raises(error):
-        context.begin([good, *requests] if isinstance(requests, list) else requests, True, 0)  # type: ignore[list-item, arg-type]
+        context.begin([good, *requests] if isinstance(requests, list) else requests, True, 0)
     assert context.begin([good], True, 10).end() == [(-errno.EBADF, [])]
     # Raises while somebody holds it.
     view.release()
@@ -599,16 +602,16 @@ def test_what_is_no_context_is_refused() -> None:
     wrong = ((0, PAGE, address()), (-1, PAGE, address()), (1 << 20, PAGE, address()), (4, PAGE, 0))
     for depth, call_bytes, function in (*wrong, (4, 0, address())):
         with pytest.raises(ValueError, match="depth: 1 to 65536; call_bytes: from 1; function: an"):
-            aio.compiled.Context(depth, call_bytes, function or 0)
+            compiled.Context(depth, call_bytes, function or 0)
     with pytest.raises(ValueError, match="hashed: must not be negative"):
-        aio.compiled.Context(4, PAGE, address() or 0).begin([], True, -1)
+        compiled.Context(4, PAGE, address() or 0).begin([], True, -1)
 
 
 @needs_compiler
 def test_a_batch_that_nobody_ends_is_waited_for_before_its_memory_is_given_back(
     memory: PinnedRegion, tmp_path: Path
 ) -> None:
-    context = aio.compiled.Context(128, PAGE, address() or 0)
+    context: Any = compiled.Context(128, PAGE, address() or 0)
     (tmp_path / "file").write_bytes(bytes(PAGES * PAGE))
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
     for _ in range(200):
@@ -621,7 +624,7 @@ def test_a_batch_that_nobody_ends_is_waited_for_before_its_memory_is_given_back(
 
 @needs_compiler
 def test_a_batch_ends_once() -> None:
-    batch = aio.compiled.Context(4, PAGE, address() or 0).begin([], True, 0)
+    batch = compiled.Context(4, PAGE, address() or 0).begin([], True, 0)
     assert batch.end() == []
     with pytest.raises(RuntimeError, match="ended before"):
         batch.end()
@@ -648,7 +651,7 @@ def test_contexts_that_are_let_go_of_are_given_back_to_the_system() -> None:
     # More than the system has, if none came back.
     most, depth = int(Path("/proc/sys/fs/aio-max-nr").read_text()), 8192
     for _ in range(min(most, 2**20) // depth + 1):
-        aio.compiled.Context(depth, PAGE, address() or 0)
+        compiled.Context(depth, PAGE, address() or 0)
 
 
 @needs_compiler
@@ -660,7 +663,7 @@ def test_contexts_that_threads_let_go_of_serve_the_next_ones(
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
 
     def read() -> None:
-        context = aio.compiled.Context(64, PAGE, address() or 0)
+        context: Any = compiled.Context(64, PAGE, address() or 0)
         batch = context.begin([(fd, rows(memory, n), n * PAGE) for n in range(PAGES)], True, 9)
         assert [moved for moved, _ in batch.end()] == [PAGE] * PAGES
 
@@ -686,7 +689,7 @@ def test_a_fork_uses_no_context_of_the_process_before(memory: PinnedRegion, tmp_
         assert context.begin([(fd, rows(memory, 0), 0)], True, 0).end() == [(PAGE, [])]
 
     def new() -> Any:
-        return aio.compiled.Context(64, PAGE, address() or 0)
+        return compiled.Context(64, PAGE, address() or 0)
 
     inherited = new()
     read(new())

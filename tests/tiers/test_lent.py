@@ -16,7 +16,7 @@ ROW = 8192
 def lent(rows: int, row_bytes: int = ROW, offset: int = 0) -> tuple[mmap.mmap, memoryview]:
     memory = mmap.mmap(-1, rows * row_bytes + mmap.PAGESIZE)
     array = np.frombuffer(memory, np.int8)[offset : offset + rows * row_bytes]
-    return memory, memoryview(array.reshape(rows, row_bytes))
+    return memory, array.reshape(rows, row_bytes).data
 
 
 def test_rows_are_the_lenders_own_bytes() -> None:
@@ -55,6 +55,6 @@ def test_rows_that_no_slot_can_hold_are_refused(row_bytes: int) -> None:
 
 
 def test_what_is_no_block_of_rows_is_refused() -> None:
-    for memory in (memoryview(bytearray(ROW)), memoryview(np.zeros((4, 2 * ROW), np.int8)[:, ::2])):
+    for memory in (memoryview(bytearray(ROW)), np.zeros((4, 2 * ROW), np.int8)[:, ::2].data):
         with pytest.raises(ConfigError, match="one writable block of rows"):
             LentRegion(memory)

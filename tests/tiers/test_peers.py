@@ -254,7 +254,12 @@ async def test_an_idle_look_costs_the_same_however_many_segments_there_are(
     follower = follow()
     calls: list[Any] = []
     works = os.stat
-    monkeypatch.setattr(os, "stat", lambda *a, **k: calls.append(a) or works(*a, **k))
+
+    def counting(*arguments: Any, **more: Any) -> os.stat_result:
+        calls.append(arguments)
+        return works(*arguments, **more)
+
+    monkeypatch.setattr(os, "stat", counting)
     for _ in range(8):
         calls.clear()
         await follower.look()
@@ -361,9 +366,14 @@ async def test_records_of_another_epoch_cost_no_checksum(
     await owner.store(KEYS, ALL)
     follower = follow()
     assert await follower.bench.tier.clear() is not None
-    summed: list[object] = []
-    works = disk_format.crc32c
-    monkeypatch.setattr(disk_format, "crc32c", lambda *a: summed.append(a) or works(*a))
+    summed: list[tuple[Any, ...]] = []
+    works: Callable[..., int] = vars(disk_format)["crc32c"]
+
+    def counting(*arguments: Any) -> int:
+        summed.append(arguments)
+        return works(*arguments)
+
+    monkeypatch.setattr(disk_format, "crc32c", counting)
     await follower.tier.clear()
     seeds = len(summed)
     assert await follower.look() == Changes()

@@ -224,10 +224,16 @@ def fake_torch(cudart: Any, **more: Any) -> Any:
 
 def test_the_runtime_passes_addresses_sizes_and_codes_on() -> None:
     seen: list[tuple[Any, ...]] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda *a: seen.append(a) or 2,
-        cudaHostUnregister=lambda *a: seen.append(a) or 0,
-    )
+
+    def register(*arguments: Any) -> int:
+        seen.append(arguments)
+        return 2
+
+    def unregister(*arguments: Any) -> int:
+        seen.append(arguments)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     runtime = CudaRuntime(fake_torch(cudart), Library())
     assert runtime.register(PAGE, GIB) == 2
     assert runtime.unregister(PAGE) == 0

@@ -15,7 +15,8 @@ import pytest
 from kvstore.testing.bench import key_of
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import GEOMETRY, SLOT, SLOTS, flip, segment_of
+from tests.tiers.support import GEOMETRY, SLOT, SLOTS, disk_of, flip, segment_of
+from tiers.disk.format import Records
 from tiers.disk.index import IndexFile, read_index
 from tiers.disk.io import IOBackend, IORequest, Moved
 
@@ -67,7 +68,7 @@ async def test_a_segment_whose_file_is_gone_already_is_removed_all_the_same(
     bench = open_bench()
     segment_of(folder).unlink()
     assert await bench.tier.remove_segment(0) is None
-    assert bench.tier.volumes[0].segments == {}
+    assert disk_of(bench).volumes[0].segments == {}
 
 
 async def test_a_chunk_that_has_rotted_is_lost_alone_and_its_record_is_erased(
@@ -92,7 +93,7 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     bench = open_bench()
     await bench.store(KEYS, range(SLOTS))
     await bench.tier.grow()
-    backend = type(bench.tier.backend)
+    backend = type(disk_of(bench).backend)
     works = {"reading": IOBackend.read_all, "writing": IOBackend.write_all}
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -103,7 +104,7 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
 
     place = IndexFile.place
 
-    def fail_to_place(self: IndexFile, found: object, slot: int) -> None:
+    def fail_to_place(self: IndexFile, found: Records, slot: int) -> None:
         if slot == 2:
             raise error
         place(self, found, slot)
@@ -136,8 +137,8 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
         hangs.wait(PATIENCE)
         return [OSError(errno.EIO, "gave up") for _ in runs]
 
-    monkeypatch.setattr(type(bench.tier.backend), "read_all", hang)
-    monkeypatch.setattr(type(bench.tier.backend), "begin_reads", IOBackend.begin_reads)
+    monkeypatch.setattr(type(disk_of(bench).backend), "read_all", hang)
+    monkeypatch.setattr(type(disk_of(bench).backend), "begin_reads", IOBackend.begin_reads)
     copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
     await asyncio.to_thread(began.wait, PATIENCE)
     bench.tier.detach()

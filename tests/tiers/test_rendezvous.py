@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -452,6 +453,9 @@ def test_starts_that_are_killed_at_random_moments_never_make_two_regions(name: s
     sizes, processes = (512, 16 * PAGE), 4
     living: list[int] = []
 
+    def is_complete(region: PinnedRegion) -> bool:
+        return region.complete
+
     def kill(pid: int) -> None:
         living.remove(pid)
         os.kill(pid, signal.SIGKILL)
@@ -466,7 +470,7 @@ def test_starts_that_are_killed_at_random_moments_never_make_two_regions(name: s
                 living.append(fork_mapper(name, sizes, processes + 1))
                 assert len(memory_of(name)) <= 1
             last = PinnedRegion.shared(name, *sizes, mappers=processes + 1, timeout=PATIENCE)
-            until(lambda last=last: last.complete, "some never came")
+            until(partial(is_complete, last), "some never came")
             assert list(memory_of(name).values()) == [sizes[0] * sizes[1]]
             for pid in list(living):
                 kill(pid)

@@ -12,6 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import contains
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 
 from kvstore.errors import PathUnusableError
 from tests.patience import PATIENCE, until, until_async
-from tests.tiers.support import bench_of, segment_of
+from tests.tiers.support import bench_of, disk_of, segment_of
 from tiers.disk.threads import IOThreads, Parts
 
 Pool = Callable[[int], IOThreads]
@@ -64,7 +66,7 @@ async def test_results_come_in_the_order_of_the_operations(pool: Pool) -> None:
         time.sleep(0.002 * (5 - n))
         return n
 
-    results = await pool(4).run([lambda n=n: operation(n) for n in range(5)], load=True)
+    results = await pool(4).run([partial(operation, n) for n in range(5)], load=True)
     assert results == [0, 1, 2, 3, 4]
 
 
@@ -173,7 +175,7 @@ async def test_what_an_idle_thread_can_begin_is_left_to_it(pool: Pool) -> None:
     # Each ends although the others do not: no thread has two of them.
     for each in reversed(halves):
         each.opened.set()
-        await until_async(lambda name=each.name: f"{name} ends" in told)
+        await until_async(partial(contains, told, f"{each.name} ends"))
     assert await job == ["one", "two", "three"]
 
 
@@ -216,8 +218,9 @@ async def test_what_either_part_raises_is_told_after_all_have_ended(pool: Pool, 
             yield
         raise OSError("as told")
 
+    operations: list[Callable[[], Parts[str]]] = [fails, sound]
     with pytest.raises(OSError, match="as told"):
-        await pool(1).run_cut(lambda: [fails, sound], load=True)
+        await pool(1).run_cut(lambda: operations, load=True)
     assert told == ["sound begins", "sound ends"]
 
 
@@ -245,7 +248,8 @@ async def test_threads_that_are_closed_end_what_they_have_begun() -> None:
 
 @pytest.mark.parametrize("load", [True, False])
 async def test_a_job_of_no_operations_is_done_at_once(pool: Pool, load: bool) -> None:
-    job = asyncio.ensure_future(pool(1).run([], load=load))
+    operations: list[Callable[[], object]] = []
+    job = asyncio.ensure_future(pool(1).run(operations, load=load))
     done, _ = await asyncio.wait({job}, timeout=PATIENCE)
     assert done, "an empty job never ends"
     assert job.result() == []
@@ -329,7 +333,8 @@ async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) ->
 async def test_operations_of_a_cancelled_job_that_had_not_begun_still_run(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
     ran: list[int] = []
-    job = asyncio.ensure_future(threads.run([gate, lambda: ran.append(1)], load=False))
+    operations: list[Callable[[], object]] = [gate, lambda: ran.append(1)]
+    job = asyncio.ensure_future(threads.run(operations, load=False))
     await begun(gate)
     job.cancel()
     gate.opened.set()
@@ -345,7 +350,8 @@ async def test_an_operation_that_raises_fails_its_job_and_no_other(pool: Pool) -
         raise ZeroDivisionError("a fault in the tier")
 
     ran: list[int] = []
-    job = asyncio.ensure_future(threads.run([broken, lambda: ran.append(1)], load=True))
+    operations: list[Callable[[], object]] = [broken, lambda: ran.append(1)]
+    job = asyncio.ensure_future(threads.run(operations, load=True))
     done, _ = await asyncio.wait({job}, timeout=PATIENCE)
     assert done, "the job of an operation that raised never ends"
     with pytest.raises(ZeroDivisionError):
@@ -356,11 +362,12 @@ async def test_an_operation_that_raises_fails_its_job_and_no_other(pool: Pool) -
 
 async def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(pool: Pool) -> None:
     class Memory:
-        pass
+        def use(self) -> None:
+            pass
 
     threads, memory = pool(1), Memory()
     gone = weakref.ref(memory)
-    await threads.run([lambda m=memory: None], load=True)
+    await threads.run([memory.use], load=True)
     del memory
     await until_async(lambda: gc.collect() >= 0 and gone() is None)
 
@@ -381,7 +388,8 @@ async def test_idle_waits_for_jobs_and_not_for_those_who_asked(pool: Pool) -> No
 async def test_close_lets_queued_operations_end(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
     ran: list[int] = []
-    job = asyncio.ensure_future(threads.run([gate, *[lambda: ran.append(1)] * 5], load=False))
+    operations: list[Callable[[], object]] = [gate, *[lambda: ran.append(1)] * 5]
+    job = asyncio.ensure_future(threads.run(operations, load=False))
     await begun(gate)
     closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
     await asyncio.sleep(0.01)
@@ -510,5 +518,5 @@ async def test_a_segment_whose_file_is_gone_can_be_removed(tmp_path: Path) -> No
     bench = bench_of(tmp_path)
     segment_of(tmp_path).unlink()
     assert await bench.tier.remove_segment(0) is None
-    assert bench.tier.volumes[0].segments == {}
+    assert disk_of(bench).volumes[0].segments == {}
     await bench.tier.close([])

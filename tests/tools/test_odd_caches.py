@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from kvstore.upkeep import compact, layouts, purge
 from tests.tools.test_command import CHUNK, KEYS, command, config, flip, segments
 from tests.tools.test_upkeep import sparse_cache
 from tiers.disk.format import ALIGN, RECORD_BYTES
+from tiers.disk.index import read_index
 from tools.cli import main
 
 STRANGER = 65534
@@ -74,7 +76,11 @@ def read_only(cache: Path) -> Iterator[Path]:
         pytest.skip("mounting a file system needs root")
     place = cache.with_name("mounted")
     place.mkdir()
-    for arguments in (["--bind", cache, place], ["-o", "remount,ro,bind", place]):
+    mounts: list[list[str | Path]] = [
+        ["--bind", cache, place],
+        ["-o", "remount,ro,bind", place],
+    ]
+    for arguments in mounts:
         done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"cannot mount here: {done.stderr.strip()}")
@@ -417,7 +423,7 @@ def test_without_an_output_the_status_still_tells(cache: Path) -> None:
 
 def test_names_that_are_no_text_are_shown_and_not_stumbled_over(cache: Path) -> None:
     odd = os.fsencode(cache.parent) + b"/\xff\xfe \x1b[31m"
-    shutil.copytree(os.fsencode(cache), odd)
+    shutil.copytree(cache, os.fsdecode(odd))
     os.truncate(os.path.join(odd, os.fsencode(segments(cache)[0].relative_to(cache))), 10)
     for more in ([], ["--json"]):
         done = subprocess.run(
@@ -469,9 +475,6 @@ async def test_looking_at_a_cache_in_full_flow_finds_nothing_wrong(tmp_path: Pat
 def test_segments_that_vanish_under_a_survey_are_no_faults(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvstore.survey as module
-
-    read = module.read_index
     for left in range(6):
         copy = cache.with_name(f"copy-{left}")
         shutil.copytree(cache, copy)
@@ -482,9 +485,9 @@ def test_segments_that_vanish_under_a_survey_are_no_faults(
             calls += 1
             if calls > left:
                 shutil.rmtree(namespace_of(copy) / "lane-0", ignore_errors=True)
-            return read(path)
+            return read_index(path)
 
-        monkeypatch.setattr(module, "read_index", vanishing)
+        monkeypatch.setattr("kvstore.survey.read_index", vanishing)
         assert wrong(copy) == set()
 
 
@@ -494,13 +497,20 @@ def test_segments_that_vanish_under_a_survey_are_no_faults(
 def test_the_functions_take_text_and_refuse_what_is_none_by_their_own_error(cache: Path) -> None:
     assert purge(str(cache), key=KEYS[0])[0].chunks == 1
     assert compact(str(cache))[0].result is not None
-    for call in (survey, layouts, compact, purge, lambda path: list(verify(path))):
+    calls: tuple[Callable[[Any], object], ...] = (
+        survey,
+        layouts,
+        compact,
+        purge,
+        lambda path: list(verify(path)),
+    )
+    for call in calls:
         for path in (None, 5, b"\xff" * 3, "with\0nul", [], object()):
             with pytest.raises(KVStoreError):
                 call(path)
     for wrong_one in ({"key": "text"}, {"key": b""}, {"unused_since_ms": "7d"}, {"namespace": 5}):
         with pytest.raises(KVStoreError):
-            purge(cache, **wrong_one)  # type: ignore[arg-type]
+            purge(cache, **wrong_one)
 
 
 def test_purge_says_how_the_space_comes_back(cache: Path, run: Run) -> None:

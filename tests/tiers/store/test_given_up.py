@@ -302,7 +302,8 @@ def test_a_session_that_does_not_wait_for_its_users_is_ended_by_the_last_of_them
         with session.used():
             session.end(0.01)
             session.end(0.01)
-        assert not engine.closed
+        closed = engine.closed
+        assert not closed
     assert engine.closed == 1
 
 

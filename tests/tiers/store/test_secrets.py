@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvstore.config import Config
 from kvstore.tiering import create_tier
 from kvstore.types import TierPlace
+from tiers.store.tier import StoreTier
 
 pytest.importorskip("redis")
 pytest.importorskip("obstore")
@@ -62,7 +63,8 @@ def told(tier: Any) -> str:
         made = create_tier(checked.type, PLACE, checked.parameters)  # type: ignore[union-attr]
     except ValueError as error:
         return "".join(traceback.format_exception(error, limit=0))
-    return made.description + made.address  # type: ignore[attr-defined]
+    assert isinstance(made, StoreTier)
+    return made.description + made.address
 
 
 @settings(max_examples=400, deadline=None)
