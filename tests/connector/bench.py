@@ -396,8 +396,8 @@ class Server:
                 written.update(its[work.begin // size : -(-work.end // size)])
         for handler in self.spec.handlers[number]:
             assert not (both := handler.blocks() & written), f"{both}: written amid a transfer"
-        for group, its in enumerate(step.fresh):
-            device.poison(group, its, 0xBAD)
+        for group, blocks in enumerate(step.fresh):
+            device.poison(group, blocks, 0xBAD)
         for work in step.work:
             self._compute(device, work)
         for work in step.work:

@@ -23,7 +23,7 @@ from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.spec import Handlers, KVStoreSpec
 from kvstore.region import join_region
 from tests.connector.held import Clock, HeldEngine, Shelf
-from tiers.pinned import PinnedRegion
+from tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = [
     "BYTES",
@@ -242,7 +242,7 @@ class ChaosSpec(KVStoreSpec):
             self._host = self._region(join_region)
         return self._host
 
-    def _region(self, meet: Callable[[str, int, int, int], PinnedRegion]) -> PinnedRegion:
+    def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
         # To learn how much of a few pages is huge, the maps of all the process would be read.
         with patch("tiers.pinned.backed_by_huge_pages", lambda address: 0):
             return super()._region(meet)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.connector.manager import (
@@ -117,11 +118,7 @@ class Led(Server):
         """The chunks that can be loaded, and where they are."""
         manager = self.scheduler.manager
         if isinstance(manager, PolicyManager):
-            return {
-                key: block.block_id  # type: ignore[attr-defined]
-                for key, block in manager._blocks.items()
-                if block.is_ready
-            }
+            return {key: block.block_id for key, block in manager._blocks.items() if block.is_ready}
         chunks = self._core().pool.chunks
         return {key: chunk.row for key, chunk in chunks.items() if chunk.state >= READY}
 
@@ -157,7 +154,7 @@ class Led(Server):
         answers = {place: self.can_be_loaded(self._key(request, *place)) for place in bare.places()}
         hits = frozenset(place for place, answer in answers.items() if answer)
         deferred = frozenset(place for place, answer in answers.items() if answer is None)
-        return Case(*list(vars(bare).values())[:5], hits, deferred)
+        return replace(bare, hits=hits, deferred=deferred)
 
     def _compare(self, request: Request, found: int | None, before: Case, after: Case) -> None:
         """While chunks can still come, `found` is one of several numbers."""

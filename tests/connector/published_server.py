@@ -195,7 +195,8 @@ class OwnSpec(OffloadingSpec):
         super().__init__(vllm_config, kv_cache_config)
         self.slots = int(self.extra_config["slots"])
         self.manager: OffloadingManager | None = None
-        assert self.vllm_config.cache_config.enable_prefix_caching
+        cache_config: Any = self.vllm_config.cache_config
+        assert cache_config.enable_prefix_caching
 
     def get_manager(self) -> OffloadingManager:
         if self.manager is None:
@@ -258,7 +259,7 @@ class Server:
             kv_cache_spec=SimpleNamespace(block_size=BLOCK, page_size_bytes=PAGE),
         )
         caches = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
-        spec = OffloadingSpecFactory.create_spec(config, caches)  # type: ignore[arg-type]
+        spec = OffloadingSpecFactory.create_spec(config, caches)
         self.caches = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in LAYERS}
         self.worker = OffloadingConnectorWorker(spec)
         self.worker.register_kv_caches(self.caches)
@@ -330,7 +331,7 @@ class Server:
         self.allocate(request)
         self.scheduler.update_state_after_alloc(
             request,
-            SimpleNamespace(blocks=[request.blocks[: found // BLOCK]]),  # type: ignore[arg-type]
+            SimpleNamespace(blocks=[request.blocks[: found // BLOCK]]),
             found,
         )
         if found:

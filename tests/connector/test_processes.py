@@ -83,7 +83,8 @@ class Workers:
     def do(self, meta: ConnectorMetadata) -> ConnectorOutput:
         for pipe in self.pipes:
             pipe.send(meta)
-        first, second = (pipe.recv() for pipe in self.pipes)
+        outputs: Iterator[ConnectorOutput] = (pipe.recv() for pipe in self.pipes)
+        first, second = outputs
         return first + second
 
     def fill(self, block: int, *values: int) -> None:

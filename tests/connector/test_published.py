@@ -98,7 +98,7 @@ def test_blocks_of_who_was_preempted_are_copied_before_they_are_written(
 
 def test_a_reuse_filter_over_a_published_manager_is_asked_by_lists(tmp_path: Path) -> None:
     backing = Recent(Slots(4, 8))
-    manager = published.FilterReusedOffloadingManager(
+    manager: Any = published.FilterReusedOffloadingManager(
         backing=backing, store_threshold=2, max_tracker_size=100
     )
     assert not knows_requests(backing)

@@ -335,6 +335,7 @@ def test_a_prompt_that_is_asked_for_again_and_again_stays_where_recency_comes_fr
     for number in range(30):
         request = Request(f"hot {number}", hot)
         tokens = server.find(request)
+        assert tokens is not None
         if tokens:
             found += 1
             server.load(request, tokens, [1, 2])

@@ -166,7 +166,7 @@ def test_success_may_be_any_truth() -> None:
     manager = open_manager()
     for ok in (np.bool_(False), np.bool_(True)):
         assert manager.prepare_store(keys_from(0, 2)) is not None
-        manager.complete_store(keys_from(0, 2), ok)
+        manager.complete_store(keys_from(0, 2), ok)  # type: ignore[arg-type]
     assert manager.lookup(keys_from(0, 2)) == 2
     manager.shutdown()
 
@@ -178,7 +178,7 @@ def test_what_is_no_key_is_refused_by_name() -> None:
     with pytest.raises(BlockKeyError, match="must be bytes, not str"):
         manager.lookup(["a"])  # type: ignore[list-item]
     with pytest.raises(KVStoreError, match="needs the request that asks"):
-        manager.lookup(b"a")  # type: ignore[call-overload]
+        manager.lookup(b"a")  # type: ignore[arg-type]
     with pytest.raises(KVStoreError, match="takes no req_context"):
         manager.lookup([b"a"], ReqContext("r"))  # type: ignore[call-overload]
     manager.shutdown()

@@ -213,7 +213,7 @@ class World:
         self.reserve = reserve
         self.pace = pace or Pace()
         self.demotes = flow is not Flow.WRITE_THROUGH and tiers + asked > 0
-        self.timing = {"deadline": deadline, "max_wait": max_wait, "lease": lease}
+        self.timing: dict[str, Any] = {"deadline": deadline, "max_wait": max_wait, "lease": lease}
         self.now = 0.0
         self.moved = 0.0
         """When anything last moved for anybody."""

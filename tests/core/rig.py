@@ -27,7 +27,7 @@ class CountingLRU(LRU):
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        def counting(key: bytes) -> bool:
+        def counting(key: bytes) -> int:
             self.asked += 1
             return protected(key)
 
@@ -158,6 +158,12 @@ class Rig:
             if not self.step(seconds) and not took_in:
                 return
         raise AssertionError("the core never comes to rest")
+
+    def owned(self, tier: int = 0) -> OwnedTier:
+        """A tier whose slots the core gives out."""
+        found = self.core.tiers[tier]
+        assert isinstance(found, OwnedTier)
+        return found
 
     def under_way(self, op: Op, tier: int = 0) -> list[Move]:
         return [move for move in self.moves if move.op is op and move.tier == tier]

@@ -166,7 +166,7 @@ def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_set_aside
     rig.end(move, failed={keys[1]})
     rig.step()
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
-    assert rig.core.tiers[0].slots.free == 4
+    assert rig.owned().slots.free == 4
     assert rig.stats.tiers[0].set_aside == 1
     assert rig.core.pool.busy == 0
     (line,) = rig.log
@@ -236,7 +236,7 @@ def test_no_more_than_an_eighth_of_the_slots_is_set_aside() -> None:
             rig.end(move, move.keys)
         rig.wait(STORE_PAUSE + 2, each=1.0)
     assert rig.stats.tiers[0].set_aside == 4
-    assert rig.core.tiers[0].slots.free == 28
+    assert rig.owned().slots.free == 28
 
 
 def test_a_reset_gives_what_was_set_aside() -> None:
@@ -245,7 +245,7 @@ def test_a_reset_gives_what_was_set_aside() -> None:
     assert rig.stats.tiers[0].set_aside == 1
     rig.core.reset()
     rig.settle()
-    assert (rig.stats.tiers[0].set_aside, rig.core.tiers[0].slots.free) == (0, 16)
+    assert (rig.stats.tiers[0].set_aside, rig.owned().slots.free) == (0, 16)
 
 
 def test_a_failed_write_pauses_the_tier_and_lets_waiting_chunks_go() -> None:
@@ -307,15 +307,15 @@ def test_a_tier_asks_for_a_segment_before_it_needs_it() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
     rig.put(chain("a", 5))
     rig.settle()
-    assert rig.core.tiers[0].slots.segments == 2
-    assert rig.core.tiers[0].slots.free == 11
+    assert rig.owned().slots.segments == 2
+    assert rig.owned().slots.free == 11
 
 
 def test_a_tier_with_room_asks_for_no_segment() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
     rig.put(chain("a", 4))
     rig.settle()
-    assert rig.core.tiers[0].slots.segments == 1
+    assert rig.owned().slots.segments == 1
 
 
 def test_only_one_segment_is_asked_for_at_a_time() -> None:
@@ -330,7 +330,7 @@ def test_a_tier_never_has_more_segments_than_its_capacity() -> None:
     for wave in range(5):
         rig.put(chain(f"w{wave}", 20))
         rig.settle(0.1)
-    assert rig.core.tiers[0].slots.segments == 2
+    assert rig.owned().slots.segments == 2
     assert len(rig.core.tiers[0].entries) == 16
 
 
@@ -369,7 +369,7 @@ def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
     assert again.op is Op.GROW
     rig.end(again)
     rig.step()
-    assert rig.core.tiers[0].slots.segments == 2
+    assert rig.owned().slots.segments == 2
 
 
 def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:

@@ -21,7 +21,7 @@ SLOTS = 8
 def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: Any) -> Rig:
     """A tier of `segments`, of which each holds `live` chunks."""
     rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, relocation_chunks=4, **options)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     tier.compact_at(rate)
     for segment in range(segments):
         first = segment * SLOTS
@@ -39,7 +39,7 @@ def compact(rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = ()) -> l
     Chunks that are `failed` cannot be copied, those that are `rotten` are not what they were.
     """
     moves: list[Move] = []
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     for _ in range(steps):
         for move in rig.step(0.1):
             moves.append(move)
@@ -58,7 +58,7 @@ def test_sparse_segments_are_emptied_and_given_back() -> None:
     rig = sparse()
     before = dict(rig.core.tiers[0].entries)
     moves = compact(rig)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     assert [m.op for m in moves if m.op is not Op.RELOCATE] == [Op.LIST, Op.SHRINK] * 2
     assert tier.slots.segments == 2
     assert rig.stats.tiers[0].removed_segments == 2
@@ -72,7 +72,7 @@ def test_sparse_segments_are_emptied_and_given_back() -> None:
 
 def test_slots_that_are_set_aside_do_not_keep_a_segment() -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     aside = [slot for segment in range(4) for slot in tier.slots._stripe_of(0).withdraw(segment)]
     bad = {segment * SLOTS + SLOTS - 1 for segment in range(4)}
     tier.slots.give(sorted(set(aside) - bad))
@@ -123,7 +123,7 @@ def test_one_move_is_under_way_at_most() -> None:
 def test_a_chunk_is_served_while_it_is_copied_and_afterwards() -> None:
     rig = sparse()
     (listing,) = rig.step(0.1) or rig.step(0.1)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == listing.segment]
     rig.moves.remove(listing)
     rig.ended.append(Completion(listing.id, [], found=its))
@@ -137,7 +137,7 @@ def test_a_chunk_is_served_while_it_is_copied_and_afterwards() -> None:
 
 def test_a_chunk_that_left_while_it_was_copied_leaves_its_new_slot_free() -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     moves = rig.step(0.1) or rig.step(0.1)
     its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == moves[0].segment]
     rig.moves.clear()
@@ -154,7 +154,7 @@ def test_a_chunk_that_left_while_it_was_copied_leaves_its_new_slot_free() -> Non
 
 def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     before = dict(tier.entries)
     moves = compact(rig, steps=20, failed=set(before))
     assert [move.op for move in moves] == [Op.LIST, Op.RELOCATE]
@@ -166,7 +166,7 @@ def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
 
 def test_a_chunk_that_has_rotted_is_forgotten_and_does_not_hold_it_up() -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     before = dict(tier.entries)
     rotten = {key for n in range(4) for key in chain(f"s{n}", 1)}
     moves = compact(rig, rotten=rotten)
@@ -179,7 +179,7 @@ def test_a_chunk_that_has_rotted_is_forgotten_and_does_not_hold_it_up() -> None:
 
 def laid_out(rig: Rig, order: Sequence[bytes], failed: Any = (), rotten: Any = ()) -> Compactor:
     """Lay the first tier of the rig out anew, beside the core; moves end at once."""
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     compactor = Compactor(0, tier.index, tier.slots, 3)
     compactor.set_rate(3)
     compactor.lay_out(order)
@@ -210,7 +210,7 @@ def test_chunks_are_laid_out_in_order_and_what_is_empty_is_given_back(
     chance: random.Random, segments: int, live: int, bad: int
 ) -> None:
     rig = sparse(segments=segments, live=live)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     order = list(tier.entries)
     chance.shuffle(order)
     rotten = set(order[:bad])
@@ -231,7 +231,7 @@ def test_chunks_are_laid_out_in_order_and_what_is_empty_is_given_back(
 
 def test_a_layout_that_cannot_copy_loses_nothing_and_ends() -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     before = set(tier.entries)
     laid_out(rig, sorted(before), failed=before)
     assert set(tier.entries) == before
@@ -241,7 +241,7 @@ def test_a_layout_that_cannot_copy_loses_nothing_and_ends() -> None:
 def test_it_stops_when_what_was_free_is_needed_again() -> None:
     rig = sparse(max_segments=4)
     (listing,) = rig.step(0.1) or rig.step(0.1)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     victim = listing.segment
     rig.end(listing)
     for n in range(3):
@@ -259,7 +259,7 @@ def test_it_stops_when_what_was_free_is_needed_again() -> None:
 @pytest.mark.parametrize("op", [Op.LIST, Op.RELOCATE, Op.SHRINK])
 def test_a_reset_in_its_midst_leaves_every_slot_free(op: Op) -> None:
     rig = sparse()
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     for _ in range(100):
         moves = rig.step(0.1)
         if moves and moves[0].op is op:

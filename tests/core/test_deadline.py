@@ -118,8 +118,8 @@ def test_a_stalled_tier_is_not_asked_to_grow() -> None:
     rig = Rig(rows=8, on=[held], segment_slots=8, max_segments=2, deadline=1.0)
     assert rig.ask(held) is None
     rig.wait(2.2)
-    rig.core.tiers[0].take_slots(4)
-    assert rig.core.tiers[0].slots.wants_growth(rig.now)
+    rig.owned().take_slots(4)
+    assert rig.owned().slots.wants_growth(rig.now)
     assert rig.step() == []
 
 

@@ -12,7 +12,7 @@ from tests.core.rig import Rig, chain
 
 
 def devices_of(move: Move, rig: Rig, stripes: int) -> list[int]:
-    return [slot // rig.core.tiers[0].slots.segment_slots % stripes for slot in move.slots]
+    return [slot // rig.owned().slots.segment_slots % stripes for slot in move.slots]
 
 
 def test_a_long_chain_is_spread_over_the_devices_in_runs() -> None:

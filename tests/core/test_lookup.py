@@ -160,9 +160,9 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
     keys = chain("a", 10_000)
     rig = Rig(rows=64, on=[keys], segment_slots=10_000)
     core = rig.core
-    core.pool.chunks = CountingDict(core.pool.chunks)
+    core.pool.chunks = CountingDict(core.pool.chunks)  # type: ignore[assignment]
     core._lookups._chunk_of = core.pool.chunks.get
-    core.tiers[0].entries = CountingDict(core.tiers[0].entries)
+    core.tiers[0].entries = CountingDict(core.tiers[0].entries)  # type: ignore[assignment]
     CountingDict.reads = 0
     assert rig.ask(keys) is None
     assert CountingDict.reads >= 10_000, "the first time every key is looked at"
@@ -182,8 +182,8 @@ def test_the_first_in_the_queue_costs_no_key_while_there_is_no_row_for_it() -> N
     core = rig.core
     rig.put(busy)
     rig.load(busy, "other")
-    core.tiers[0].entries = CountingDict(core.tiers[0].entries)
-    core.pool.chunks = CountingDict(core.pool.chunks)
+    core.tiers[0].entries = CountingDict(core.tiers[0].entries)  # type: ignore[assignment]
+    core.pool.chunks = CountingDict(core.pool.chunks)  # type: ignore[assignment]
     core._lookups._chunk_of = core.pool.chunks.get
     assert rig.ask(keys) is None
     for _ in range(20):

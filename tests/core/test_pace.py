@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import pytest
@@ -11,15 +11,15 @@ import pytest
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
 from kvstore.core.pace import LEAST_SHARE, NEWS_PER_CHUNK, STORED
-from kvstore.types import NO_MOVE, Changes, Completion, Op
-from policies import create_policy, policy_names
+from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
+from policies import Protected, create_policy, policy_names
 from tests.core.rig import Rig, chain
 
 FEW = Pace(asked=8, told=4, granted=4, absorbed=6, copied=4, questions=4)
 
 
-def promoted(moves: Collection[object]) -> int:
-    return sum(len(move.keys) for move in moves if getattr(move, "op", None) is Op.PROMOTE)
+def promoted(moves: Collection[Move]) -> int:
+    return sum(len(move.keys) for move in moves if move.op is Op.PROMOTE)
 
 
 def test_a_step_grants_a_bounded_number_of_chunks_in_queue_order_and_the_rest_follows() -> None:
@@ -176,7 +176,9 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
     asked = 0
     evict = core.pool.policy.evict
 
-    def counting(count, protected, incoming=()):  # type: ignore[no-untyped-def]
+    def counting(
+        count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
         def counted(key: bytes) -> int:
             nonlocal asked
             asked += 1

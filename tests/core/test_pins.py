@@ -175,7 +175,7 @@ def test_a_tier_that_cannot_grow_lets_the_last_pins_go() -> None:
         for move in list(rig.moves):
             rig.end(move, segments=[] if move.op is Op.GROW else None)
         rig.step(0.1)
-    tier = rig.core.tiers[0]
+    tier = rig.owned()
     assert tier.slots.cannot_grow
     assert rig.stats.tiers[0].pinned == 2
     fill(rig, "x", 2)

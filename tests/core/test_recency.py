@@ -64,7 +64,7 @@ def test_a_chunk_that_has_left_is_not_named() -> None:
     rig = Rig(rows=16, on=[keys], note_chunks=8)
     use(rig, keys)
     noted(rig, 0.1)
-    rig.core.tiers[0].forget(keys[1:3])  # type: ignore[attr-defined]
+    rig.core.tiers[0].forget(keys[1:3])
     moves = noted(rig, NOTE_SECONDS) + noted(rig, NOTE_SECONDS)
     assert [move.keys for move in moves] == [[keys[3], keys[0]]]
 

@@ -75,7 +75,7 @@ def test_a_tier_is_cleared_once_nothing_moves_there_and_given_no_slot_before() -
     rig.put(chain("d", 3))
     rig.settle()
     assert set(rig.core.tiers[0].entries) == set(chain("d", 3))
-    assert rig.core.tiers[0].slots.free == 61
+    assert rig.owned().slots.free == 61
 
 
 def test_a_tier_that_cannot_be_cleared_is_asked_again_after_a_pause_and_not_used() -> None:
@@ -131,7 +131,7 @@ def test_a_second_reset_while_the_first_is_under_way() -> None:
     rig.end(clear)
     rig.settle()
     assert not rig.core.tiers[0].clearing
-    assert rig.core.tiers[0].slots.free == 64
+    assert rig.owned().slots.free == 64
 
 
 def test_a_row_read_by_two_moves_is_free_only_when_both_have_ended() -> None:
@@ -154,8 +154,8 @@ def test_a_segment_that_is_made_during_a_reset_is_used_afterwards() -> None:
     rig.core.reset()
     rig.end(grow)
     rig.settle()
-    assert rig.core.tiers[0].slots.segments == 2
-    assert rig.core.tiers[0].slots.free == 8
+    assert rig.owned().slots.segments == 2
+    assert rig.owned().slots.free == 8
 
 
 def test_requests_that_waited_start_anew() -> None:

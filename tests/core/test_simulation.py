@@ -152,7 +152,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def blind(self: Questions, *args: Any) -> None:
         init(self, *args)
-        self._chunks = {}
+        self._chunks = {}  # type: ignore[assignment]
 
     patch.setattr(Questions, "__init__", blind)
 

@@ -53,6 +53,7 @@ def test_a_block_that_failed_is_told() -> None:
     rig.step()
     promotion, wait = rig.core.spans.take()
     assert promotion == SpanEnd(SpanKind.PROMOTION, move.id, 100.0, 3, error="bad digest")
+    assert isinstance(wait, SpanEnd)
     assert (wait.chunks, wait.outcome) == (3, Outcome.COMPLETE)
 
 
@@ -63,6 +64,7 @@ def test_a_wait_that_a_deadline_ends_says_so() -> None:
     rig.core.spans.take()
     rig.wait(1.2)
     (wait,) = rig.core.spans.take()
+    assert isinstance(wait, SpanEnd)
     assert (wait.kind, wait.chunks, wait.outcome) == (SpanKind.DEFERRAL, 0, Outcome.DEADLINE)
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.core import Core
+from kvstore.core import Core, OwnedTier
 from kvstore.core.chunk import FILLING
 from kvstore.core.health import Health
 from kvstore.types import Op
@@ -233,7 +233,10 @@ class StoreAgainstSets(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         self.world.step(seconds)
         self.note_removed()
-        self.cramped.update(tier.number for tier in self.world.core.tiers if tier.slots.cannot_grow)
+        for tier in self.world.core.tiers:
+            assert isinstance(tier, OwnedTier)
+            if tier.slots.cannot_grow:
+                self.cramped.add(tier.number)
         self.note_moves()
 
     @rule()
