@@ -6,7 +6,7 @@ frozen or its medium is slow, and a fault holds the lock of the whole address
 space: every allocation of the process would wait behind it.
 
 A write takes the file's write lock, which direct transfers of the same file
-hold shared. With native AIO and io_uring they hold it only until they are handed
+hold shared. With native AIO they hold it only until they are handed
 over, so a record waits a few microseconds; with blocking calls (``direct``)
 it waits for the transfers that run.
 """

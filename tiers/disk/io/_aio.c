@@ -1,7 +1,7 @@
 /* Batches through Linux native AIO, with digests, without the GIL.
 
-   What it is for, and what it guarantees, is told in tiers/disk/io/aio.py; aio_context.py does the
-   same in Python where this is not compiled. The digest is a function of the xxhash package, handed
+   What it is for, and what it guarantees, is told in tiers/disk/io/aio.py. Where this is not
+   compiled, plain O_DIRECT calls serve. The digest is a function of the xxhash package, handed
    over as an address: this module has no hash of its own. */
 
 #define PY_SSIZE_T_CLEAN
