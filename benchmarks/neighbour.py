@@ -23,7 +23,7 @@ from typing import Any
 from opening import IDENTITY, LABEL, make_lane
 
 from kvstore.engine import EngineThread
-from kvstore.types import Completion, RecoveredTier
+from kvstore.types import Completion, Move, Op, RecoveredTier
 from tiers.disk import DiskTier, PeerLanes
 from tiers.disk.namespace import Namespace
 from tiers.pinned import PinnedRegion
@@ -31,9 +31,12 @@ from tiers.pinned import PinnedRegion
 CHUNK = 4096
 OWN_BYTES = 2**20
 STEP_SECONDS = 0.02
-QUIET_STEPS = 100
+QUIET_STEPS = 1000
+"""Steps of a phase after all is known: both halves of the load, several times."""
 WAKE_SECONDS = 0.002
 LONGEST = 300.0
+ROUND_SECONDS = 3.0
+"""Enough to look at all lanes once more."""
 
 
 class Loop:
@@ -85,6 +88,21 @@ class Neighbour:
 
     def take(self) -> list[Completion]:
         return self._engine.take()
+
+    def reset(self) -> float:
+        """Processor seconds until the lane has been looked at anew in a new epoch."""
+        self.loop.stop()
+        time.sleep(10 * WAKE_SECONDS)
+        spent, ends = time.process_time(), time.monotonic() + ROUND_SECONDS
+        self._engine.submit([Move(0, Op.CLEAR, 0)])
+        while time.monotonic() < ends:
+            for one in self.take():
+                if one.changes is not None:
+                    one.changes.end()
+                elif one.move_id == 0:
+                    self._engine.submit([Move(1, Op.CLEAR, 1)])
+            self._engine.wait(STEP_SECONDS)
+        return time.process_time() - spent
 
     def end(self) -> None:
         self._engine.close([[], []])
@@ -148,14 +166,4 @@ def phases(
             row["bytes_per_chunk"] = round((resident() - before) / neighbour.chunks)
         yield row
     neighbour.appear()
-    yield {"phase": "reset", "cpu_s": round(asyncio.run(_reset(neighbour)), 2)}
-
-
-async def _reset(neighbour: Neighbour) -> float:
-    """Processor seconds that it takes to follow the lane anew in a new epoch."""
-    await neighbour.own.clear()
-    spent = time.process_time()
-    await neighbour.peers.clear()
-    while await neighbour.peers.refresh():
-        pass
-    return time.process_time() - spent
+    yield {"phase": "reset", "cpu_s": round(neighbour.reset(), 2)}

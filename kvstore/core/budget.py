@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.pace import NEWS_PER_CHUNK, STORED, UNBOUNDED, Pace
+from kvstore.core.pace import KEYS_PER_CHANGE, NEWS_PER_CHUNK, STORED, UNBOUNDED, Pace
 
 __all__ = ["Budget"]
 
@@ -41,6 +41,7 @@ class Budget:
         light = {effort, *tier_efforts} == {1.0}
         self._light = pace.whole - pace.own if light else -1
         self._wanted = 0.0
+        self._share = 1.0
         # These two are the same in every step: they depend on the policy alone.
         given_up, questions = (max(1, int(n / effort)) for n in (pace.copied, pace.questions))
         self._whole = (pace.absorbed, pace.told, pace.granted, pace.linked, given_up, questions)
@@ -66,8 +67,9 @@ class Budget:
         self._shortened = True
         wanted, self._wanted = self._wanted + looked_up, 0.0
         if wanted <= self._light:
+            self._share = 1.0
             return
-        share = self._pace.share(wanted)
+        share = self._share = self._pace.share(wanted)
         for tier, effort in enumerate(self._tier_efforts):
             self._copied[tier] = max(1, int(self._copied[tier] * share / effort))
         self.granted = max(1, int(self.granted * share / self._effort))
@@ -78,9 +80,15 @@ class Budget:
         """A completed move of so many chunks was taken in."""
         self.absorbed -= 1 + chunks
 
+    @property
+    def news(self) -> int:
+        """Changes of tiers of others that may still be taken in: few while callers want much."""
+        return max(0, int(self.absorbed * self._share * NEWS_PER_CHUNK))
+
     def learn(self, changes: int) -> None:
         """So many changes of a tier of others were taken in."""
         self.absorbed -= -(-changes // NEWS_PER_CHUNK)
+        self._wanted += changes * KEYS_PER_CHANGE
 
     def tell(self, keys: int) -> None:
         """The policies have heard of so many uses."""

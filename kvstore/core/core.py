@@ -31,7 +31,7 @@ from kvstore.core.grants import Grants
 from kvstore.core.loads import Loads
 from kvstore.core.lookups import Lookups
 from kvstore.core.overtaken import Overtaken, Transfer
-from kvstore.core.pace import NEWS_PER_CHUNK, Pace
+from kvstore.core.pace import Pace
 from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
@@ -251,10 +251,10 @@ class Core:
     def _learn(self) -> None:
         """Take in what others have done to their tiers, as much as this step may."""
         news, budget = self._news, self.budget
-        while news and budget.absorbed > 0:
+        while news and budget.news > 0:
             changes = news[0].changes
             assert changes is not None
-            part = changes.part(self._learned, budget.absorbed * NEWS_PER_CHUNK)
+            part = changes.part(self._learned, budget.news)
             self.transfers.complete(replace(news[0], changes=part), self.now)
             budget.learn(len(part))
             self._learned += len(part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-__all__ = ["NEWS_PER_CHUNK", "STORED", "UNBOUNDED", "Pace"]
+__all__ = ["KEYS_PER_CHANGE", "NEWS_PER_CHUNK", "STORED", "UNBOUNDED", "Pace"]
 
 STORED = 3.0
 """What storing a chunk costs, in keys that are looked up; loading one costs as much as one
@@ -16,6 +16,9 @@ key."""
 
 NEWS_PER_CHUNK = 4
 """Changes of a tier of others that are taken in for the price of one chunk of a move."""
+
+KEYS_PER_CHANGE = 0.75
+"""What taking in a change costs, in keys that are looked up."""
 
 LEAST_SHARE = 0.15
 """The part of a step's own work that is done whatever callers want."""
