@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 __all__ = ["DETACH_SECONDS", "LoopThread", "new_event_loop"]
 
-DETACH_SECONDS = 0.5
+DETACH_SECONDS = 0.25
 """How long tasks that are left behind get to notice it."""
 
 JOIN_SECONDS = 5.0

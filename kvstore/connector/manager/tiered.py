@@ -39,7 +39,7 @@ logger = logging.getLogger("kvstore")
 NOBODY = "\0"
 """A request that has prepared nothing."""
 
-PENDING_SECONDS = 0.5
+PENDING_SECONDS = 0.25
 """For how long after a store the server is asked to take steps for copies to tiers.
 
 A server with pending work neither sleeps nor ends. After that, copies go on while it is idle, so
