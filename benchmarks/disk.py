@@ -59,10 +59,10 @@ from plain import Plain
 
 from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
-from tiers.disk import DiskTier
-from tiers.disk.format import Geometry
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PinnedRegion
 
 CASES = ("write", "first write", "read", "random read", "mixed")
 REQUESTS = (1, 16)

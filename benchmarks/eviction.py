@@ -39,7 +39,7 @@ from benchmarks.traces import (
     replay,
     unique,
 )
-from policies import EvictionPolicy, Protected, create_policy
+from kvstore.policies import EvictionPolicy, Protected, create_policy
 
 POLICIES = ("lru", "fifo", "lfu", "sieve", "s3-fifo", "w-tinylfu", "arc", "hit-density")
 CHAIN = 100

@@ -28,7 +28,7 @@ import torch
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvstore.device import WAYS, CudaCopies, Ticket, pages_of
 from kvstore.errors import ConfigError
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 
 KIB, MIB = 2**10, 2**20
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 2 * MIB)

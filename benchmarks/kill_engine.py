@@ -115,7 +115,7 @@ def main() -> int:
             process.wait()
             found = json.loads(checked.read_text())
             verify = subprocess.run(
-                [sys.executable, "-m", "tools", "verify", str(folder / "cache"), "--json"],
+                [sys.executable, "-m", "kvstore.tools", "verify", str(folder / "cache"), "--json"],
                 capture_output=True,
                 text=True,
                 check=False,

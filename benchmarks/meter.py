@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.sizes import parse_size
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = [
     "Batch",

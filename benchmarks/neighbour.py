@@ -23,10 +23,10 @@ from typing import Any
 from opening import IDENTITY, LABEL, make_lane
 
 from kvstore.engine import EngineThread
+from kvstore.tiers.disk import DiskTier, PeerLanes
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Completion, Move, Op, RecoveredTier
-from tiers.disk import DiskTier, PeerLanes
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PinnedRegion
 
 CHUNK = 4096
 OWN_BYTES = 2**20

@@ -46,11 +46,11 @@ from meter import filled_region
 from kvstore.assembly import assemble
 from kvstore.config import Config
 from kvstore.sizes import parse_size
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import Geometry, Header, encode_header, encode_records, segment_seed
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import RecoveredTier
-from tiers.disk import DiskTier
-from tiers.disk.format import Geometry, Header, encode_header, encode_records, segment_seed
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PinnedRegion
 
 LABEL = "bench"
 IDENTITY = {"model": "bench"}

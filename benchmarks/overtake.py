@@ -25,7 +25,7 @@ from meter import filled_region, percentile, size_text, sizes
 
 from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
-from tiers.disk import DiskTier
+from kvstore.tiers.disk import DiskTier
 
 STORES, STORE_BYTES, LOADS = 4, 16 * 2**20, 12
 

@@ -28,8 +28,8 @@ from dry import read_options
 from meter import Batch, Job, median, meter, size_text
 
 from kvstore.sizes import parse_size
-from tiers.disk.extents import cut_extents
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.disk.extents import cut_extents
+from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = ["Plain"]
 

@@ -139,7 +139,7 @@ class Contestant:
 
 def contestants(folder: Path, chunk: int, rows: int) -> list[Contestant]:
     """Both, each in a folder of its own; the slots of ours have held something."""
-    from tiers.disk.format import Geometry
+    from kvstore.tiers.disk.format import Geometry
 
     segment = Geometry(rows, chunk, chunk).file_bytes
     paths = {name: folder / f"{name}-{chunk}" for name in ("ours", "vllm")}

@@ -289,7 +289,7 @@ def soak(folder: Path, minutes: float, seed: int) -> int:
             beside.append((process, now + chance.uniform(1, 8), lives % 2 == 0))
         if now - compacted > 20:
             compacted = now
-            command = [sys.executable, "-m", "tools", "compact", str(cache), "--json"]
+            command = [sys.executable, "-m", "kvstore.tools", "compact", str(cache), "--json"]
             done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
             if done.returncode > 1:
                 wrong.append(f"compact: {done.stderr.strip()}")
@@ -319,7 +319,7 @@ def soak(folder: Path, minutes: float, seed: int) -> int:
     if main.said.get("failed_reads") or main.said.get("failed_writes"):
         wrong.append("a sound disk failed")
     verified = subprocess.run(
-        [sys.executable, "-m", "tools", "verify", str(cache), "--json"],
+        [sys.executable, "-m", "kvstore.tools", "verify", str(cache), "--json"],
         capture_output=True,
         text=True,
         cwd=HERE.parent,

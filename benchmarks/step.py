@@ -51,8 +51,8 @@ from neighbour import Neighbour, phases
 from revision import ROOT, checked_out
 
 from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
+from kvstore.policies import create_policy
 from kvstore.types import Completion, Move, Op, RecoveredTier
-from policies import create_policy
 
 POLICIES = ("lru", "fifo", "lfu", "arc", "sieve", "s3-fifo", "w-tinylfu", "hit-density")
 FLOWS = ("write-through", "demote", "exclusive")

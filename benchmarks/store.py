@@ -45,9 +45,9 @@ from benchmarks.throttled_link import ThrottledLink
 from kvstore.assembly import TAIL_SHARE, rows_for
 from kvstore.config import Config, TierConfig
 from kvstore.sizes import parse_size
+from kvstore.tiers.base import Tier
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import TierPlace
-from tiers.base import Tier
-from tiers.pinned import PinnedRegion
 
 BATCH_BYTES = 64 * 2**20
 """Moved by each call."""
@@ -71,7 +71,7 @@ Native = Callable[[Sequence[str], bool], Awaitable[None]]
 def redis(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
     from redis.asyncio import Redis
 
-    from tiers.store.redis import RedisTier
+    from kvstore.tiers.store.redis import RedisTier
 
     server = RedisServer(
         folder, "--maxmemory", str(POOL_BYTES), "--maxmemory-policy", "allkeys-lru"
@@ -99,7 +99,7 @@ def redis(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tupl
 def mooncake(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
     from mooncake.store import MooncakeDistributedStore
 
-    from tiers.store.mooncake import MooncakeTier
+    from kvstore.tiers.store.mooncake import MooncakeTier
 
     master = MooncakeMaster(folder)
     # Its memory is another process's, as another host's would be.
@@ -136,7 +136,7 @@ def s3(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[T
     import obstore
     from obstore.store import S3Store
 
-    from tiers.store.object import CONNECTIONS, ObjectTier
+    from kvstore.tiers.store.object import CONNECTIONS, ObjectTier
 
     gateway = CephGateway(folder)
     os.environ.update(gateway.environment)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from policies import EvictionPolicy
+from kvstore.policies import EvictionPolicy
 
 __all__ = ["TRACES", "Replayed", "Request", "blocks_in", "key_of", "read_trace", "replay", "unique"]
 

@@ -39,7 +39,7 @@ from meter import Sample, filled_region, median, size_text, sizes
 
 from kvstore.background import new_event_loop
 from kvstore.sizes import parse_size
-from tiers.disk import extents
+from kvstore.tiers.disk import extents
 
 SAMPLER = """
 import mmap, os, struct, sys, time

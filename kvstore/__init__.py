@@ -21,10 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore._installation import check_siblings
 from kvstore._version import __version__
-
-check_siblings()
 
 if TYPE_CHECKING:
     from kvstore.config import Config, DiskConfig, TierConfig

@@ -17,15 +17,15 @@ from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
 from kvstore.notice import Notice
+from kvstore.policies.table import COMPILED
 from kvstore.recorder import Recorder
 from kvstore.sizes import format_size
 from kvstore.tiering import TierPlace, create_tier, tail_bytes_of
+from kvstore.tiers import PinnedRegion, Tier
+from kvstore.tiers.disk import DiskTier, PeerLanes
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PAGE, RegionShape, round_to_page
 from kvstore.types import RecoveredTier
-from policies.table import COMPILED
-from tiers import PinnedRegion, Tier
-from tiers.disk import DiskTier, PeerLanes
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PAGE, RegionShape, round_to_page
 
 if TYPE_CHECKING:
     from kvstore.tracing import SpanWriter

@@ -7,7 +7,7 @@ import threading
 
 from kvstore.assembly import Assembly, assemble, rows_for
 from kvstore.config import Config
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = ["build"]
 

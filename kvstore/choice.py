@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.sizes import parse_size
-from policies import (
+from kvstore.policies import (
     AdmissionFilter,
     Chain,
     EvictionPolicy,
@@ -20,6 +19,7 @@ from policies import (
     has_policy,
     policy_names,
 )
+from kvstore.sizes import parse_size
 
 __all__ = ["Choice", "build_filters", "build_policy", "check_filters", "check_policy"]
 
@@ -103,7 +103,7 @@ def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
     """The policy for a tier of `capacity` chunks.
 
     Raises:
-        ValueError: as `policies.create_policy`.
+        ValueError: as `kvstore.policies.create_policy`.
     """
     if isinstance(choice, str):
         return create_policy(choice, capacity)
@@ -116,7 +116,7 @@ def build_filters(
     """One filter that admits what all of `choices` admit, or None where there are none.
 
     Raises:
-        ValueError: as `policies.create_filter`.
+        ValueError: as `kvstore.policies.create_filter`.
     """
     filters = [
         create_filter(each.name, capacity, chunk_bytes, **dict(each.parameters)) for each in choices

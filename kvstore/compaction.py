@@ -22,18 +22,18 @@ from pathlib import Path
 from kvstore.core.owned import OwnedTier
 from kvstore.engine import EngineThread
 from kvstore.errors import ForeignFileError
+from kvstore.policies import create_policy
+from kvstore.tiers.disk.epoch import read_epoch
+from kvstore.tiers.disk.fault import Fault
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.layout import LaneLayout, lane_layout, layout_of
+from kvstore.tiers.disk.namespace import Namespace, read_namespace
+from kvstore.tiers.disk.recovery import held_geometry
+from kvstore.tiers.disk.segment import read_header, segment_files
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Completion, Move, RecoveredTier
-from policies import create_policy
-from tiers.disk.epoch import read_epoch
-from tiers.disk.fault import Fault
-from tiers.disk.format import Geometry
-from tiers.disk.layout import LaneLayout, lane_layout, layout_of
-from tiers.disk.namespace import Namespace, read_namespace
-from tiers.disk.recovery import held_geometry
-from tiers.disk.segment import read_header, segment_files
-from tiers.disk.tier import DiskTier
-from tiers.disk.trust import STRICT, Trust
-from tiers.pinned import PinnedRegion
 
 __all__ = ["Compaction", "compact_lane"]
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, TypeVar
 from kvstore.choice import Choice, check_filters, check_policy
 from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
+from kvstore.policies.parameters import shown
 from kvstore.sizes import parse_size
-from policies.parameters import shown
 
 __all__ = ["Config", "DiskConfig", "TierConfig", "check_size"]
 

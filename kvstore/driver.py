@@ -12,7 +12,7 @@ from kvstore.core import Core
 from kvstore.engine import Beside, Engine
 from kvstore.errors import KVStoreError
 from kvstore.home import Home
-from tiers import Tier
+from kvstore.tiers import Tier
 
 if TYPE_CHECKING:
     from kvstore.tracing import SpanWriter

@@ -21,8 +21,8 @@ from kvstore.background import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with
+from kvstore.tiers.base import Tier
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, about
-from tiers.base import Tier
 
 __all__ = ["Beside", "Engine", "EngineThread"]
 

@@ -15,7 +15,6 @@ __all__ = [
     "LeaseEndedError",
     "NamespaceMismatchError",
     "PathUnusableError",
-    "ShadowedPackageError",
     "TraceError",
 ]
 
@@ -54,7 +53,3 @@ class LeaseEndedError(KVStoreError):
 
 class TraceError(KVStoreError):
     """A trace or a recording cannot be read; names the file, the place and what is wrong."""
-
-
-class ShadowedPackageError(KVStoreError, ImportError):
-    """One of kvstore's sibling packages was imported from another installation."""

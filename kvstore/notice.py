@@ -1,7 +1,7 @@
 """Word on disk of what this process retains, so that `kvstore inspect` can show it.
 
 It is kept beside each lane of the process while anything is retained, and says how much; see
-`tiers.disk.retained`. A file system that does not answer, or is full, holds up nobody and
+`kvstore.tiers.disk.retained`. A file system that does not answer, or is full, holds up nobody and
 costs the word alone.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from kvstore.core import Core
 from kvstore.core.tier import TierView
 from kvstore.daemons import Daemons
+from kvstore.tiers.disk.retained import Retained, forget_retained, write_retained
 from kvstore.types import about
-from tiers.disk.retained import Retained, forget_retained, write_retained
 
 __all__ = ["Notice"]
 

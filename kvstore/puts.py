@@ -20,7 +20,7 @@ from kvstore.copies import Copies
 from kvstore.core import Core
 from kvstore.driver import Driver
 from kvstore.home import outlast
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = ["COPY_INLINE_BYTES", "Puts"]
 

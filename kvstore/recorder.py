@@ -26,8 +26,8 @@ from aiofiles.threadpool import wrap
 from kvstore.daemons import Daemons
 from kvstore.errors import ConfigError
 from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
+from kvstore.tiers.disk.trust import STRICT
 from kvstore.types import about
-from tiers.disk.trust import STRICT
 
 __all__ = ["MOST_QUEUED", "Recorder"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvstore.errors import KVStoreError
-from tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = ["in_process", "join_region", "private_region", "release_region", "share_region"]
 

@@ -14,10 +14,10 @@ from kvstore.core.jobs import Jobs
 from kvstore.engine import EngineThread
 from kvstore.logs import warn_with
 from kvstore.stepper import IDLE_STEP_SECONDS, WAIT_SECONDS
+from kvstore.tiers import Tier
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
-from tiers import Tier
-from tiers.disk.namespace import Namespace
-from tiers.lent import LentRegion
 
 __all__ = ["JobRunner"]
 

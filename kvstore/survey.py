@@ -17,13 +17,13 @@ from typing import Any
 from xxhash import xxh3_128
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
-from tiers.disk.epoch import EPOCH_NAME, read_epoch
-from tiers.disk.fault import Fault
-from tiers.disk.index import read_index
-from tiers.disk.lane import lane_folders, lane_owner
-from tiers.disk.namespace import FILE_NAME, read_namespace
-from tiers.disk.retained import Retained, read_retained
-from tiers.disk.segment import segment_files
+from kvstore.tiers.disk.epoch import EPOCH_NAME, read_epoch
+from kvstore.tiers.disk.fault import Fault
+from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.lane import lane_folders, lane_owner
+from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
+from kvstore.tiers.disk.retained import Retained, read_retained
+from kvstore.tiers.disk.segment import segment_files
 
 __all__ = [
     "Fault",

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from kvstore.policies.registry import Registry
+from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
-from policies.registry import Registry
-from tiers.base import Tier
 
 __all__ = [
     "TierPlace",

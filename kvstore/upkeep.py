@@ -22,15 +22,15 @@ from kvstore.errors import (
     PathUnusableError,
 )
 from kvstore.survey import NamespaceSurvey, check_folder, survey
+from kvstore.tiers.disk.fault import Fault
+from kvstore.tiers.disk.format import RECORD_BYTES
+from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.lane import Lane
+from kvstore.tiers.disk.layout import LaneLayout, lane_layout
+from kvstore.tiers.disk.namespace import read_namespace
+from kvstore.tiers.disk.segment import segment_files
+from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.types import check_key
-from tiers.disk.fault import Fault
-from tiers.disk.format import RECORD_BYTES
-from tiers.disk.index import read_index
-from tiers.disk.lane import Lane
-from tiers.disk.layout import LaneLayout, lane_layout
-from tiers.disk.namespace import read_namespace
-from tiers.disk.segment import segment_files
-from tiers.disk.trust import Trust, open_folder
 
 __all__ = [
     "CompactedLane",

@@ -1,9 +1,13 @@
 """Who stays: eviction policies and admission filters, by name, for every tier alike."""
 
-from policies.admission import AdmissionFilter, Chain
-from policies.base import HELD, LATER, EvictionPolicy, Protected
-from policies.parameters import Parameter, parameters_of
-from policies.registry import (
+# Under two names there would be two registries.
+if __name__ != "kvstore.policies":
+    raise ImportError(f"import kvstore.policies, not {__name__}")
+
+from kvstore.policies.admission import AdmissionFilter, Chain
+from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.parameters import Parameter, parameters_of
+from kvstore.policies.registry import (
     create_filter,
     create_policy,
     filter_names,

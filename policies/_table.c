@@ -766,7 +766,7 @@ static PyType_Slot table_slots[] = {
 };
 
 static PyType_Spec table_spec = {
-    .name = "policies._table.OrderedTable",
+    .name = "kvstore.policies._table.OrderedTable",
     .basicsize = sizeof(Table),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = table_slots,
@@ -780,7 +780,7 @@ static PyType_Slot iterator_slots[] = {
 };
 
 static PyType_Spec iterator_spec = {
-    .name = "policies._table.Iterator",
+    .name = "kvstore.policies._table.Iterator",
     .basicsize = sizeof(Iterator),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = iterator_slots,
@@ -788,7 +788,7 @@ static PyType_Spec iterator_spec = {
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "policies._table",
+    .m_name = "kvstore.policies._table",
     .m_size = -1,
 };
 

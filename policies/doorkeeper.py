@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import AdmissionFilter
-from policies.sketch import Doorkeeper, FrequencySketch
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.sketch import Doorkeeper, FrequencySketch
 
 __all__ = ["DoorkeeperFilter"]
 

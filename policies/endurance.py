@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import AdmissionFilter
+from kvstore.policies.admission import AdmissionFilter
 
 __all__ = ["EnduranceBudget"]
 

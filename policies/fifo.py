@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.base import EvictionPolicy
-from policies.lru import LRU
+from kvstore.policies.base import EvictionPolicy
+from kvstore.policies.lru import LRU
 
 __all__ = ["FIFO"]
 

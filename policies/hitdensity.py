@@ -2,7 +2,7 @@
 
 It estimates, from what similar chunks did before, how many hits per unit of time a
 chunk will still bring. It evicts the chunk with the fewest, from the ends of chains
-only. The measure is explained in `policies.density`.
+only. The measure is explained in `kvstore.policies.density`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import HELD, LATER, EvictionPolicy, Protected
-from policies.density import Densities
-from policies.queues import BURST
-from policies.table import OrderedTable
+from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.density import Densities
+from kvstore.policies.queues import BURST
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["HitDensity"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import EvictionPolicy, Protected
-from policies.queues import sift
-from policies.table import OrderedTable
+from kvstore.policies.base import EvictionPolicy, Protected
+from kvstore.policies.queues import sift
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["LFU"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from policies.base import EvictionPolicy, Protected
-from policies.queues import come_first, sift
-from policies.table import OrderedTable
+from kvstore.policies.base import EvictionPolicy, Protected
+from kvstore.policies.queues import come_first, sift
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["LRU"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from policies.base import HELD, LATER, Protected
-from policies.table import OrderedTable
+from kvstore.policies.base import HELD, LATER, Protected
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["BURST", "Later", "come_first", "let_go", "put_back", "sift", "take"]
 

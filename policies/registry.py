@@ -11,20 +11,20 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from policies.admission import AdmissionFilter
-from policies.arc import ARC
-from policies.base import EvictionPolicy
-from policies.doorkeeper import DoorkeeperFilter
-from policies.endurance import EnduranceBudget
-from policies.fifo import FIFO
-from policies.hitdensity import HitDensity
-from policies.lfu import LFU
-from policies.lru import LRU
-from policies.parameters import check_parameters
-from policies.reuse import ReuseThreshold
-from policies.s3fifo import S3FIFO
-from policies.sieve import SIEVE
-from policies.wtinylfu import WTinyLFU
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.arc import ARC
+from kvstore.policies.base import EvictionPolicy
+from kvstore.policies.doorkeeper import DoorkeeperFilter
+from kvstore.policies.endurance import EnduranceBudget
+from kvstore.policies.fifo import FIFO
+from kvstore.policies.hitdensity import HitDensity
+from kvstore.policies.lfu import LFU
+from kvstore.policies.lru import LRU
+from kvstore.policies.parameters import check_parameters
+from kvstore.policies.reuse import ReuseThreshold
+from kvstore.policies.s3fifo import S3FIFO
+from kvstore.policies.sieve import SIEVE
+from kvstore.policies.wtinylfu import WTinyLFU
 
 __all__ = [
     "Registry",

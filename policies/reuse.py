@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission import AdmissionFilter
-from policies.table import OrderedTable
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["ReuseThreshold"]
 

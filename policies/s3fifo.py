@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from policies.base import EvictionPolicy, Protected
-from policies.queues import Later, come_first, let_go, put_back, take
-from policies.table import OrderedTable
+from kvstore.policies.base import EvictionPolicy, Protected
+from kvstore.policies.queues import Later, come_first, let_go, put_back, take
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["S3FIFO"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from policies.base import HELD, LATER, EvictionPolicy, Protected
-from policies.queues import come_first, let_go, put_back
-from policies.table import OrderedTable
+from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.queues import come_first, let_go, put_back
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["SIEVE"]
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 __all__ = ["COMPILED", "OrderedTable"]
 
 if TYPE_CHECKING:
-    from policies._table import OrderedTable
+    from kvstore.policies._table import OrderedTable
 else:
     try:
-        from policies._table import OrderedTable
+        from kvstore.policies._table import OrderedTable
     except ImportError:
 
         class OrderedTable(OrderedDict):

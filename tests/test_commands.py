@@ -71,7 +71,7 @@ def made_of(target: str) -> list[list[str]]:
 def program(words: list[str]) -> tuple[list[str], str, list[str]]:
     """How it is started, its name, and its arguments."""
     if words[0] == "kvstore":
-        return ["-m", "tools"], words[0], words[1:]
+        return ["-m", "kvstore.tools"], words[0], words[1:]
     if words[1] == "-m":
         return words[1:3], words[2], words[3:]
     return words[1:2], words[1], words[2:]
@@ -237,7 +237,7 @@ def _small(word: str, folder: Path) -> str:
 
 async def run_tool(arguments: list[str], folder: Path) -> None:
     """Run `kvstore` over a small cache and a small trace."""
-    told = run(["-m", "tools", arguments[0], "--help"], folder)
+    told = run(["-m", "kvstore.tools", arguments[0], "--help"], folder)
     assert [flag for flag in flags_of(arguments) if flag not in told] == []
     if len(arguments) == 1:
         return  # A word in prose.
@@ -272,4 +272,4 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         words += ["--interval", "0.1", "--times", "1"]
     if arguments[0] == "purge":
         words += ["--unused", "36h"]
-    run(["-m", "tools", *words], folder)
+    run(["-m", "kvstore.tools", *words], folder)

@@ -11,8 +11,8 @@ from kvstore import Config, DiskConfig
 from kvstore.choice import Choice
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
+from kvstore.policies import filter_names, policy_names
 from kvstore.sizes import format_size, parse_size
-from policies import filter_names, policy_names
 
 GIB = 2**30
 

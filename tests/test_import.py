@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from tests.patience import PATIENCE
 
 HOME = Path(kvstore.__file__).resolve().parent.parent
 
-OURS = ("kvstore", "tiers", "policies", "tools")
+FOLDERS = ("kvstore", "tiers", "policies", "tools")
+"""Imported as kvstore, kvstore.tiers, kvstore.policies and kvstore.tools."""
 
 IMPORT_SECONDS = 0.3
 
@@ -60,15 +60,15 @@ HEAVY = ("torch", "vllm", "transformers", "hypothesis", "pytest")
         "import kvstore.connector.manager, kvstore.connector.backend, kvstore.connector.reuse",
         "import kvstore.connector.spec, kvstore.connector.handler, kvstore.connector.mediums",
         "import kvstore.connector.scheduler, kvstore.connector.worker, kvstore.connector.server",
-        "import tiers, tiers.disk, policies",
-        "import tools.cli",
+        "import kvstore.tiers, kvstore.tiers.disk, kvstore.policies",
+        "import kvstore.tools.cli",
     ],
 )
 def test_nothing_heavy_is_imported_along(tmp_path: Path, code: str) -> None:
     loaded = json.loads(
         run(f"{code}; import sys, json; print(json.dumps(sorted(sys.modules)))", tmp_path).stdout
     )
-    assert "kvstore" in loaded or "tiers" in loaded
+    assert "kvstore" in loaded
     assert [name for name in loaded if name.split(".")[0] in HEAVY] == []
 
 
@@ -77,9 +77,7 @@ def test_importing_kvstore_imports_no_part_of_it_that_is_not_asked_for(tmp_path:
     loaded = run(code, tmp_path).stdout.split()
     assert set(loaded) == {
         "kvstore",
-        "kvstore._installation",
         "kvstore._version",
-        "kvstore.errors",
     }
 
 
@@ -110,9 +108,9 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
             assert node.module is not None
             yield node.lineno, node.module
             # `from kvstore import types` imports kvstore.types.
-            if node.module in OURS:
+            if node.module == "kvstore":
                 for alias in node.names:
-                    if (HOME / node.module / f"{alias.name}.py").exists():
+                    if list((HOME / "kvstore").glob(f"{alias.name}*")):
                         yield node.lineno, f"{node.module}.{alias.name}"
 
 
@@ -126,18 +124,18 @@ def strangers(folder: str, *allowed: str) -> list[str]:
         f"{file.relative_to(HOME)}:{line} imports {module}"
         for file in sources(folder)
         for line, module in imports_of(file)
-        if module.split(".")[0] in OURS and not within(module, allowed)
+        if module.split(".")[0] == "kvstore" and not within(module, allowed)
     ]
 
 
 def test_the_search_for_imports_finds_some() -> None:
     found = {module for file in sources("tiers") for _, module in imports_of(file)}
-    assert {"numpy", "kvstore.types", "kvstore.errors", "tiers.base"} <= found
-    assert strangers("tiers", "tiers") != []
+    assert {"numpy", "kvstore.types", "kvstore.errors", "kvstore.tiers.base"} <= found
+    assert strangers("tiers", "kvstore.tiers") != []
 
 
 def test_tiers_know_only_the_types_and_errors_of_kvstore_and_the_table_of_policies() -> None:
-    known = ("tiers", "kvstore.types", "kvstore.errors", "policies.table")
+    known = ("kvstore.tiers", "kvstore.types", "kvstore.errors", "kvstore.policies.table")
     assert strangers("tiers", *known) == []
 
 
@@ -146,13 +144,14 @@ def test_policies_know_nothing_but_the_standard_library() -> None:
         f"{file.relative_to(HOME)}:{line} imports {module}"
         for file in sources("policies")
         for line, module in imports_of(file)
-        if module.split(".")[0] not in {*sys.stdlib_module_names, "policies"}
+        if module.split(".")[0] not in sys.stdlib_module_names
+        and not within(module, ("kvstore.policies",))
     ]
     assert foreign == []
 
 
 def test_the_core_does_no_io_and_knows_no_clock() -> None:
-    assert strangers("kvstore/core", "kvstore.core", "kvstore.types", "policies") == []
+    assert strangers("kvstore/core", "kvstore.core", "kvstore.types", "kvstore.policies") == []
     forbidden = {"asyncio", "concurrent", "io", "logging", "mmap", "multiprocessing", "os"}
     forbidden |= {"pathlib", "queue", "select", "signal", "socket", "ssl", "subprocess"}
     forbidden |= {"sched", "tempfile", "threading", "time", "numpy", "uvloop"}
@@ -174,11 +173,13 @@ def test_the_core_does_no_io_and_knows_no_clock() -> None:
 
 
 def test_kvstore_knows_nothing_of_the_command() -> None:
-    assert strangers("kvstore", "kvstore", "tiers", "policies") == []
+    for file in sources("kvstore", "tiers", "policies"):
+        for line, module in imports_of(file):
+            assert not within(module, ("kvstore.tools",)), f"{file.relative_to(HOME)}:{line}"
 
 
 def test_vllm_is_known_only_below_its_own_folder() -> None:
-    for file in sources(*OURS):
+    for file in sources(*FOLDERS):
         if (HOME / "kvstore" / "vllm") in file.parents:
             continue
         for line, module in imports_of(file):
@@ -187,7 +188,7 @@ def test_vllm_is_known_only_below_its_own_folder() -> None:
 
 
 def test_test_tools_are_known_only_to_the_published_suites() -> None:
-    for file in sources(*OURS):
+    for file in sources(*FOLDERS):
         if (HOME / "kvstore" / "testing") in file.parents:
             continue
         for line, module in imports_of(file):
@@ -198,7 +199,7 @@ def test_test_tools_are_known_only_to_the_published_suites() -> None:
 def test_torch_is_imported_only_where_it_is_used() -> None:
     """At the head of a module it would be imported along; two rooms are about it."""
     rooms = {HOME / "kvstore" / "vllm", HOME / "kvstore" / "device"}
-    for file in sources(*OURS):
+    for file in sources(*FOLDERS):
         if rooms & {*file.parents}:
             continue
         head = ast.parse(file.read_text()).body
@@ -207,50 +208,29 @@ def test_torch_is_imported_only_where_it_is_used() -> None:
         assert not [name for name in names if within(name, ("torch",))], file
 
 
-# -- shadowed --------------------------------------------------------------------------------
+# -- beside others ---------------------------------------------------------------------------
+
+
+def test_a_project_with_folders_of_the_same_names_imports_kvstore(tmp_path: Path) -> None:
+    for name in ("tools", "tiers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("ours = True\n")
+    (tmp_path / "policies.py").write_text("ours = True\n")
+    code = (
+        "import kvstore, kvstore.tiers.disk, kvstore.policies, kvstore.tools.cli\n"
+        "import tools, tiers, policies\n"
+        "print(tools.ours and tiers.ours and policies.ours)"
+    )
+    assert run(code, tmp_path).stdout == "True\n"
 
 
 @pytest.mark.parametrize("name", ["tiers", "policies", "tools"])
-def test_a_folder_that_shadows_a_sibling_is_named_with_the_place_it_should_be(
-    tmp_path: Path, name: str
-) -> None:
-    foreign = tmp_path / name / "__init__.py"
-    foreign.parent.mkdir()
-    foreign.write_text("raise SystemExit('the wrong package was imported')\n")
-    ended = run("import kvstore", tmp_path, check=False)
-    assert ended.returncode == 1
+def test_a_folder_of_the_repository_is_not_imported_by_its_own_name(name: str) -> None:
+    ended = run(f"import {name}", HOME, check=False)
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvstore.errors.ShadowedPackageError: ")
-    assert f"package {name!r} of kvstore" in last
-    assert str(foreign.resolve()) in last
-    assert str(HOME / name) in last
+    assert last.startswith(f"ImportError: import kvstore.{name}, not {name}")
 
 
-def test_a_module_that_shadows_a_sibling_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tiers.py").write_text("raise SystemExit('the wrong module was imported')\n")
-    ended = run("import kvstore", tmp_path, check=False)
-    assert "ShadowedPackageError" in ended.stderr
-    assert str((tmp_path / "tiers.py").resolve()) in ended.stderr
-
-
-def test_a_sibling_that_is_missing_is_named(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    for name in ("kvstore", "tiers", "tools"):
-        os.symlink(HOME / name, site / name)
-    code = f"import sys; sys.path.insert(0, {str(site)!r}); import kvstore"
-    ended = run(code, tmp_path, "-S", "-E", check=False)
-    assert "ShadowedPackageError" in ended.stderr
-    assert "'policies' of kvstore is missing" in ended.stderr
-
-
-def test_a_shadowed_sibling_is_an_import_error(tmp_path: Path) -> None:
-    (tmp_path / "tiers").mkdir()
-    (tmp_path / "tiers" / "__init__.py").touch()
-    code = "try:\n  import kvstore\nexcept ImportError as error:\n  print(type(error).__name__)"
-    assert run(code, tmp_path).stdout == "ShadowedPackageError\n"
-
-
-def test_beside_its_siblings_kvstore_can_be_imported_from_anywhere(tmp_path: Path) -> None:
+def test_kvstore_can_be_imported_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "unrelated").mkdir()
     assert run("import kvstore; print(kvstore.__version__)", tmp_path).stdout.strip()

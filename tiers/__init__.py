@@ -1,6 +1,10 @@
 """Where bytes live: host memory and slower tiers, one place per medium."""
 
-from tiers.base import Tier, Transfer
-from tiers.pinned import PinnedRegion
+# Under two names there would be two registries.
+if __name__ != "kvstore.tiers":
+    raise ImportError(f"import kvstore.tiers, not {__name__}")
+
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = ["PinnedRegion", "Tier", "Transfer"]

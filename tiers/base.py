@@ -34,8 +34,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
-from tiers.pinned import PinnedRegion
 
 __all__ = ["Tier", "Transfer", "error_of"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
-from tiers.pages import PAGE
-from tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.pages import PAGE
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = ["LentRegion"]
 

@@ -2,7 +2,7 @@
 
 A private region is anonymous memory. A shared region is a memfd: it has no name
 in any file system, so a killed process leaves nothing behind. How processes find
-each other over it is told in `tiers.rendezvous`.
+each other over it is told in `kvstore.tiers.rendezvous`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
-from kvstore.types import about
-from tiers.headroom import claimed
-from tiers.pages import (
+from kvstore.tiers.headroom import claimed
+from kvstore.tiers.pages import (
     HUGE_PAGE,
     PAGE,
     backed_by_huge_pages,
@@ -29,8 +28,9 @@ from tiers.pages import (
     new_memfd,
     populate,
 )
-from tiers.registration import Registration, cuda_runtime
-from tiers.rendezvous import Rendezvous, is_complete
+from kvstore.tiers.registration import Registration, cuda_runtime
+from kvstore.tiers.rendezvous import Rendezvous, is_complete
+from kvstore.types import about
 
 __all__ = ["PAGE", "PinnedRegion", "RegionShape", "round_to_page"]
 

@@ -1,7 +1,7 @@
-"""``python -m tools`` is the `kvstore` command."""
+"""``python -m kvstore.tools`` is the `kvstore` command."""
 
 import sys
 
-from tools.cli import main
+from kvstore.tools.cli import main
 
 sys.exit(main())

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import KVStoreError
-from tools.inspect import inspect
-from tools.simulate import add_arguments, run_simulate
-from tools.top import add_top_arguments, run_top
-from tools.upkeep import run_compact, run_purge, run_stat
-from tools.verify import verify
+from kvstore.tools.inspect import inspect
+from kvstore.tools.simulate import add_arguments, run_simulate
+from kvstore.tools.top import add_top_arguments, run_top
+from kvstore.tools.upkeep import run_compact, run_purge, run_stat
+from kvstore.tools.verify import verify
 
 __all__ = ["main"]
 

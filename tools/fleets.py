@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet, sample
 from kvstore.sizes import format_size
-from tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
+from kvstore.tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
 
 __all__ = ["replay_fleets"]
 

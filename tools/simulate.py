@@ -29,8 +29,8 @@ from kvstore.simulation import (
 )
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
-from tools.fleets import replay_fleets
-from tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
+from kvstore.tools.fleets import replay_fleets
+from kvstore.tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
 
 __all__ = ["add_arguments", "run_simulate"]
 

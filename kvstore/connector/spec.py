@@ -17,7 +17,7 @@ from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import ConfigError
 from kvstore.region import join_region, private_region, release_region, share_region
-from tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.table import OrderedTable
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["ANSWERS_LAST", "MOST_ANSWERS", "Answers"]
 

@@ -15,8 +15,8 @@ from kvstore.core.index import Index
 from kvstore.core.patience import Patience
 from kvstore.core.slotless import SlotlessTier, Unordered
 from kvstore.core.stats import TierStats
+from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
-from policies.admission import AdmissionFilter
 
 __all__ = ["NOWHERE", "AskedTier"]
 

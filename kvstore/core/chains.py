@@ -22,9 +22,9 @@ from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.tier import TierView
 from kvstore.core.uses import Uses
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.base import EvictionPolicy
 from kvstore.types import group_of
-from policies.admission import AdmissionFilter
-from policies.base import EvictionPolicy
 
 __all__ = ["MAX_ASKED", "MAX_KEYS", "MAX_REQUESTS", "Chains"]
 

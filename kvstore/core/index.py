@@ -10,8 +10,8 @@ from kvstore.core.ages import Ages
 from kvstore.core.chunk import TIER, Life
 from kvstore.core.history import History
 from kvstore.core.recency import Recency
-from policies.base import HELD, LATER, EvictionPolicy
-from policies.table import OrderedTable
+from kvstore.policies.base import HELD, LATER, EvictionPolicy
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["MOST_FAILURES", "Index"]
 

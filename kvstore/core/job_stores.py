@@ -10,8 +10,8 @@ from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.job import Job, JobBook
 from kvstore.core.tier import CopyTarget, TierView
+from kvstore.policies.base import EvictionPolicy
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
-from policies.base import EvictionPolicy
 
 __all__ = ["COPIES_PER_STEP", "STORE_SHARE", "JobStores"]
 

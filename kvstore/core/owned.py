@@ -13,9 +13,9 @@ from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.slots import Slots
 from kvstore.core.stats import TierStats
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.base import EvictionPolicy
 from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
-from policies.admission import AdmissionFilter
-from policies.base import EvictionPolicy
 
 __all__ = ["OwnedTier"]
 

@@ -23,9 +23,9 @@ from kvstore.core.chunk import (
     start_copies,
 )
 from kvstore.core.history import History
-from policies.admission import AdmissionFilter
-from policies.base import EvictionPolicy
-from policies.table import OrderedTable
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.base import EvictionPolicy
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["HostPool"]
 

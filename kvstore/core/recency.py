@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import repeat
 
-from policies.table import OrderedTable
+from kvstore.policies.table import OrderedTable
 
 __all__ = ["MOST_USED", "NOTE_SECONDS", "Recency"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.slots import RETRY_PAUSE
+from kvstore.policies.base import EvictionPolicy, Protected
 from kvstore.types import Completion, Move, Op, RecoveredTier
-from policies.base import EvictionPolicy, Protected
 
 __all__ = ["SlotlessTier", "Unordered"]
 

@@ -18,9 +18,9 @@ from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.patience import Patience
 from kvstore.core.stats import TierStats
+from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.table import OrderedTable
 from kvstore.types import Changes, Completion, LogLine, Move
-from policies.admission import AdmissionFilter
-from policies.table import OrderedTable
 
 __all__ = ["CopyTarget", "Store", "TierView"]
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from kvstore.core.budget import Budget
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.pool import HostPool
-from policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
 
 __all__ = ["Victims"]
 

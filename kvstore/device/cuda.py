@@ -64,7 +64,7 @@ class CudaCopies:
         Args:
             groups: for each KV cache group the tables of its blocks, all on one device.
             rows: host memory, of shape (rows, bytes of a row). The device copies at full speed
-                only if it is registered (see `tiers.pinned.PinnedRegion.register_with_cuda`).
+                only if it is registered: see `PinnedRegion.register_with_cuda`.
             way: one of `WAYS`, for all transfers; by default ``batch`` if the driver has it, else
                 ``each``, until `measure` finds something better.
             kernels_read: whether kernels of the device may use the addresses of `rows`: what

@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 
 import pytest
 
+from kvstore.policies import AdmissionFilter
 from kvstore.testing.policy import keys_of
-from policies import AdmissionFilter
 
 __all__ = ["FilterContract"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import RecoveredTier
-from tiers.base import Tier, Transfer
-from tiers.pinned import PinnedRegion
 
 __all__ = ["Benches", "TierBench", "key_of", "payload_of"]
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies import HELD, LATER, EvictionPolicy
+from kvstore.policies import HELD, LATER, EvictionPolicy
 
 __all__ = ["PolicyContract", "keys_of"]
 

@@ -1,4 +1,4 @@
-"""The contract of a store (`tiers.base`) as a test suite.
+"""The contract of a store (`kvstore.tiers.base`) as a test suite.
 
 A store's own tests inherit it, and say how a tier is built and how its engine is treated badly:
 
@@ -21,10 +21,10 @@ from uuid import uuid4
 import pytest
 
 from kvstore.testing.bench import Benches, TierBench, key_of
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.store.client import ListingClient
+from kvstore.tiers.store.tier import StoreTier
 from kvstore.types import MAX_KEY_BYTES, TierPlace
-from tiers.base import Tier, Transfer
-from tiers.store.client import ListingClient
-from tiers.store.tier import StoreTier
 
 __all__ = ["StoreContract"]
 

@@ -1,4 +1,4 @@
-"""The contract of `tiers.base.Tier` as a test suite.
+"""The contract of `kvstore.tiers.base.Tier` as a test suite.
 
 A tier's own tests inherit it and say how a tier is built:
 
@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from kvstore.testing.bench import Benches, TierBench, key_of
+from kvstore.tiers.base import Tier, Transfer
 from kvstore.types import MAX_KEY_BYTES
-from tiers.base import Tier, Transfer
 
 __all__ = ["TierContract"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
+from kvstore.policies import create_policy
 from kvstore.vllm.version import position_of
-from policies import create_policy
 
 __all__ = ["KVStoreCachePolicy"]
 

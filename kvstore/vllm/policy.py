@@ -3,7 +3,7 @@
     "kv_connector_extra_config": {"cpu_bytes_to_use": N,
       "eviction_policy": "hit-density", "cache_policy_module_path": "kvstore.vllm.policy"}
 
-Every name that `policies.policy_names` knows is an attribute of this module: a
+Every name that `kvstore.policies.policy_names` knows is an attribute of this module: a
 class for vLLM's policy factory, with the policy's default parameters. vLLM looks
 among its own names first, and has an "lru" and an "arc"; ours are also called
 ``kvstore-lru``, ``kvstore-arc`` and so on.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policies import find_policy
+from kvstore.policies import find_policy
 
 __all__: list[str] = []
 

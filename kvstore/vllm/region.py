@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from kvstore.errors import ConfigError
 from kvstore.region import in_process, join_region, private_region, release_region, share_region
-from tiers.pinned import PinnedRegion, RegionShape
-from tiers.rendezvous import OtherShapeError
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.rendezvous import OtherShapeError
 
 __all__ = ["manager_region", "release_region", "worker_region"]
 

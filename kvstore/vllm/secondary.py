@@ -46,6 +46,7 @@ from kvstore.core import CoreStats
 from kvstore.core.job import JobEnd
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.runner import JobRunner
+from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapter_keys import AdapterKeys
 from kvstore.vllm.caller import vllm_config_of
@@ -56,7 +57,6 @@ from kvstore.vllm.options import TierOptions
 from kvstore.vllm.reporter import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.siblings import siblings
 from kvstore.vllm.spec import check_engine_with_tiers
-from tiers.lent import LentRegion
 
 __all__ = ["KVStoreTier"]
 

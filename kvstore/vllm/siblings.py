@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from tiers.disk.namespace import read_namespace
+from kvstore.tiers.disk.namespace import read_namespace
 
 __all__ = ["siblings"]
 

@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
 from kvstore.vllm.canonical import Piece, has_writer, pieces, row_pages
 from kvstore.vllm.region import release_region, worker_region
-from tiers.pinned import PinnedRegion
 
 if TYPE_CHECKING:
     from kvstore.vllm.spec import KVStoreOffloadingSpec

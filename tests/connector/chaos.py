@@ -22,8 +22,8 @@ from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyM
 from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.spec import Handlers, KVStoreSpec
 from kvstore.region import join_region
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
 from tests.connector.held import Clock, HeldEngine, Shelf
-from tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = [
     "BYTES",
@@ -244,7 +244,7 @@ class ChaosSpec(KVStoreSpec):
 
     def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
         # To learn how much of a few pages is huge, the maps of all the process would be read.
-        with patch("tiers.pinned.backed_by_huge_pages", lambda address: 0):
+        with patch("kvstore.tiers.pinned.backed_by_huge_pages", lambda address: 0):
             return super()._region(meet)
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from kvstore.tiers import PinnedRegion, Tier
 from kvstore.types import Completion, Move, Op, RecoveredTier
 from tests.engine.fakes import GatedTier
-from tiers import PinnedRegion, Tier
 
 __all__ = ["Clock", "HeldEngine", "Shelf"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.connector.backend import MappedFileBackend, PinnedBackend
 from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
+from kvstore.policies import policy_names
 from kvstore.testing.manager import ManagerBench, ManagerContract, Places, keys_from
-from policies import policy_names
 
 
 class PolicyManagerContract(ManagerContract):

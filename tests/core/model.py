@@ -25,8 +25,8 @@ from kvstore.core.removals import Removal
 from kvstore.core.request import RequestState
 from kvstore.core.spans import SpanBegin, SpanKind
 from kvstore.core.tier import TierView
+from kvstore.policies import Protected, create_policy
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
-from policies import Protected, create_policy
 
 __all__ = [
     "GARBAGE",

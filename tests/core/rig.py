@@ -9,9 +9,9 @@ from kvstore.core import AskedTier, Core, CoreStats, HostPool, OwnedTier
 from kvstore.core.answers import Answers
 from kvstore.core.chunk import READY
 from kvstore.core.tier import TierView
+from kvstore.policies import EvictionPolicy, Protected, create_policy
+from kvstore.policies.lru import LRU
 from kvstore.types import Completion, Move, Op, RecoveredTier
-from policies import EvictionPolicy, Protected, create_policy
-from policies.lru import LRU
 
 
 def chain(name: str, length: int, start: int = 0) -> list[bytes]:

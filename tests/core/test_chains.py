@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.core import Core, HostPool, chains, positions
-from policies import AdmissionFilter, create_policy
-from policies.lru import LRU
+from kvstore.policies import AdmissionFilter, create_policy
+from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvstore.core import HostPool
 from kvstore.core.chunk import HOST, TIER, IllegalTransitionError, Life, Table
 from kvstore.core.index import Index
-from policies import create_policy
+from kvstore.policies import create_policy
 
 KEY = b"key"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.core import Core, Flow, HostPool, OwnedTier
+from kvstore.policies import create_policy
 from kvstore.types import Op, RecoveredTier
-from policies import create_policy
 from tests.core.rig import Rig, chain
 from tests.core.test_chains import Gate
 

@@ -12,9 +12,9 @@ from kvstore.core.job import JobEnd
 from kvstore.core.job_stores import STORE_SHARE
 from kvstore.core.jobs import Jobs
 from kvstore.core.tier import TierView
+from kvstore.policies import create_policy
+from kvstore.policies.registry import policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, LogLine, Move, Op, RecoveredTier
-from policies import create_policy
-from policies.registry import policy_names
 from tests.core.rig import chain
 
 SLOTS = 8

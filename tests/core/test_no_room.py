@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.core import Core, HostPool, OwnedTier
+from kvstore.policies import create_policy
 from kvstore.types import RecoveredTier
-from policies import create_policy
 
 
 def test_a_tier_without_room_for_a_segment_does_not_hold_up_host_memory() -> None:

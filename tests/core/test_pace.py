@@ -11,8 +11,8 @@ import pytest
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
 from kvstore.core.pace import LEAST_SHARE, NEWS_PER_CHUNK, STORED
+from kvstore.policies import Protected, create_policy, policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
-from policies import Protected, create_policy, policy_names
 from tests.core.rig import Rig, chain
 
 FEW = Pace(asked=8, told=4, granted=4, absorbed=6, copied=4, questions=4)

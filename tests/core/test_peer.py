@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core import Core, HostPool, OwnedTier, PeerTier
+from kvstore.policies import create_policy
 from kvstore.types import NO_MOVE, Changes, Completion, Op, RecoveredTier
-from policies import create_policy
 from tests.core.rig import Rig, chain
 
 

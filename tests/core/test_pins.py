@@ -7,8 +7,8 @@ import math
 import pytest
 
 from kvstore.core import Core, HostPool
+from kvstore.policies import create_policy
 from kvstore.types import Op
-from policies import create_policy
 from tests.core.rig import Rig, chain
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 8)

@@ -10,7 +10,7 @@ from kvstore.core.cascades import Cascades
 from kvstore.core.chunk import Chunk
 from kvstore.core.room import Room
 from kvstore.core.victims import Victims
-from policies import EvictionPolicy, create_policy
+from kvstore.policies import EvictionPolicy, create_policy
 from tests.core.rig import CountingLRU
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policies import AdmissionFilter
+from kvstore.policies import AdmissionFilter
 from tests.core.rig import Rig, chain
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.slots import RETRY_PAUSE
+from kvstore.policies import create_policy
 from kvstore.types import Op
-from policies import create_policy
 from tests.core.rig import Rig, chain
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.core import StoreGrant
 from kvstore.core.chunk import READY
-from policies import Protected, create_policy, policy_names
-from policies.hitdensity import HitDensity
-from policies.lru import LRU
+from kvstore.policies import Protected, create_policy, policy_names
+from kvstore.policies.hitdensity import HitDensity
+from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
 
 POLICIES = [*policy_names(), "hit-density, whole stores"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kvstore.tiers import PinnedRegion, Tier, Transfer
 from kvstore.types import Changes, RecoveredTier
-from tiers import PinnedRegion, Tier, Transfer
 
 __all__ = ["GatedTier", "RaisingTier", "SilentTier"]
 

@@ -20,12 +20,12 @@ from kvstore import engine as engine_module
 from kvstore.background import new_event_loop
 from kvstore.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
+from kvstore.tiers import PinnedRegion, Tier, Transfer
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.namespace import Namespace
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
 from tests.engine.fakes import GatedTier, RaisingTier, SilentTier
 from tests.patience import PATIENCE, until
-from tiers import PinnedRegion, Tier, Transfer
-from tiers.disk import DiskTier
-from tiers.disk.namespace import Namespace
 
 ROWS, ROW_BYTES = 16, 4096
 

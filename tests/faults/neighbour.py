@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvstore.tiers.disk.io import IORequest
 from tests.faults.support import Caller, calling
 from tests.patience import PATIENCE
-from tiers.disk.io import IORequest
 
 __all__ = ["Neighbour", "strike"]
 

@@ -17,10 +17,10 @@ import kvstore
 from kvstore.core import CoreStats
 from kvstore.core.stats import TierStats
 from kvstore.store import Store
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.namespace import Namespace
 from tests.patience import PATIENCE
-from tiers.disk import DiskTier
-from tiers.disk.format import Geometry
-from tiers.disk.namespace import Namespace
 
 CHUNK = 64 * 1024
 SLOTS = 16

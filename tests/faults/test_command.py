@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.tools.cli import main
 from tests.faults.conftest import EIO, FaultyDisk
 from tests.faults.support import SLOTS, calling
-from tools.cli import main
 
 COMMANDS = [
     ["inspect"],

@@ -79,7 +79,7 @@ async def test_a_capacity_that_was_lowered_is_kept_with_few_descriptors(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await large_lane(folder)
-    monkeypatch.setattr("tiers.disk.volume.SPARE_DESCRIPTORS", 24)
+    monkeypatch.setattr("kvstore.tiers.disk.volume.SPARE_DESCRIPTORS", 24)
     with descriptors_left(24):
         async with calling(folder) as caller:
             assert lane_bytes(lane_of(folder)) <= CAPACITY
@@ -91,7 +91,7 @@ async def test_a_lane_with_more_segments_than_may_be_open_is_no_lane_of_foreign_
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = await large_lane(folder)
-    monkeypatch.setattr("tiers.disk.volume.allow_descriptors", lambda more, what: None)
+    monkeypatch.setattr("kvstore.tiers.disk.volume.allow_descriptors", lambda more, what: None)
     with descriptors_left(48):
         (done,) = compact(folder)
         with pytest.raises(PathUnusableError, match="open files: 32 segments need two each"):

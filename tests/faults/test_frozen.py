@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.tiers.disk.io import IO_BACKENDS, IORequest, choose_backend
 from tests.faults.conftest import Device
 from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, running_loop
 from tests.patience import PATIENCE, until_async
-from tiers.disk.io import IO_BACKENDS, IORequest, choose_backend
 
 FROZEN_SECONDS = 2.0
 STILL_SECONDS = 1.0

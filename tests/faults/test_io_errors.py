@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.tiers.disk.format import RECORD_BYTES
 from tests.faults.conftest import EIO, FaultyDisk, Rule
 from tests.faults.support import (
     CEILING,
@@ -26,7 +27,6 @@ from tests.faults.support import (
     warned,
 )
 from tests.patience import PATIENCE, until_async
-from tiers.disk.format import RECORD_BYTES
 
 ALL = range(SLOTS)
 BLOCKS = {"path": "segment-", "first": GEOMETRY.blocks_offset}

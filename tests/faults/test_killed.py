@@ -35,15 +35,15 @@ from tests.patience import PATIENCE
 
 Start = Callable[..., Neighbour]
 
-INDEX = "tiers.disk.index:IndexFile"
+INDEX = "kvstore.tiers.disk.index:IndexFile"
 PAYLOAD = (
-    "tiers.disk.io.aio:AioIO.begin_writes tiers.disk.io.direct:DirectIO.write "
-    "tiers.disk.io.buffered:BufferedIO.write"
+    "kvstore.tiers.disk.io.aio:AioIO.begin_writes kvstore.tiers.disk.io.direct:DirectIO.write "
+    "kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
 WRITTEN = PAYLOAD.replace("AioIO.begin_writes", "_Writes.end")
-RELOCATION = "tiers.disk.tier:relocate"
-VOLUME = "tiers.disk.volume:Volume"
-DISK = "tiers.disk.tier:DiskTier"
+RELOCATION = "kvstore.tiers.disk.tier:relocate"
+VOLUME = "kvstore.tiers.disk.volume:Volume"
+DISK = "kvstore.tiers.disk.tier:DiskTier"
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,24 @@ WRITE = [
     Point("after the payload", WRITTEN, "after", 1),
     Point("amid the records", f"{INDEX}.write", "half", 2),
     Point("after the records, not reported yet", f"{INDEX}.write", "after", 2),
-    Point("after the digests", "tiers.disk.extents:encode_records", "before"),
+    Point("after the digests", "kvstore.tiers.disk.extents:encode_records", "before"),
 ]
 
 GROWTH = [
-    Point("before the space is allocated", "tiers.disk.segment:_allocate", "before"),
-    Point("after the space is allocated", "tiers.disk.segment:_allocate", "after"),
+    Point("before the space is allocated", "kvstore.tiers.disk.segment:_allocate", "before"),
+    Point("after the space is allocated", "kvstore.tiers.disk.segment:_allocate", "after"),
     Point("before the segment gets its name", "os:rename", "before"),
     Point("after the segment got its name", "os:rename", "after"),
-    Point("before the folder is synced", "tiers.disk.segment:_sync_folder", "before"),
-    Point("after the folder is synced", "tiers.disk.segment:_sync_folder", "after"),
+    Point("before the folder is synced", "kvstore.tiers.disk.segment:_sync_folder", "before"),
+    Point("after the folder is synced", "kvstore.tiers.disk.segment:_sync_folder", "after"),
 ]
 
 CLOSING = [
-    Point("before recency is saved", "tiers.disk.volume:Volume.save_recency", "before"),
+    Point("before recency is saved", "kvstore.tiers.disk.volume:Volume.save_recency", "before"),
     Point("amid the records of the first segment", f"{INDEX}.write", "half", 1),
     Point("between two segments", f"{INDEX}.write", "after", 1),
     Point("amid the records of the second segment", f"{INDEX}.write", "half", 2),
-    Point("after recency is saved", "tiers.disk.volume:Volume.save_recency", "after"),
+    Point("after recency is saved", "kvstore.tiers.disk.volume:Volume.save_recency", "after"),
 ]
 
 COMPACTING = [
@@ -98,7 +98,7 @@ COMPACTING = [
     Point("between two new records", f"{INDEX}.place", "after", 5),
     Point("amid a record", f"{INDEX}.write", "half", 5),
     Point("after new records, before the old slots are free", RELOCATION, "after"),
-    Point("before copies are synced", "tiers.disk.segment:Segment.sync", "before"),
+    Point("before copies are synced", "kvstore.tiers.disk.segment:Segment.sync", "before"),
     Point("before an empty segment is removed", f"{VOLUME}.remove", "before"),
     Point("between two segments that are removed", f"{VOLUME}.remove", "after"),
     Point("before displaced records are erased", f"{DISK}.erase_displaced", "before"),
@@ -108,10 +108,12 @@ COMPACTING = [
 FIRST_OPENING = [
     Point("before the namespace is published", "os:link", "before"),
     Point("after the namespace is published", "os:link", "after"),
-    Point("before the lane is locked", "tiers.disk.lane:_lock", "before"),
-    Point("after the lane is locked", "tiers.disk.lane:_lock", "after"),
+    Point("before the lane is locked", "kvstore.tiers.disk.lane:_lock", "before"),
+    Point("after the lane is locked", "kvstore.tiers.disk.lane:_lock", "after"),
     Point("before the backend is probed", PAYLOAD, "before"),
-    Point("before the first segment is allocated", "tiers.disk.segment:_allocate", "before"),
+    Point(
+        "before the first segment is allocated", "kvstore.tiers.disk.segment:_allocate", "before"
+    ),
     Point("before the first segment gets its name", "os:rename", "before"),
 ]
 

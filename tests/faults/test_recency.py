@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.tiers.disk.index import read_index
 from tests.patience import PATIENCE
-from tiers.disk.index import read_index
 
 CHUNK = 64 * 1024
 CHUNKS = 40

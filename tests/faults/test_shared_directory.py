@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.store.mount import MARK
+from kvstore.tiers.store.object import ObjectTier
 from kvstore.types import TierPlace
-from tiers.store.mount import MARK
-from tiers.store.object import ObjectTier
 
 STRANGER = 65534
 

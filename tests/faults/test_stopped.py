@@ -28,15 +28,15 @@ from tests.patience import until_async
 Start = Callable[..., Neighbour]
 
 READ = (
-    "tiers.disk.io.aio:AioIO.begin_reads tiers.disk.io.direct:DirectIO.read "
-    "tiers.disk.io.buffered:BufferedIO.read"
+    "kvstore.tiers.disk.io.aio:AioIO.begin_reads kvstore.tiers.disk.io.direct:DirectIO.read "
+    "kvstore.tiers.disk.io.buffered:BufferedIO.read"
 )
 WRITE = (
-    "tiers.disk.io.aio:AioIO.begin_writes tiers.disk.io.direct:DirectIO.write "
-    "tiers.disk.io.buffered:BufferedIO.write"
+    "kvstore.tiers.disk.io.aio:AioIO.begin_writes kvstore.tiers.disk.io.direct:DirectIO.write "
+    "kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
 WRITTEN = WRITE.replace("AioIO.begin_writes", "_Writes.end")
-RECORDS = "tiers.disk.index:IndexFile.write"
+RECORDS = "kvstore.tiers.disk.index:IndexFile.write"
 ALL = range(SLOTS)
 
 

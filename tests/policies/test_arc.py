@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore.policies.arc import ARC
+from kvstore.policies.base import HELD, LATER
 from kvstore.testing.policy import keys_of
-from policies.arc import ARC
-from policies.base import HELD, LATER
 
 
 def nobody(key: bytes) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from kvstore.policies import EvictionPolicy
+from kvstore.policies.arc import ARC
+from kvstore.policies.fifo import FIFO
+from kvstore.policies.hitdensity import HitDensity
+from kvstore.policies.lfu import LFU
+from kvstore.policies.s3fifo import S3FIFO
+from kvstore.policies.sieve import SIEVE
+from kvstore.policies.wtinylfu import WTinyLFU
 from kvstore.testing.policy import PolicyContract
-from policies import EvictionPolicy
-from policies.arc import ARC
-from policies.fifo import FIFO
-from policies.hitdensity import HitDensity
-from policies.lfu import LFU
-from policies.s3fifo import S3FIFO
-from policies.sieve import SIEVE
-from policies.wtinylfu import WTinyLFU
 
 
 class TestFIFO(PolicyContract):

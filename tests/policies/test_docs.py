@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing.policy import keys_of
-from policies import (
+from kvstore.policies import (
     create_policy,
     filter_names,
     find_filter,
@@ -17,7 +16,8 @@ from policies import (
     parameters_of,
     policy_names,
 )
-from policies import registry as registry_module
+from kvstore.policies import registry as registry_module
+from kvstore.testing.policy import keys_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text()
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from benchmarks.traces import TRACES, keyed, read_trace, replay, unique
-from policies import create_policy
+from kvstore.policies import create_policy
 
 FILES = {
     "conversation": "mooncake_conversation.jsonl.xz",

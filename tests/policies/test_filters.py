@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.policies import AdmissionFilter, Chain, create_filter
+from kvstore.policies.doorkeeper import DoorkeeperFilter
+from kvstore.policies.endurance import EnduranceBudget
+from kvstore.policies.reuse import ReuseThreshold
 from kvstore.testing.admission import FilterContract
 from kvstore.testing.policy import keys_of
-from policies import AdmissionFilter, Chain, create_filter
-from policies.doorkeeper import DoorkeeperFilter
-from policies.endurance import EnduranceBudget
-from policies.reuse import ReuseThreshold
 
 DAY = 86_400.0
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from kvstore.policies.density import Densities
+from kvstore.policies.hitdensity import HitDensity
 from kvstore.testing.policy import keys_of
-from policies.density import Densities
-from policies.hitdensity import HitDensity
 
 
 def nobody(key: bytes) -> bool:

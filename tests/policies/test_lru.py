@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore.policies import EvictionPolicy
+from kvstore.policies.lru import LRU
 from kvstore.testing.policy import PolicyContract, keys_of
-from policies import EvictionPolicy
-from policies.lru import LRU
 
 
 def nobody(key: bytes) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from policies import (
+from kvstore.policies import (
     EvictionPolicy,
     create_filter,
     create_policy,
@@ -20,10 +20,10 @@ from policies import (
     register_filter,
     register_policy,
 )
-from policies import registry as registry_module
-from policies.lru import LRU
-from policies.reuse import ReuseThreshold
-from policies.s3fifo import S3FIFO
+from kvstore.policies import registry as registry_module
+from kvstore.policies.lru import LRU
+from kvstore.policies.reuse import ReuseThreshold
+from kvstore.policies.s3fifo import S3FIFO
 
 Install = Callable[..., None]
 
@@ -58,7 +58,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 RING = """
-from policies.lru import LRU
+from kvstore.policies.lru import LRU
 
 class Ring(LRU):
     name = "ring"
@@ -219,7 +219,8 @@ def test_a_filter_is_made_known_by_decorator_or_by_an_installed_package(install:
     with pytest.raises(ValueError, match="'everybody' is already taken by"):
         register_filter(type("Other", (ReuseThreshold,), {"name": "everybody"}))
     source = (
-        "from policies.reuse import ReuseThreshold\nclass Two(ReuseThreshold):\n    name = 'two'\n"
+        "from kvstore.policies.reuse import ReuseThreshold\n"
+        "class Two(ReuseThreshold):\n    name = 'two'\n"
     )
     install("acme_two", source, "two = acme_two:Two", "kvstore.filters")
     assert {"everybody", "two", "reuse", "doorkeeper", "endurance"} <= set(filter_names())

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-import policies
-from policies.table import COMPILED, OrderedTable
+import kvstore
+from kvstore.policies.table import COMPILED, OrderedTable
 
 pytestmark = pytest.mark.skipif(
-    not COMPILED, reason="policies._table is not compiled: an OrderedDict stands in for it"
+    not COMPILED, reason="kvstore.policies._table is not compiled: an OrderedDict stands in for it"
 )
 
 MISSING = object()
@@ -283,14 +284,14 @@ def test_wrong_arguments_are_refused_and_change_nothing(wrong: Callable[[Any], o
 
 def test_without_the_compiled_table_an_ordered_dict_stands_in() -> None:
     code = (
-        "import sys; sys.modules['policies._table'] = None; "
-        "from policies.table import COMPILED, OrderedTable; "
-        "from policies import create_policy; "
+        "import sys; sys.modules['kvstore.policies._table'] = None; "
+        "from kvstore.policies.table import COMPILED, OrderedTable; "
+        "from kvstore.policies import create_policy; "
         "policy = create_policy('lru', 2); policy.insert(b'a'); policy.insert(b'b'); "
         "assert policy.evict(1, lambda key: False) == [b'a']; "
         "print(COMPILED, issubclass(OrderedTable, dict))"
     )
-    root = str(policies.__path__[0]).removesuffix("/policies")
+    root = Path(kvstore.__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )

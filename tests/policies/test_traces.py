@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.interleave import merged, sessions, shuffled, thinned
 from benchmarks.traces import Request, key_of, keyed, read_trace, replay
-from policies.lru import LRU
+from kvstore.policies.lru import LRU
 
 
 def plain(path: Path, requests: list[list[int]]) -> Path:

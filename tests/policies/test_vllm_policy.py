@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 from benchmarks.traces import TRACES, keyed, read_trace, unique
-from policies import policy_names
+from kvstore.policies import policy_names
 
 MODULE = "kvstore.vllm.policy"
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.choice import Choice
 from kvstore.errors import TraceError
+from kvstore.policies import policy_names
 from kvstore.simulation import LRUCurve, Setup, Trace, optimum, read_trace, replay, sizes_between
-from policies import policy_names
 from tests.simulation.traces import conversations
 
 CONVERSATION = (

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.choice import Choice, build_policy
 from kvstore.core import Flow
+from kvstore.policies import policy_names
 from kvstore.simulation import Setup, Trace, read_trace, replay
-from policies import policy_names
 from tests.simulation.traces import conversations, hits_by_the_rules
 
 CONVERSATION = (

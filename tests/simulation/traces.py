@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from kvstore.policies import EvictionPolicy
 from kvstore.simulation import Trace
-from policies import EvictionPolicy
 
 
 def conversations(seed: int, sessions: int = 60, turns: int = 400) -> Trace:

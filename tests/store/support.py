@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore.store import Store
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG
-from tiers.disk import DiskTier
 
 CHUNK = 4096
 

@@ -15,12 +15,12 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.policies.lru import LRU
 from kvstore.store import Store
-from policies.lru import LRU
+from kvstore.tiers import PinnedRegion
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads
-from tiers import PinnedRegion
-from tiers.disk import DiskTier
 
 KEYS = keys_of("a", 4)
 

@@ -13,10 +13,10 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
+from kvstore.tiers.base import Transfer
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async
 from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, small
-from tiers.base import Transfer
-from tiers.disk import DiskTier
 
 A, B, WIDE = keys_of("a", 6), keys_of("b", 4), keys_of("wide", 40)
 

@@ -14,8 +14,10 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.policies import policy_names
 from kvstore.store import COPY_INLINE_BYTES
-from policies import policy_names
+from kvstore.tiers import Transfer
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.store.support import (
     CHUNK,
@@ -28,8 +30,6 @@ from tests.store.support import (
     payloads,
     small,
 )
-from tiers import Transfer
-from tiers.disk import DiskTier
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:

@@ -18,10 +18,10 @@ from kvstore.core.owned import OwnedTier
 from kvstore.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.store import Store
+from kvstore.tiers.disk.format import Geometry
 from tests.patience import PATIENCE, answered_async
 from tests.simulation.traces import conversations
 from tests.store.support import CHUNK, keys_of
-from tiers.disk.format import Geometry
 
 DATA = bytes(CHUNK)
 HOST, DISK = 48, 96

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async
 from tests.store.support import (
     Open,
@@ -28,7 +29,6 @@ from tests.store.support import (
     payloads,
     small,
 )
-from tiers.disk import DiskTier
 
 A, B = keys_of("a", 6), keys_of("b", 6)
 

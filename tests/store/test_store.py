@@ -19,10 +19,12 @@ import pytest
 import kvstore
 from kvstore.core import Core, Pace
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
+from kvstore.policies import registry
+from kvstore.policies.lru import LRU
+from kvstore.policies.table import COMPILED
 from kvstore.store import COPY_INLINE_BYTES
-from policies import registry
-from policies.lru import LRU
-from policies.table import COMPILED
+from kvstore.tiers import PinnedRegion, Transfer
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import (
     CHUNK,
@@ -37,8 +39,6 @@ from tests.store.support import (
     payload,
     payloads,
 )
-from tiers import PinnedRegion, Transfer
-from tiers.disk import DiskTier
 
 # -- bytes ---------------------------------------------------------------------------------
 

@@ -876,7 +876,7 @@ def test_an_interpreter_that_ends_while_its_disk_does_not_answer_ends_in_peace(
     tmp_path: Path,
 ) -> None:
     code = """
-        from tiers.disk import DiskTier
+        from kvstore.tiers.disk import DiskTier
         import asyncio, kvstore.sync
         kvstore.sync.EXIT_SECONDS = 0.2
 

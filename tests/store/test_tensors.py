@@ -18,9 +18,9 @@ import kvstore
 from kvstore import onlookers
 from kvstore.errors import LeaseEndedError
 from kvstore.store import Store
+from kvstore.tiers.pinned import PinnedRegion
 from tests.patience import PATIENCE, until, until_async
 from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
-from tiers.pinned import PinnedRegion
 
 torch = pytest.importorskip("torch")
 
@@ -300,7 +300,7 @@ print("same")
 def test_a_region_that_is_closed_stays_as_long_as_a_tensor_looks_at_it() -> None:
     script = """
 import gc, torch
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 region = PinnedRegion.private(4, 1 << 20)
 tensor = torch.frombuffer(region.view, dtype=torch.uint8)
 tensor.fill_(7)

@@ -13,13 +13,13 @@ from kvstore import tiering
 from kvstore.config import Config
 from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import ConfigError
+from kvstore.tiers import Tier
 from tests.store.support import Open, contents, keys_of, payloads, small
-from tiers import Tier
 
 SHELF = '''
 from kvstore.types import RecoveredTier
-from tiers import Tier
-from tiers.base import Transfer
+from kvstore.tiers import Tier
+from kvstore.tiers.base import Transfer
 
 PLACES = []
 

@@ -22,6 +22,8 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.survey import survey, verify
 from kvstore.testing.bench import key_of, payload_of
+from kvstore.tiers.disk import PeerLanes
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import MAX_KEY_BYTES
 from kvstore.upkeep import compact, layouts, purge
 from tests.tiers.support import (
@@ -34,8 +36,6 @@ from tests.tiers.support import (
     disk_tier,
     lane_of,
 )
-from tiers.disk import PeerLanes
-from tiers.pinned import PinnedRegion
 
 HEADROOM = 192 * 2**20
 """Bytes that may be taken above what the process has when it starts."""

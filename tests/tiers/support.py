@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.testing.bench import TierBench
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.rendezvous import stem_of
 from tests.patience import PATIENCE
-from tiers.disk import DiskTier
-from tiers.disk.format import Geometry
-from tiers.disk.namespace import Namespace
-from tiers.rendezvous import stem_of
 
 CHUNK = 8000
 SLOT = 8192
@@ -97,9 +97,9 @@ import asyncio, os, signal, sys, time
 from pathlib import Path
 from kvstore.errors import KVStoreError
 from kvstore.testing.bench import TierBench, key_of
-from tiers.disk import DiskTier
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PinnedRegion
 
 def say(*words):
     print(*words, flush=True)

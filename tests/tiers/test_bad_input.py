@@ -27,11 +27,11 @@ from kvstore.errors import (
     PathUnusableError,
 )
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, lane_owner
+from kvstore.tiers.disk.namespace import Namespace
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, SLOTS, Child, lane_of, segment_of
-from tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, lane_owner
-from tiers.disk.namespace import Namespace
 
 StartChild = Callable[..., Child]
 

@@ -23,6 +23,16 @@ import safetensors.numpy
 
 from kvstore.errors import PathUnusableError
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk.format import (
+    ALIGN,
+    RECORD_BYTES,
+    Geometry,
+    Header,
+    encode_header,
+    parse_header,
+)
+from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.namespace import Namespace
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (
@@ -37,9 +47,6 @@ from tests.tiers.support import (
     lane_of,
     segment_of,
 )
-from tiers.disk.format import ALIGN, RECORD_BYTES, Geometry, Header, encode_header, parse_header
-from tiers.disk.index import IndexFile
-from tiers.disk.namespace import Namespace
 
 KEYS = [key_of(n) for n in range(2 * SLOTS)]
 """The chunks of `stored`: key n lies in slot n, of segments 0 and 1."""

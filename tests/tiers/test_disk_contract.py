@@ -11,9 +11,9 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.testing.tier import TierContract
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.io import IO_BACKENDS, choose_backend
 from tests.tiers.support import disk_tier
-from tiers.disk import DiskTier
-from tiers.disk.io import IO_BACKENDS, choose_backend
 
 
 class DiskTierContract(TierContract):

@@ -14,10 +14,10 @@ import pytest
 
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
+from kvstore.tiers.disk.volume import Volume
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, Child, disk_of, lane_of
-from tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
-from tiers.disk.volume import Volume
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -66,7 +66,7 @@ def test_what_is_no_plain_file_is_refused(space: Path) -> None:
 def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
     space: Path, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.disk.epoch.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("kvstore.tiers.disk.epoch.LOCK_SECONDS", 0.05)
     holder = child(
         """
         import fcntl
@@ -93,7 +93,7 @@ def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or
     for _ in range(8):
         mover = child(
             """
-            from tiers.disk.epoch import raise_epoch, read_epoch
+            from kvstore.tiers.disk.epoch import raise_epoch, read_epoch
             folder = Path(sys.argv[1])
             epoch = read_epoch(folder)
             say("go", epoch)
@@ -118,8 +118,8 @@ def test_many_processes_that_move_the_epoch_at_once_never_move_it_back(
     space: Path, child: Callable[..., Child]
 ) -> None:
     code = """
-        from tiers.disk import epoch
-        from tiers.disk.epoch import raise_epoch, read_epoch
+        from kvstore.tiers.disk import epoch
+        from kvstore.tiers.disk.epoch import raise_epoch, read_epoch
         epoch.LOCK_SECONDS = 30
         folder, seen = Path(sys.argv[1]), 0
         for _ in range(30):
@@ -208,7 +208,7 @@ async def test_a_path_whose_epoch_cannot_be_moved_is_not_cleared(
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tiers.disk.volume.raise_epoch", refuse)
+        patch.setattr("kvstore.tiers.disk.volume.raise_epoch", refuse)
         assert await bench.tier.clear() is None
     assert await bench.tier.clear() == [0]
 

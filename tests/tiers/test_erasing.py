@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.pinned import PinnedRegion
 from tests.tiers.support import disk_tier
-from tiers.disk.index import IndexFile
-from tiers.disk.tier import DiskTier
-from tiers.pinned import PinnedRegion
 
 KEYS = [b"k", b"key", b"key-long-1", b"key-long-2", b"key-long\0", b"x" * 56]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES, cut_batches, cut_extents
-from tiers.disk.io import IOV_MAX
+from kvstore.tiers.disk.extents import MAX_CALL_BYTES, MIN_CALL_BYTES, cut_batches, cut_extents
+from kvstore.tiers.disk.io import IOV_MAX
 
 MIB = 2**20
 

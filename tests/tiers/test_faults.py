@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
+from kvstore.tiers.disk.io.buffered import BufferedIO
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
-from tiers.disk.index import IndexFile
-from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
-from tiers.disk.io.buffered import BufferedIO
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -364,7 +364,7 @@ async def test_growth_that_fails_at_its_last_step_leaves_nothing_behind(
         raise io_error()
 
     with monkeypatch.context() as patch:
-        patch.setattr("tiers.disk.segment._sync_folder", fail)
+        patch.setattr("kvstore.tiers.disk.segment._sync_folder", fail)
         segment, error = await bench.tier.grow()
     assert segment is None
     assert "Input/output error" in str(error)

@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ForeignFileError
 from kvstore.testing.bench import key_of
-from kvstore.types import MAX_KEY_BYTES
-from tests.tiers.conftest import OpenBench
-from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of
-from tiers.disk.format import (
+from kvstore.tiers.disk.format import (
     ALIGN,
     MAX_SLOTS,
     RECORD_BYTES,
@@ -31,6 +28,9 @@ from tiers.disk.format import (
     parse_header,
     segment_seed,
 )
+from kvstore.types import MAX_KEY_BYTES
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of
 
 SEGMENT_ID = "00112233445566778899aabbccddeeff"
 SEED = segment_seed(SEGMENT_ID)
@@ -280,7 +280,7 @@ async def test_keys_that_end_in_zeros_are_whole_for_other_readers(
 def test_the_fast_way_of_reading_records_says_the_same_as_the_thorough_one(
     noise: bytes, first: int, data: st.DataObject
 ) -> None:
-    from tiers.disk.format import live_chunks
+    from kvstore.tiers.disk.format import live_chunks
 
     keys = [b"k" * (1 + index) for index in range(3)]
     raw = encode_records(keys, first, 7, 100, [bytes([i]) * 16 for i in range(3)], 5)

@@ -23,6 +23,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.format import (
+    ALIGN,
+    RECORD,
+    RECORD_BYTES,
+    Geometry,
+    Header,
+    encode_header,
+    parse_header,
+    reseal_records,
+    segment_seed,
+)
 from kvstore.types import MAX_KEY_BYTES
 from tests.patience import PATIENCE
 from tests.tiers.fuzzing import Bed, Worker, fuzz
@@ -36,17 +47,6 @@ from tests.tiers.support import (
     bench_of,
     lane_of,
     segment_of,
-)
-from tiers.disk.format import (
-    ALIGN,
-    RECORD,
-    RECORD_BYTES,
-    Geometry,
-    Header,
-    encode_header,
-    parse_header,
-    reseal_records,
-    segment_seed,
 )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.tiers import headroom
+from kvstore.tiers.headroom import available_bytes
 from tests.patience import PATIENCE
-from tiers import headroom
-from tiers.headroom import available_bytes
 
 MIB = 2**20
 FREE = 1000 * MIB
@@ -201,8 +201,8 @@ with open(file, "wb") as handle:
     handle.flush()
     os.fsync(handle.fileno())
 from kvstore.errors import ConfigError
-from tiers.headroom import available_bytes
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.headroom import available_bytes
+from kvstore.tiers.pinned import PinnedRegion
 print(available_bytes())
 PinnedRegion.private(32, 2 << 20).close()
 try:
@@ -234,29 +234,29 @@ def test_a_limit_that_is_full_of_clean_cache_has_room(
 START = """
 import sys, time
 from pathlib import Path
-import tiers.headroom, tiers.pinned
+import kvstore.tiers.headroom, kvstore.tiers.pinned
 from kvstore.errors import ConfigError
 
 folder, size, limit, kind, number = Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:]
-touch = tiers.pinned.populate
+touch = kvstore.tiers.pinned.populate
 
 def populate(*args, **more):
     time.sleep(0.5)
     touch(*args, **more)
     (folder / number).write_bytes(bytes(size // 1024))
 
-tiers.pinned.populate = populate
-tiers.headroom.ASKING, tiers.headroom.CLAIM = f"{folder.name}", f"{folder.name}-of-"
-tiers.headroom.available_bytes = lambda: limit - sum(
+kvstore.tiers.pinned.populate = populate
+kvstore.tiers.headroom.ASKING, kvstore.tiers.headroom.CLAIM = f"{folder.name}", f"{folder.name}-of-"
+kvstore.tiers.headroom.available_bytes = lambda: limit - sum(
     1024 * each.stat().st_size for each in folder.iterdir()
 )
 print("ready", flush=True)
 sys.stdin.readline()
 try:
     if kind == "private":
-        region = tiers.pinned.PinnedRegion.private(1, size)
+        region = kvstore.tiers.pinned.PinnedRegion.private(1, size)
     else:
-        region = tiers.pinned.PinnedRegion.shared(f"{folder}-{number}", 1, size, mappers=1)
+        region = kvstore.tiers.pinned.PinnedRegion.shared(f"{folder}-{number}", 1, size, mappers=1)
 except ConfigError as error:
     print(error, flush=True)
 else:
@@ -296,10 +296,10 @@ def test_processes_that_start_together_take_no_more_than_there_is(
 
 CLAIM = """
 import sys
-import tiers.headroom
-tiers.headroom.CLAIM = sys.argv[1]
-tiers.headroom.available_bytes = lambda: 100
-with tiers.headroom.claimed(60):
+import kvstore.tiers.headroom
+kvstore.tiers.headroom.CLAIM = sys.argv[1]
+kvstore.tiers.headroom.available_bytes = lambda: 100
+with kvstore.tiers.headroom.claimed(60):
     print("claimed", flush=True)
     sys.stdin.readline()
 """

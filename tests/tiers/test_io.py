@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.disk.digest import address, digest
+from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_backend
+from kvstore.tiers.disk.io.base import read_whole
+from kvstore.tiers.pinned import PAGE, PinnedRegion
 from tests.patience import PATIENCE
-from tiers.disk.digest import address, digest
-from tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_backend
-from tiers.disk.io.base import read_whole
-from tiers.pinned import PAGE, PinnedRegion
 
 try:
-    from tiers.disk.io import _aio as compiled
+    from kvstore.tiers.disk.io import _aio as compiled
 except ImportError:
     compiled = None  # type: ignore[assignment]
 
@@ -212,8 +212,8 @@ def test_a_write_that_the_system_cuts_short_is_an_error_and_not_a_short_write(
 import resource, signal, sys
 from pathlib import Path
 from typing import Any
-from tiers.disk.io import IO_BACKENDS
-from tiers.pinned import PAGE, PinnedRegion
+from kvstore.tiers.disk.io import IO_BACKENDS
+from kvstore.tiers.pinned import PAGE, PinnedRegion
 path = Path(sys.argv[1])
 path.write_bytes(b"")
 backend, memory = IO_BACKENDS[sys.argv[2]](), PinnedRegion.private(4, PAGE)
@@ -510,7 +510,7 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
 REFUSING = """
 import ctypes, errno, os, platform, struct, sys
 from pathlib import Path
-from tiers.disk.io import choose_backend
+from kvstore.tiers.disk.io import choose_backend
 
 NUMBERS = {"x86_64": {"setup": 206, "submit": 209}, "aarch64": {"setup": 0, "submit": 2}}
 number = NUMBERS[platform.machine()][sys.argv[2]]
@@ -561,7 +561,9 @@ def test_without_a_compiler_plain_calls_serve(
 
 # -- batches in C ---------------------------------------------------------------------------
 
-needs_compiler = pytest.mark.skipif(compiled is None, reason="tiers.disk.io._aio is not compiled")
+needs_compiler = pytest.mark.skipif(
+    compiled is None, reason="kvstore.tiers.disk.io._aio is not compiled"
+)
 
 
 @needs_compiler

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from tiers.lent import LentRegion
+from kvstore.tiers.lent import LentRegion
 
 ROW = 8192
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.format import RECORD_BYTES
+from kvstore.tiers.disk.index import IndexFile, read_index
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import SLOTS, lane_of, segment_of
-from tiers.disk.format import RECORD_BYTES
-from tiers.disk.index import IndexFile, read_index
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))

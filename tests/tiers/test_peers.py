@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk import DiskTier, PeerLanes, peers, watch
+from kvstore.tiers.disk import format as disk_format
+from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS
+from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.places import Places
+from kvstore.tiers.disk.watch import IN_TURN
 from kvstore.types import Changes
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
-from tiers.disk import DiskTier, PeerLanes, peers, watch
-from tiers.disk import format as disk_format
-from tiers.disk.descriptors import SPARE_DESCRIPTORS
-from tiers.disk.io import IOBackend
-from tiers.disk.places import Places
-from tiers.disk.watch import IN_TURN
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -205,7 +205,7 @@ FOLLOWER = """
 import asyncio, logging, os, resource, sys
 from pathlib import Path
 from tests.tiers.support import bench_of
-from tiers.disk import PeerLanes
+from kvstore.tiers.disk import PeerLanes
 
 logging.basicConfig(format="%(message)s")
 bench = bench_of(Path(sys.argv[1]), segments=1)

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiers.pages
-import tiers.pinned
+import kvstore.tiers.pages
+import kvstore.tiers.pinned
 from kvstore.errors import ConfigError
+from kvstore.tiers.pinned import PAGE, PinnedRegion, round_to_page
 from tests.tiers.support import memory_of
-from tiers.pinned import PAGE, PinnedRegion, round_to_page
 
 ROWS, ROW = 6, 3 * PAGE
 
@@ -214,7 +214,7 @@ def test_more_than_the_process_may_have_is_refused(name: str, kind: str) -> None
     code = """
 import resource, sys
 from kvstore.errors import ConfigError
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion
 kind, name = sys.argv[1:]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = used + 32 * 2**20
@@ -270,7 +270,7 @@ def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
     def refuse(address: int, length: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(tiers.pages, "_touch", refuse)
+    monkeypatch.setattr(kvstore.tiers.pages, "_touch", refuse)
     with pytest.raises(ConfigError, match=f"{ROWS * ROW} bytes cannot be had: Cannot allocate"):
         make(kind, name, ROWS, ROW)
     gc.collect()
@@ -285,7 +285,7 @@ def test_a_system_that_does_not_know_the_advice_gets_its_pages_touched(
     def unknown(address: int, length: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(tiers.pages, "_touch", unknown)
+    monkeypatch.setattr(kvstore.tiers.pages, "_touch", unknown)
     region = make(kind, name, 4096, PAGE)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     region.array[:, 0] = 1
@@ -303,7 +303,7 @@ def test_memory_that_others_write_to_is_touched_without_changing_it(
     def unknown(address: int, length: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(tiers.pages, "_touch", unknown)
+    monkeypatch.setattr(kvstore.tiers.pages, "_touch", unknown)
     late = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
     for one in (region, joined, late):
         assert (one.array == 7).all()
@@ -313,19 +313,19 @@ def test_memory_that_others_write_to_is_touched_without_changing_it(
 def test_large_memory_is_touched_whole_by_several_threads_from_any_share_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiers.pages, "STEP", 4 * PAGE)
+    monkeypatch.setattr(kvstore.tiers.pages, "STEP", 4 * PAGE)
     touched: list[tuple[int, int]] = []
-    touch = tiers.pages._touch
+    touch = kvstore.tiers.pages._touch
 
     def watch(address: int, length: int) -> None:
         touched.append((address, length))
         touch(address, length)
 
-    monkeypatch.setattr(tiers.pages, "_touch", watch)
+    monkeypatch.setattr(kvstore.tiers.pages, "_touch", watch)
     for share in (0.0, 0.25, 0.5, 0.99):
         touched.clear()
         with mmap.mmap(-1, 64 * 4 * PAGE + PAGE) as memory:
-            tiers.pages.populate(memory, shared=False, share=share)
+            kvstore.tiers.pages.populate(memory, shared=False, share=share)
             address = np.frombuffer(memory, np.uint8).ctypes.data
         assert sorted(touched) == [
             (address + at, min(4 * PAGE, 64 * 4 * PAGE + PAGE - at))
@@ -336,7 +336,7 @@ def test_large_memory_is_touched_whole_by_several_threads_from_any_share_on(
 def test_the_pace_of_large_memory_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tiers.pinned, "WORTH_A_LINE", 2**20)
+    monkeypatch.setattr(kvstore.tiers.pinned, "WORTH_A_LINE", 2**20)
     with caplog.at_level("INFO", "kvstore"):
         PinnedRegion.private(256, PAGE).close()
         PinnedRegion.private(255, PAGE).close()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import tiers.pinned
-import tiers.registration
-from tiers.pinned import PAGE, PinnedRegion
-from tiers.registration import STEP_BYTES, CudaRuntime, Registration
+import kvstore.tiers.pinned
+import kvstore.tiers.registration
+from kvstore.tiers.pinned import PAGE, PinnedRegion
+from kvstore.tiers.registration import STEP_BYTES, CudaRuntime, Registration
 
 GIB = 2**30
 
@@ -121,7 +121,7 @@ def test_memory_that_cannot_be_unpinned_is_told_and_costs_the_rest_nothing(logge
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """A CUDA device as the region sees it."""
     cuda = Cuda()
-    monkeypatch.setattr(tiers.pinned, "cuda_runtime", lambda: cuda)
+    monkeypatch.setattr(kvstore.tiers.pinned, "cuda_runtime", lambda: cuda)
     return cuda
 
 
@@ -150,7 +150,7 @@ def test_a_region_that_cuda_refuses_works_on(cuda: Cuda) -> None:
 def test_without_a_device_nothing_is_registered(
     monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
-    monkeypatch.setattr(tiers.pinned, "cuda_runtime", lambda: None)
+    monkeypatch.setattr(kvstore.tiers.pinned, "cuda_runtime", lambda: None)
     region = PinnedRegion.private(3, PAGE)
     assert not region.register_with_cuda()
     assert not region.registered
@@ -287,15 +287,15 @@ def test_the_library_is_the_one_that_is_mapped_already(tmp_path: Path) -> None:
         "7f02-7f03 r-xp 00000000 08:01 12   /libcudart/other.so\n"
         f"7f04-7f05 r-xp 00000000 08:01 12   {library}\n"
     )
-    found = tiers.registration._loaded_library(str(maps))
+    found = kvstore.tiers.registration._loaded_library(str(maps))
     assert found.getpid() == os.getpid()
     maps.write_text("7f00-7f01 r-xp 00000000 00:00 0\n")
-    assert tiers.registration._loaded_library(str(maps)) is None
+    assert kvstore.tiers.registration._loaded_library(str(maps)) is None
 
 
 def test_this_machine_has_no_device_or_pins_for_real() -> None:
     torch = pytest.importorskip("torch")
-    runtime = tiers.registration.cuda_runtime()
+    runtime = kvstore.tiers.registration.cuda_runtime()
     assert (runtime is not None) == torch.cuda.is_available()
     if runtime is None:
         pytest.skip("no CUDA device")

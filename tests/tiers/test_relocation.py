@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.format import Records
+from kvstore.tiers.disk.index import IndexFile, read_index
+from kvstore.tiers.disk.io import IOBackend, IORequest, Moved
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, SLOT, SLOTS, disk_of, flip, segment_of
-from tiers.disk.format import Records
-from tiers.disk.index import IndexFile, read_index
-from tiers.disk.io import IOBackend, IORequest, Moved
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 ELSEWHERE = [SLOTS + number for number in range(SLOTS)]

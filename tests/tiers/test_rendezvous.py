@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-import tiers.headroom
-import tiers.pinned
-import tiers.rendezvous
+import kvstore.tiers.headroom
+import kvstore.tiers.pinned
+import kvstore.tiers.rendezvous
 from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.tiers.pinned import PAGE, PinnedRegion
+from kvstore.tiers.rendezvous import Rendezvous, stem_of
 from tests.patience import PATIENCE, until
 from tests.tiers.support import Child, memory_of
-from tiers.pinned import PAGE, PinnedRegion
-from tiers.rendezvous import Rendezvous, stem_of
 
 ROWS, ROW = 6, 3 * PAGE
 StartChild = Callable[..., Child]
@@ -63,13 +63,13 @@ for line in sys.stdin:
 """
 
 BEFORE_TOUCHING = """
-import tiers.pinned
-populate = tiers.pinned.populate
+import kvstore.tiers.pinned
+populate = kvstore.tiers.pinned.populate
 def stop(*arguments, **options):
     say("met")
     sys.stdin.readline()
     populate(*arguments, **options)
-tiers.pinned.populate = stop
+kvstore.tiers.pinned.populate = stop
 """
 
 
@@ -223,7 +223,7 @@ def test_who_joins_does_not_ask_for_the_memory_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
-    monkeypatch.setattr(tiers.headroom, "available_bytes", lambda: 1024 * PAGE // 2)
+    monkeypatch.setattr(kvstore.tiers.headroom, "available_bytes", lambda: 1024 * PAGE // 2)
     joined = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
     joined.row(9)[:2] = b"ok"
     assert bytes(region.row(9)[:2]) == b"ok"
@@ -344,14 +344,14 @@ def test_who_comes_after_the_creator_was_killed_takes_up_the_memory_of_the_other
 
 
 BEFORE_LISTENING = """
-import tiers.pinned
-make = tiers.pinned.new_memfd
+import kvstore.tiers.pinned
+make = kvstore.tiers.pinned.new_memfd
 def stop(*arguments):
     fd = make(*arguments)
     say("made")
     sys.stdin.readline()
     return fd
-tiers.pinned.new_memfd = stop
+kvstore.tiers.pinned.new_memfd = stop
 """
 
 
@@ -425,7 +425,7 @@ def test_a_name_that_a_process_keeps_without_the_memory_blocks_nobody(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork of the creator is such a process, when the creator is gone."""
-    monkeypatch.setattr(tiers.rendezvous, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(kvstore.tiers.rendezvous, "GRACE_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.bind(Rendezvous(name, (ROWS, ROW), 2)._address(0))
         keeper.listen()

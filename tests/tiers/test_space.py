@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import Geometry
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, segment_of
 from tests.tiers.test_peers import Follower
-from tiers.disk import DiskTier
-from tiers.disk.format import Geometry
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from kvstore.errors import PathUnusableError
+from kvstore.tiers.disk.threads import IOThreads, Parts
 from tests.patience import PATIENCE, until, until_async
 from tests.tiers.support import bench_of, disk_of, segment_of
-from tiers.disk.threads import IOThreads, Parts
 
 Pool = Callable[[int], IOThreads]
 
@@ -422,7 +422,7 @@ async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool
 def test_an_operation_that_outlives_its_loop_does_no_harm() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads
+from kvstore.tiers.disk.threads import IOThreads
 threads, begun, gate = IOThreads(1, "test"), threading.Event(), threading.Event()
 async def main():
     job = asyncio.ensure_future(threads.run([begun.set, gate.wait], load=True))
@@ -445,7 +445,7 @@ print(asyncio.run(threads.run([lambda: "alive"], load=True)), job.done())
 def test_a_stuck_operation_does_not_keep_the_process_from_exiting() -> None:
     code = """
 import asyncio, threading
-from tiers.disk.threads import IOThreads
+from kvstore.tiers.disk.threads import IOThreads
 async def main():
     threads = IOThreads(2, "stuck")
     asyncio.ensure_future(threads.run([threading.Event().wait], load=True))

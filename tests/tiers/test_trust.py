@@ -13,11 +13,11 @@ import pytest
 
 from kvstore.errors import PathUnusableError
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk.peers import PeerLanes
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.disk.trust import Trust
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
-from tiers.disk.peers import PeerLanes
-from tiers.disk.tier import DiskTier
-from tiers.disk.trust import Trust
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 STRANGER = 65534

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk import unowned
+from kvstore.tiers.disk.namespace import Namespace
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child
-from tiers.disk import unowned
-from tiers.disk.namespace import Namespace
 
 StartChild = Callable[..., Child]
 
@@ -329,7 +329,7 @@ async def test_other_files_beside_lanes_and_segments_stay(
 # -- at any moment -------------------------------------------------------------------------
 
 REMOVING = """
-from tiers.disk import unowned, segment
+from kvstore.tiers.disk import unowned, segment
 unowned.FREE_SECONDS = 0.0
 real = unowned.remove_file
 def slowly(path, fd):
@@ -373,7 +373,7 @@ async def test_a_process_that_comes_back_meanwhile_keeps_what_is_left(
     await leave(open_bench, folder, OLD, 90_000)
     removing = child(
         """
-        from tiers.disk import unowned
+        from kvstore.tiers.disk import unowned
         unowned.FREE_SECONDS = 0.0
         async def grow():
             opened = bench(sys.argv[1])

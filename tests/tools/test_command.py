@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from tools.cli import main
+from kvstore.tools.cli import main
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%03d" % index + b"\0\0\0\0" for index in range(30)]
@@ -34,7 +34,10 @@ def config(path: Path) -> dict[str, object]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tools", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvstore.tools", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -142,7 +145,7 @@ def test_verify_finds_a_damaged_header_and_a_foreign_file(cache: Path) -> None:
 
 
 def test_a_huge_claim_in_a_header_costs_no_memory(cache: Path) -> None:
-    from tiers.disk.format import Geometry, Header, encode_header
+    from kvstore.tiers.disk.format import Geometry, Header, encode_header
 
     path = segments(cache)[0]
     header = Header("00" * 32, "11" * 16, Geometry(2**40, 65536, 65536))
@@ -174,7 +177,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 
 
 async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache: Path) -> None:
-    from tiers.disk.epoch import raise_epoch
+    from kvstore.tiers.disk.epoch import raise_epoch
 
     (namespace,) = cache.iterdir()
     assert "epoch" not in command("inspect", str(cache)).stdout

@@ -21,12 +21,12 @@ import pytest
 import kvstore
 from kvstore.errors import KVStoreError
 from kvstore.survey import Fault, survey, verify
+from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
+from kvstore.tiers.disk.index import read_index
+from kvstore.tools.cli import main
 from kvstore.upkeep import compact, layouts, purge
 from tests.tools.test_command import CHUNK, KEYS, command, config, flip, segments
 from tests.tools.test_upkeep import sparse_cache
-from tiers.disk.format import ALIGN, RECORD_BYTES
-from tiers.disk.index import read_index
-from tools.cli import main
 
 STRANGER = 65534
 
@@ -362,7 +362,7 @@ def test_what_changes_fails_in_words_on_a_read_only_mount(
 
 AS_STRANGER = f"""
 import contextlib, io, json, os, sys
-from tools.cli import main
+from kvstore.tools.cli import main
 os.setgroups([])
 os.setgid({STRANGER})
 os.setuid({STRANGER})
@@ -403,7 +403,7 @@ def test_an_output_that_nobody_reads_is_no_success(cache: Path) -> None:
     places = [writer, os.open("/dev/full", os.O_WRONLY)]
     for place in places:
         done = subprocess.run(
-            [sys.executable, "-m", "tools", "inspect", str(cache)],
+            [sys.executable, "-m", "kvstore.tools", "inspect", str(cache)],
             stdout=place,
             stderr=subprocess.PIPE,
             text=True,
@@ -415,7 +415,7 @@ def test_an_output_that_nobody_reads_is_no_success(cache: Path) -> None:
 
 
 def test_without_an_output_the_status_still_tells(cache: Path) -> None:
-    shell = f"{sys.executable} -m tools verify {cache} >&-"
+    shell = f"{sys.executable} -m kvstore.tools verify {cache} >&-"
     assert subprocess.run(shell, shell=True).returncode == 0
     flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
     assert subprocess.run(shell, shell=True).returncode == 1
@@ -427,7 +427,7 @@ def test_names_that_are_no_text_are_shown_and_not_stumbled_over(cache: Path) -> 
     os.truncate(os.path.join(odd, os.fsencode(segments(cache)[0].relative_to(cache))), 10)
     for more in ([], ["--json"]):
         done = subprocess.run(
-            [sys.executable, "-m", "tools", "verify", odd, *more],
+            [sys.executable, "-m", "kvstore.tools", "verify", odd, *more],
             capture_output=True,
             env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         )

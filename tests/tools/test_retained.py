@@ -17,9 +17,9 @@ import pytest
 
 import kvstore
 from kvstore.survey import LaneSurvey, survey
+from kvstore.tiers.disk.retained import Retained, read_retained, write_retained
 from tests.patience import PATIENCE, until
 from tests.tools.test_command import CHUNK, KEYS, command, config
-from tiers.disk.retained import Retained, read_retained, write_retained
 
 OWNER = """
 import json, sys, time

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.cli import main
+from kvstore.tools.cli import main
 
 
 @pytest.fixture
@@ -149,10 +149,10 @@ def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(
 def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.simulate.NOTED_BYTES", 0)
+    monkeypatch.setattr("kvstore.tools.simulate.NOTED_BYTES", 0)
     told(capsys, trace)
     assert "read" not in capsys.readouterr().err
-    monkeypatch.setattr("tools.replays.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("kvstore.tools.replays.sys.stderr.isatty", lambda: True)
     assert main(["simulate", str(trace)]) == 0
     size = trace.stat().st_size
     assert f"{size} B of {size} B read" in capsys.readouterr().err

@@ -14,9 +14,9 @@ import pytest
 
 import kvstore
 from kvstore.metrics import Collector
+from kvstore.tools.cli import main
+from kvstore.tools.top import Snapshot, _looks, scrape, tables
 from tests.store.support import keys_of, payloads, small
-from tools.cli import main
-from tools.top import Snapshot, _looks, scrape, tables
 
 prometheus = pytest.importorskip("prometheus_client")
 rich = pytest.importorskip("rich")
@@ -154,7 +154,7 @@ async def test_it_goes_on_when_the_server_starts_again(
 
         url = f"http://127.0.0.1:{port}/metrics"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tools.top.time.sleep", restart)
+            patch.setattr("kvstore.tools.top.time.sleep", restart)
             looks = await asyncio.to_thread(
                 lambda: list(_looks(lambda: scrape(url), 0.1, 5, tables))
             )

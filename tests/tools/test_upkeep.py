@@ -153,7 +153,7 @@ async def test_a_compaction_killed_at_any_moment_loses_nothing(tmp_path: Path) -
 SLOW_COMPACTION = """
 import sys, time
 from pathlib import Path
-from tiers.disk.index import IndexFile
+from kvstore.tiers.disk.index import IndexFile
 from kvstore.upkeep import compact
 write = IndexFile.write
 def slow(self, first, records):

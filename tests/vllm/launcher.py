@@ -52,7 +52,7 @@ IMPORTED = (
     "kvstore.vllm.weights",
     "kvstore.vllm.worker",
     "kvstore.vllm.reporter",
-    "tiers.disk.io",
+    "kvstore.tiers.disk.io",
 )
 """What every engine imports, or most of them."""
 

@@ -96,7 +96,7 @@ def test_the_engine_that_vllm_says_is_the_current_one_is_taken_if_it_is_this_one
 
 
 def test_what_the_engine_says_is_in_the_identity_on_disk(tmp_path: Path) -> None:
-    from tiers.disk.namespace import read_namespace
+    from kvstore.tiers.disk.namespace import read_namespace
 
     spec = make_spec(extra(tmp_path, identity={"build": "b"}), BLOCK)
     with manager(spec, engine_of(spec)):

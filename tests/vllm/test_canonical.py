@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError  # noqa: E402
+from kvstore.tiers.pinned import PinnedRegion  # noqa: E402
 from kvstore.vllm.version import CANONICAL_FORMAT  # noqa: E402
 from kvstore.vllm.worker import HostCopyWorker, create_worker, row_views  # noqa: E402
 from tests.vllm.parts import make_spec  # noqa: E402
-from tiers.pinned import PinnedRegion  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     CANONICAL_FORMAT is None, reason="this vLLM has no canonical layout"
@@ -170,7 +170,7 @@ ALL = [
 def region() -> Any:
     """Rows in which every byte is 255."""
     from kvstore.region import private_region, release_region
-    from tiers.pinned import RegionShape
+    from kvstore.tiers.pinned import RegionShape
 
     region = private_region("canonical", RegionShape(ROWS, 64 * 1024, 4096))
     region.array[:] = 255

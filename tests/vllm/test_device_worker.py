@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiers.pinned  # noqa: E402
+import kvstore.tiers.pinned  # noqa: E402
 from kvstore import region as held  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
+from kvstore.tiers.pinned import PinnedRegion, RegionShape  # noqa: E402
 from kvstore.vllm import region as regions  # noqa: E402
 from kvstore.vllm import worker as workers  # noqa: E402
 from kvstore.vllm.worker import DeviceCopyWorker, HostCopyWorker, create_worker  # noqa: E402
 from tests.vllm.parts import make_spec  # noqa: E402
-from tiers.pinned import PinnedRegion, RegionShape  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     assert hasattr(gpu_worker.ops, "swap_blocks_batch")
     assert "_swap_blocks_batch" in inspect.getsource(gpu_worker.SingleDirectionOffloadingHandler)
     monkeypatch.setattr(gpu_worker, "SingleDirectionOffloadingHandler", kind)
-    monkeypatch.setattr(tiers.pinned, "cuda_runtime", lambda: cuda)
+    monkeypatch.setattr(kvstore.tiers.pinned, "cuda_runtime", lambda: cuda)
     # Only a device gets this kind of worker; the tensors of this test are in host memory.
     monkeypatch.setattr(workers, "HostCopyWorker", DeviceCopyWorker)
     monkeypatch.setattr(Handler, "made", [])

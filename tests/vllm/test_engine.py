@@ -35,7 +35,10 @@ def disk(path: Path, **more: Any) -> list[dict[str, Any]]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tools", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvstore.tools", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

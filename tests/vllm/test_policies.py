@@ -12,7 +12,7 @@ from tests.vllm.test_engine import CHUNK, disk
 
 MODULE = """
 import os
-from policies.lru import LRU
+from kvstore.policies.lru import LRU
 
 class Elsewhere(LRU):
     name = "elsewhere"

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tools", *arguments],
+        [sys.executable, "-m", "kvstore.tools", *arguments],
         capture_output=True,
         text=True,
         check=False,

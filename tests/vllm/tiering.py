@@ -45,7 +45,7 @@ def options(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def segment_bytes() -> int:
-    from tiers.disk.format import Geometry
+    from kvstore.tiers.disk.format import Geometry
 
     return Geometry(SLOTS, CHUNK, CHUNK).file_bytes
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from kvstore.errors import ForeignFileError, PathUnusableError
-from tiers.disk import namespace
+from kvstore.tiers.disk import namespace
 
 __all__ = ["EPOCH_NAME", "MAX_EPOCH", "raise_epoch", "read_epoch"]
 

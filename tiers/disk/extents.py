@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tiers.disk.format import RECORD_BYTES, encode_records
-from tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
-from tiers.disk.segment import Segment
+from kvstore.tiers.disk.format import RECORD_BYTES, encode_records
+from kvstore.tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
+from kvstore.tiers.disk.segment import Segment
 
 __all__ = [
     "Extent",

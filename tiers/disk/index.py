@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tiers.disk.format import (
+from kvstore.tiers.disk.format import (
     ALIGN,
     RECORD,
     RECORD_BYTES,

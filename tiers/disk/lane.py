@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.errors import LaneBusyError, PathUnusableError
+from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 from kvstore.types import about
-from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
 __all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner", "sharing"]
 

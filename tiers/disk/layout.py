@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.format import Geometry, LiveRecords
-from tiers.disk.index import read_index
-from tiers.disk.segment import segment_files
+from kvstore.tiers.disk.format import Geometry, LiveRecords
+from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.segment import segment_files
 
 __all__ = ["LaneLayout", "lane_layout", "layout_of"]
 

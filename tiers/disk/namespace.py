@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError, ForeignFileError, NamespaceMismatchError, PathUnusableError
-from tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
+from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
 __all__ = ["Namespace", "read_namespace"]
 

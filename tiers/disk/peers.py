@@ -17,15 +17,15 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.tiers.base import Tier, Transfer
+from kvstore.tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
+from kvstore.tiers.disk.places import Places
+from kvstore.tiers.disk.threads import Parts
+from kvstore.tiers.disk.tier import DiskTier
+from kvstore.tiers.disk.volume import Volume
+from kvstore.tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
-from tiers.base import Tier, Transfer
-from tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
-from tiers.disk.places import Places
-from tiers.disk.threads import Parts
-from tiers.disk.tier import DiskTier
-from tiers.disk.volume import Volume
-from tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
-from tiers.pinned import PinnedRegion
 
 __all__ = ["PeerLanes"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from kvstore.policies.table import OrderedTable
 from kvstore.types import Changes
-from policies.table import OrderedTable
 
 __all__ = ["Places"]
 

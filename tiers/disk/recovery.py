@@ -11,13 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.descriptors import NO_DESCRIPTORS
-from tiers.disk.fault import Fault
-from tiers.disk.format import ALIGN, Geometry, LiveRecords
-from tiers.disk.io import IOBackend
-from tiers.disk.lane import LOCK_NAME
-from tiers.disk.segment import Segment, is_probe, read_header, remove_leftovers, segment_files
-from tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
+from kvstore.tiers.disk.fault import Fault
+from kvstore.tiers.disk.format import ALIGN, Geometry, LiveRecords
+from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.lane import LOCK_NAME
+from kvstore.tiers.disk.segment import (
+    Segment,
+    is_probe,
+    read_header,
+    remove_leftovers,
+    segment_files,
+)
+from kvstore.tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Recovered", "held_geometry", "recover"]
 

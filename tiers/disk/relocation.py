@@ -7,10 +7,10 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiers.disk.extents import Extent, Outcome, gravest, read_extents
-from tiers.disk.format import LiveRecords
-from tiers.disk.io import IOBackend
-from tiers.disk.segment import Segment
+from kvstore.tiers.disk.extents import Extent, Outcome, gravest, read_extents
+from kvstore.tiers.disk.format import LiveRecords
+from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.segment import Segment
 
 __all__ = ["Place", "Relocated", "relocate"]
 

@@ -17,11 +17,18 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ForeignFileError
-from tiers.disk.descriptors import NO_DESCRIPTORS
-from tiers.disk.format import ALIGN, Geometry, Header, encode_header, parse_header, segment_seed
-from tiers.disk.index import IndexFile
-from tiers.disk.io import IOBackend
-from tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
+from kvstore.tiers.disk.format import (
+    ALIGN,
+    Geometry,
+    Header,
+    encode_header,
+    parse_header,
+    segment_seed,
+)
+from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.tiers.base import Tier, Transfer, error_of
+from kvstore.tiers.disk.epoch import read_epoch
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.relocation import Place, Relocated, relocate
+from kvstore.tiers.disk.trust import Trust
+from kvstore.tiers.disk.volume import Job, Use, Volume
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import RecoveredTier, about
-from tiers.base import Tier, Transfer, error_of
-from tiers.disk.epoch import read_epoch
-from tiers.disk.format import Geometry
-from tiers.disk.io import IOBackend
-from tiers.disk.namespace import Namespace
-from tiers.disk.relocation import Place, Relocated, relocate
-from tiers.disk.trust import Trust
-from tiers.disk.volume import Job, Use, Volume
-from tiers.pinned import PinnedRegion
 
 __all__ = ["DiskTier"]
 

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import ForeignFileError, KVStoreError
+from kvstore.tiers.disk.lane import Lane, lane_folders, sharing
+from kvstore.tiers.disk.namespace import read_namespace
+from kvstore.tiers.disk.segment import read_header, remove_file, segment_files
+from kvstore.tiers.disk.trust import Trust
 from kvstore.types import about
-from tiers.disk.lane import Lane, lane_folders, sharing
-from tiers.disk.namespace import read_namespace
-from tiers.disk.segment import read_header, remove_file, segment_files
-from tiers.disk.trust import Trust
 
 __all__ = ["UnownedLanes"]
 

@@ -17,25 +17,33 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
-from kvstore.types import about
-from tiers.disk.descriptors import (
+from kvstore.tiers.disk.descriptors import (
     NO_DESCRIPTORS,
     SPARE_DESCRIPTORS,
     allow_descriptors,
     descriptors_left,
 )
-from tiers.disk.epoch import raise_epoch, read_epoch
-from tiers.disk.extents import Extent, Outcome, Reading, Writing, cut_batches, cut_extents, gravest
-from tiers.disk.format import Geometry, Records
-from tiers.disk.io import choose_backend
-from tiers.disk.lane import Lane
-from tiers.disk.namespace import Namespace
-from tiers.disk.recovery import Recovered, held_geometry, recover
-from tiers.disk.segment import Segment, segment_files
-from tiers.disk.threads import IOThreads, Parts
-from tiers.disk.trust import Trust
-from tiers.disk.unowned import UnownedLanes
-from tiers.pinned import PinnedRegion
+from kvstore.tiers.disk.epoch import raise_epoch, read_epoch
+from kvstore.tiers.disk.extents import (
+    Extent,
+    Outcome,
+    Reading,
+    Writing,
+    cut_batches,
+    cut_extents,
+    gravest,
+)
+from kvstore.tiers.disk.format import Geometry, Records
+from kvstore.tiers.disk.io import choose_backend
+from kvstore.tiers.disk.lane import Lane
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.recovery import Recovered, held_geometry, recover
+from kvstore.tiers.disk.segment import Segment, segment_files
+from kvstore.tiers.disk.threads import IOThreads, Parts
+from kvstore.tiers.disk.trust import Trust
+from kvstore.tiers.disk.unowned import UnownedLanes
+from kvstore.tiers.pinned import PinnedRegion
+from kvstore.types import about
 
 __all__ = ["Job", "Use", "Volume"]
 

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ForeignFileError
+from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
+from kvstore.tiers.disk.index import CHANGES_SLOTS
+from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders
+from kvstore.tiers.disk.places import Places
+from kvstore.tiers.disk.segment import Segment, read_header, segment_files
+from kvstore.tiers.disk.volume import Volume
 from kvstore.types import about
-from tiers.disk.descriptors import SPARE_DESCRIPTORS, allow_descriptors
-from tiers.disk.index import CHANGES_SLOTS
-from tiers.disk.lane import LOCK_NAME, lane_folders
-from tiers.disk.places import Places
-from tiers.disk.segment import Segment, read_header, segment_files
-from tiers.disk.volume import Volume
 
 __all__ = ["SLOTS_PER_SEGMENT", "Watch", "Watched"]
 

@@ -39,8 +39,8 @@ class Unread(str):
 class StoreClient(Protocol):
     """A client of one engine, used from one event loop.
 
-    A value is a record of `tiers.store.record.RECORD_BYTES` bytes and a payload, in an order that
-    is the client's. Every call raises `StoreError`, and nothing else, where the engine does not
+    A value is a record of `RECORD_BYTES` bytes (`record.py`) and a payload, in an order that is
+    the client's. Every call raises `StoreError`, and nothing else, where the engine does not
     answer as it should. It may be cancelled: when it has ended, however it did, it uses no memory
     of its caller's.
     """

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from functools import partial
 from typing import TypeVar
 
-from tiers.store.client import StoreError, Unread, in_waves
-from tiers.store.memory import copy
-from tiers.store.mount import Mount
-from tiers.store.record import RECORD_BYTES
-from tiers.store.thread import in_thread
+from kvstore.tiers.store.client import StoreError, Unread, in_waves
+from kvstore.tiers.store.memory import copy
+from kvstore.tiers.store.mount import Mount
+from kvstore.tiers.store.record import RECORD_BYTES
+from kvstore.tiers.store.thread import in_thread
 
 __all__ = ["DirectoryClient"]
 

@@ -7,8 +7,8 @@ import os
 import stat
 from pathlib import Path
 
-from tiers.disk.trust import STRICT, Trust, open_folder
-from tiers.store.client import StoreError
+from kvstore.tiers.disk.trust import STRICT, Trust, open_folder
+from kvstore.tiers.store.client import StoreError
 
 __all__ = ["MARK", "Mount"]
 

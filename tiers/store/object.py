@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.trust import Trust
+from kvstore.tiers.store.client import StoreClient, StoreError, in_waves
+from kvstore.tiers.store.directory import DirectoryClient
+from kvstore.tiers.store.memory import copy
+from kvstore.tiers.store.mount import Mount
+from kvstore.tiers.store.record import RECORD_BYTES
+from kvstore.tiers.store.tier import StoreTier
 from kvstore.types import TierPlace
-from tiers.disk.namespace import Namespace
-from tiers.disk.trust import Trust
-from tiers.store.client import StoreClient, StoreError, in_waves
-from tiers.store.directory import DirectoryClient
-from tiers.store.memory import copy
-from tiers.store.mount import Mount
-from tiers.store.record import RECORD_BYTES
-from tiers.store.tier import StoreTier
 
 try:
     import obstore

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.types import TierPlace
-from tiers.store.client import (
+from kvstore.tiers.store.client import (
     PRIVATE_SECONDS,
     SHARED_EPOCH,
     StoreClient,
@@ -18,9 +17,10 @@ from tiers.store.client import (
     Unread,
     epoch_of,
 )
-from tiers.store.memory import copy
-from tiers.store.record import RECORD_BYTES
-from tiers.store.tier import StoreTier
+from kvstore.tiers.store.memory import copy
+from kvstore.tiers.store.record import RECORD_BYTES
+from kvstore.tiers.store.tier import StoreTier
+from kvstore.types import TierPlace
 
 try:
     import redis.asyncio as client

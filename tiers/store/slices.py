@@ -15,8 +15,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiers.pinned import PinnedRegion
-from tiers.store.record import RECORD_BYTES
+from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.store.record import RECORD_BYTES
 
 __all__ = ["Behind", "Beside", "Slices", "Values", "values_of"]
 

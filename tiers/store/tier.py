@@ -25,12 +25,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.types import RecoveredTier, TierPlace
-from tiers.base import Tier, Transfer, error_of
-from tiers.disk.digest import digest
-from tiers.disk.namespace import Namespace
-from tiers.pinned import PinnedRegion
-from tiers.store.client import (
+from kvstore.tiers.base import Tier, Transfer, error_of
+from kvstore.tiers.disk.digest import digest
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.store.client import (
     PRIVATE_SECONDS,
     SHARED_EPOCH,
     ListingClient,
@@ -39,9 +38,10 @@ from tiers.store.client import (
     Unread,
     epoch_of,
 )
-from tiers.store.gate import Gate
-from tiers.store.loop import ClientLoop
-from tiers.store.record import decode, encode, seed_of
+from kvstore.tiers.store.gate import Gate
+from kvstore.tiers.store.loop import ClientLoop
+from kvstore.tiers.store.record import decode, encode, seed_of
+from kvstore.types import RecoveredTier, TierPlace
 
 __all__ = ["StoreTier"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.connector.backend.rows import RowBackend
 from kvstore.errors import ConfigError, PathUnusableError
-from tiers.pinned import round_to_page
+from kvstore.tiers.pinned import round_to_page
 
 __all__ = ["MappedFileBackend"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from kvstore.connector.backend.rows import RowBackend
-from tiers.pinned import PinnedRegion, round_to_page
+from kvstore.tiers.pinned import PinnedRegion, round_to_page
 
 __all__ = ["PinnedBackend"]
 

@@ -14,7 +14,7 @@ from kvstore.connector.manager.base import (
     by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
-from policies import EvictionPolicy, create_policy
+from kvstore.policies import EvictionPolicy, create_policy
 
 __all__ = ["PolicyManager"]
 
@@ -38,7 +38,7 @@ class PolicyManager(OffloadingManager):
     ) -> None:
         """
         Args:
-            policy: one that is empty, or the name of one: see `policies.policy_names`.
+            policy: one that is empty, or the name of one: see `kvstore.policies.policy_names`.
             enable_events: whether `take_events` will be called.
 
         Raises:

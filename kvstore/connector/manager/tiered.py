@@ -28,9 +28,9 @@ from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with
 from kvstore.prompts import Prompt, Prompts
 from kvstore.stepper import Stepper
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.turns import in_turns
 from kvstore.types import about
-from tiers.pinned import PinnedRegion
 
 __all__ = ["KVStoreManager"]
 

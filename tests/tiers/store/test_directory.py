@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.store.directory import DirectoryClient
+from kvstore.tiers.store.mount import MARK, Mount
+from kvstore.tiers.store.object import ObjectTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
-from tiers.store.client import StoreError
-from tiers.store.directory import DirectoryClient
-from tiers.store.mount import MARK, Mount
-from tiers.store.object import ObjectTier
 
 pytestmark = pytest.mark.asyncio
 

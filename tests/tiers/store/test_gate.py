@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tiers.store.client import StoreError
-from tiers.store.gate import Gate
+from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.store.gate import Gate
 
 pytestmark = pytest.mark.asyncio
 

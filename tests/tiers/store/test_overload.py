@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.throttled_link import ThrottledLink
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.store.tier import StoreTier
 from kvstore.types import TierPlace
 from tests.tiers.store.servers import ceph_gateway, redis_server
-from tiers.store.tier import StoreTier
 
 CHUNK = 2 * 2**20
 MOVES, EACH = 8, 8
@@ -28,7 +28,7 @@ def tier(
 ) -> Iterator[StoreTier]:
     place = TierPlace("overload", {"test": str(tmp_path)}, CHUNK)
     if request.param == "redis":
-        from tiers.store.redis import RedisTier
+        from kvstore.tiers.store.redis import RedisTier
 
         with redis_server() as server:
             link = ThrottledLink(tmp_path, server.port, BYTES_PER_S)
@@ -36,7 +36,7 @@ def tier(
             link.stop()
         return
     with ceph_gateway() as gateway:
-        from tiers.store.object import ObjectTier
+        from kvstore.tiers.store.object import ObjectTier
 
         for name, value in gateway.environment.items():
             monkeypatch.setenv(name, value)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvstore.config import Config
 from kvstore.tiering import create_tier
+from kvstore.tiers.store.tier import StoreTier
 from kvstore.types import TierPlace
-from tiers.store.tier import StoreTier
 
 pytest.importorskip("redis")
 pytest.importorskip("obstore")

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tiers.store.client import StoreError
-from tiers.store.thread import in_thread, to_the_end
+from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.store.thread import in_thread, to_the_end
 
 pytestmark = pytest.mark.asyncio
 

@@ -23,9 +23,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from xxhash import xxh3_128_digest
 
+from kvstore.tiers.pinned import round_to_page
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.region import worker_region
-from tiers.pinned import round_to_page
 
 ROWS = 1024
 SEED = "seed"

@@ -1,7 +1,7 @@
 """I/O backends of the disk tier."""
 
-from tiers.disk.io.base import IOV_MAX, IOBackend, IORequest, Moved, UnderWay
-from tiers.disk.io.probe import IO_BACKENDS, choose_backend
+from kvstore.tiers.disk.io.base import IOV_MAX, IOBackend, IORequest, Moved, UnderWay
+from kvstore.tiers.disk.io.probe import IO_BACKENDS, choose_backend
 
 __all__ = [
     "IOV_MAX",

@@ -664,7 +664,7 @@ static PyType_Slot context_slots[] = {
 };
 
 static PyType_Spec context_spec = {
-    .name = "tiers.disk.io._aio.Context",
+    .name = "kvstore.tiers.disk.io._aio.Context",
     .basicsize = sizeof(Context),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = context_slots,
@@ -689,7 +689,7 @@ static PyType_Slot batch_slots[] = {
 };
 
 static PyType_Spec batch_spec = {
-    .name = "tiers.disk.io._aio.Batch",
+    .name = "kvstore.tiers.disk.io._aio.Batch",
     .basicsize = sizeof(Batch),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = batch_slots,
@@ -697,7 +697,7 @@ static PyType_Spec batch_spec = {
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "tiers.disk.io._aio",
+    .m_name = "kvstore.tiers.disk.io._aio",
     .m_size = -1,
 };
 

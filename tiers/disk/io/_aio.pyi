@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from tiers.disk.io.base import IORequest
+from kvstore.tiers.disk.io.base import IORequest
 
 class Context:
-    """See `tiers.disk.io.aio.Context`.
+    """See `kvstore.tiers.disk.io.aio.Context`.
 
     Args:
         depth: most places in a device's queue, a single call excepted.

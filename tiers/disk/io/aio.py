@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from kvstore.tiers.disk.digest import address
+from kvstore.tiers.disk.io.base import IORequest, Later, Moved, UnderWay
+from kvstore.tiers.disk.io.direct import DirectIO
 from kvstore.types import about
-from tiers.disk.digest import address
-from tiers.disk.io.base import IORequest, Later, Moved, UnderWay
-from tiers.disk.io.direct import DirectIO
 
 try:
-    from tiers.disk.io import _aio as compiled
+    from kvstore.tiers.disk.io import _aio as compiled
 except ImportError:
     compiled = None  # type: ignore[assignment]
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.disk.digest import digests
+from kvstore.tiers.disk.digest import digests
 
 __all__ = [
     "IOV_MAX",

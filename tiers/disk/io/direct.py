@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiers.disk.io.base import IOBackend, read_whole, write_whole
+from kvstore.tiers.disk.io.base import IOBackend, read_whole, write_whole
 
 __all__ = ["DirectIO"]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tiers.disk.io.buffered import BufferedIO
+from kvstore.tiers.disk.io.buffered import BufferedIO
 
 __all__ = ["MappedIO"]
 

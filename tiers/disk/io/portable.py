@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from aiofiles.threadpool import wrap
 
-from tiers.disk.io.base import IOBackend, IORequest, Moved, moved
+from kvstore.tiers.disk.io.base import IOBackend, IORequest, Moved, moved
 
 __all__ = ["PortableIO"]
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.disk.io.aio import AioIO
+from kvstore.tiers.disk.io.base import IOBackend, IORequest
+from kvstore.tiers.disk.io.buffered import BufferedIO
+from kvstore.tiers.disk.io.direct import DirectIO
+from kvstore.tiers.disk.io.mapped import MappedIO
+from kvstore.tiers.disk.io.portable import PortableIO
 from kvstore.types import about
-from tiers.disk.io.aio import AioIO
-from tiers.disk.io.base import IOBackend, IORequest
-from tiers.disk.io.buffered import BufferedIO
-from tiers.disk.io.direct import DirectIO
-from tiers.disk.io.mapped import MappedIO
-from tiers.disk.io.portable import PortableIO
 
 __all__ = ["IO_BACKENDS", "choose_backend"]
 
