@@ -1175,8 +1175,10 @@ class World:
         evicted = sum(tier.index.evicted for tier in core.tiers)
         known = 0
         for key in client.keys:
-            held = [self._held(t, key) for t in core.tiers if key in t.entries]
-            if self.asked >= 0 and key in self.store_has:
+            # Computing is sooner than reading from a tier that is outpaced.
+            read = [t for t in core.tiers if not t.health.recompute.outpaced]
+            held = [self._held(t, key) for t in read if key in t.entries]
+            if self.asked >= 0 and core.tiers[self.asked] in read and key in self.store_has:
                 held.append(key)
             if key not in core.pool.chunks and (not held or held[0] != key):
                 break
