@@ -30,7 +30,7 @@ from dry import read_options
 from meter import filled_region, median, size_text, sizes
 from plain import Plain
 
-from kvstore.background import new_event_loop
+from kvstore.concurrency import new_event_loop
 from kvstore.sizes import parse_size
 
 CASES = ("write", "read", "random read")

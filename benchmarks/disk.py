@@ -57,7 +57,7 @@ from meter import Batch, Job, Sample, filled_region, median, meter, percentile, 
 from peer_fs import VllmFs
 from plain import Plain
 
-from kvstore.background import new_event_loop
+from kvstore.concurrency import new_event_loop
 from kvstore.sizes import parse_size
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry

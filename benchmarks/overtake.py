@@ -23,7 +23,7 @@ from disk import Ours
 from dry import read_options
 from meter import filled_region, percentile, size_text, sizes
 
-from kvstore.background import new_event_loop
+from kvstore.concurrency import new_event_loop
 from kvstore.sizes import parse_size
 from kvstore.tiers.disk import DiskTier
 

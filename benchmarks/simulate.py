@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
 
 from benchmarks.dry import read_options  # noqa: E402
-from kvstore.choice import Choice  # noqa: E402
 from kvstore.core import Flow  # noqa: E402
+from kvstore.plugins import Choice  # noqa: E402
 from kvstore.policies import policy_names  # noqa: E402
 from kvstore.simulation import Outcome, Setup, Trace, optimum, read_trace, replay  # noqa: E402
 

@@ -37,7 +37,7 @@ from disk import CASES, REQUESTS, Ours, Plan, measure
 from dry import read_options
 from meter import Sample, filled_region, median, size_text, sizes
 
-from kvstore.background import new_event_loop
+from kvstore.concurrency import new_event_loop
 from kvstore.sizes import parse_size
 from kvstore.tiers.disk import extents
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.choice import build_filters, build_policy
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.answers import MOST_ANSWERS
@@ -17,6 +16,7 @@ from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
 from kvstore.notice import Notice
+from kvstore.plugins import build_filters, build_policy
 from kvstore.policies.table import COMPILED
 from kvstore.recorder import Recorder
 from kvstore.sizes import format_size

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvstore.background import DETACH_SECONDS
+from kvstore.concurrency import DETACH_SECONDS
 from kvstore.engine import Engine
 from kvstore.types import about
 

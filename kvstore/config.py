@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvstore.choice import Choice, check_filters, check_policy
 from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
+from kvstore.plugins import Choice, check_filters, check_policy
 from kvstore.policies.parameters import shown
 from kvstore.sizes import parse_size
 

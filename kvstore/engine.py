@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvstore.background import DETACH_SECONDS, LoopThread
+from kvstore.concurrency import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with

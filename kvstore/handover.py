@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar, cast
 
-from kvstore.background import LoopThread
+from kvstore.concurrency import LoopThread
 from kvstore.errors import KVStoreError
 
 __all__ = ["Handover"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvstore import Config, DiskConfig
-from kvstore.choice import Choice
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
+from kvstore.plugins import Choice
 from kvstore.policies import filter_names, policy_names
 from kvstore.sizes import format_size, parse_size
 

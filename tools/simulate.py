@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.choice import Choice, build_filters, build_policy
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
+from kvstore.plugins import Choice, build_filters, build_policy
 from kvstore.simulation import (
     ROUTERS,
     LRUCurve,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import background
+from kvstore import concurrency as background
 from kvstore import engine as engine_module
-from kvstore.background import new_event_loop
+from kvstore.concurrency import new_event_loop
 from kvstore.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.tiers import PinnedRegion, Tier, Transfer

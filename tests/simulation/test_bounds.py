@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.choice import Choice
 from kvstore.errors import TraceError
+from kvstore.plugins import Choice
 from kvstore.policies import policy_names
 from kvstore.simulation import LRUCurve, Setup, Trace, optimum, read_trace, replay, sizes_between
 from tests.simulation.traces import conversations

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.choice import Choice, build_policy
 from kvstore.core import Flow
+from kvstore.plugins import Choice, build_policy
 from kvstore.policies import policy_names
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from tests.simulation.traces import conversations, hits_by_the_rules
