@@ -35,7 +35,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 import kvstore
-from kvstore.store import Store
+from kvstore.api.store import Store
 
 Ask = Callable[[Store, list[bytes], str | None], Awaitable[int]]
 

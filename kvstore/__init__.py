@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING, Any
 from kvstore._version import __version__
 
 if TYPE_CHECKING:
+    from kvstore.api.lease import Chunks, Lease
+    from kvstore.api.store import Store, open
+    from kvstore.api.sync import SyncLease, SyncStore, open_sync
+    from kvstore.api.windows import SyncWindows, Windows
     from kvstore.config import Config, DiskConfig, TierConfig
     from kvstore.core import CoreStats, Durations, TierStats
     from kvstore.errors import (
@@ -35,11 +39,7 @@ if TYPE_CHECKING:
         NamespaceMismatchError,
         PathUnusableError,
     )
-    from kvstore.leases import Chunks, Lease
-    from kvstore.store import Store, open
-    from kvstore.sync import SyncLease, SyncStore, open_sync
     from kvstore.types import Event
-    from kvstore.windows import SyncWindows, Windows
 
 __all__ = [
     "BlockKeyError",
@@ -71,7 +71,7 @@ __all__ = [
 
 _HOMES = {
     "BlockKeyError": "kvstore.errors",
-    "Chunks": "kvstore.leases",
+    "Chunks": "kvstore.api.lease",
     "Config": "kvstore.config",
     "ConfigError": "kvstore.errors",
     "CoreStats": "kvstore.core",
@@ -80,19 +80,19 @@ _HOMES = {
     "Event": "kvstore.types",
     "KVStoreError": "kvstore.errors",
     "LaneBusyError": "kvstore.errors",
-    "Lease": "kvstore.leases",
+    "Lease": "kvstore.api.lease",
     "LeaseEndedError": "kvstore.errors",
     "NamespaceMismatchError": "kvstore.errors",
     "PathUnusableError": "kvstore.errors",
-    "Store": "kvstore.store",
-    "SyncLease": "kvstore.sync",
-    "SyncStore": "kvstore.sync",
-    "SyncWindows": "kvstore.windows",
+    "Store": "kvstore.api.store",
+    "SyncLease": "kvstore.api.sync",
+    "SyncStore": "kvstore.api.sync",
+    "SyncWindows": "kvstore.api.windows",
     "TierConfig": "kvstore.config",
     "TierStats": "kvstore.core",
-    "Windows": "kvstore.windows",
-    "open": "kvstore.store",
-    "open_sync": "kvstore.sync",
+    "Windows": "kvstore.api.windows",
+    "open": "kvstore.api.store",
+    "open_sync": "kvstore.api.sync",
 }
 
 

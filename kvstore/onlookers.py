@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Set
 from functools import partial
 
+from kvstore.api.lease import Chunks
 from kvstore.home import Home
-from kvstore.leases import Chunks
 from kvstore.types import about
 
 __all__ = ["Onlookers"]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.store import Store
 from kvstore.survey import Fault, verify
 from kvstore.upkeep import purge
 from tests.patience import PATIENCE, until_async

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.store import Store
+from kvstore.api.store import Store
 from kvstore.types import NO_MOVE, Completion
 from tests.patience import PATIENCE, until_async
 

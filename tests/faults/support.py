@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.core import CoreStats
 from kvstore.core.stats import TierStats
-from kvstore.store import Store
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace

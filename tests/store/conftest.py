@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.store import Store
+from kvstore.api.store import Store
 from tests.store.support import Open, small
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import Store
+from kvstore.api.store import Store
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.policies.lru import LRU
-from kvstore.store import Store
 from kvstore.tiers import PinnedRegion
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async

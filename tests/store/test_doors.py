@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
-from kvstore.store import Store
 from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads
 
 KEYS = keys_of("a", 2)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.store import Store
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.store import Store
 from tests.patience import PATIENCE, until_async
 from tests.store.support import CHUNK, Open, busy, contents, keys_of, payloads
 

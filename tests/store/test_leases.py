@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import driver, prompts
-from kvstore.store import Store
+from kvstore.api.store import Store
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import Open, busy, cancel, contents, hold, hurry, keys_of, payloads
 

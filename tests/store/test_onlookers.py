@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvstore.api.store import Store
 from kvstore.errors import LeaseEndedError
-from kvstore.store import Store
 from tests.patience import PATIENCE, until_async
 from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.api.store import COPY_INLINE_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.policies import policy_names
-from kvstore.store import COPY_INLINE_BYTES
 from kvstore.tiers import Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.core.owned import OwnedTier
 from kvstore.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
-from kvstore.store import Store
 from kvstore.tiers.disk.format import Geometry
 from tests.patience import PATIENCE, answered_async
 from tests.simulation.traces import conversations

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.api.store import Store
 from kvstore.config import Config
 from kvstore.errors import ConfigError
-from kvstore.store import Store
 from tests.patience import PATIENCE
 from tests.store.support import keys_of, payloads, small
 from tests.tiers.store.servers import RedisServer, redis_server

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.store import Store
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async
 from tests.store.support import (

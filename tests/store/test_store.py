@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.api.store import COPY_INLINE_BYTES
 from kvstore.core import Core, Pace
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
 from kvstore.policies import registry
 from kvstore.policies.lru import LRU
 from kvstore.policies.table import COMPILED
-from kvstore.store import COPY_INLINE_BYTES
 from kvstore.tiers import PinnedRegion, Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
@@ -354,7 +354,7 @@ async def test_a_reset_does_not_wait_for_what_began_after_it(open_store: Open) -
 async def test_a_put_that_a_reset_overtakes_stores_no_more(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.puts.COPY_INLINE_BYTES", 0)
+    monkeypatch.setattr("kvstore.api.put.COPY_INLINE_BYTES", 0)
     copying, go_on = threading.Event(), threading.Event()
     copyto = np.copyto
 

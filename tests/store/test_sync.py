@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.api.put import COPY_INLINE_BYTES
+from kvstore.api.store import Store
+from kvstore.api.sync import SyncLease, SyncStore
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
-from kvstore.puts import COPY_INLINE_BYTES
-from kvstore.store import Store
-from kvstore.sync import SyncLease, SyncStore
 from tests.patience import PATIENCE, TOO_LONG, until
 from tests.store.support import CHUNK, hold, keys_of, payloads, small
 
@@ -770,10 +770,10 @@ def test_a_child_may_open_a_store_of_its_own(open_sync: Open, tmp_path: Path) ->
 
 
 HEAD = """
-    import os, signal, sys, threading, time, kvstore, kvstore.sync
+    import os, signal, sys, threading, time, kvstore, kvstore.api.sync
 
     # A slow disk is waited for.
-    kvstore.sync.EXIT_SECONDS = 50.0
+    kvstore.api.sync.EXIT_SECONDS = 50.0
 
     size = int(sys.argv[2])
     config = {
@@ -877,8 +877,8 @@ def test_an_interpreter_that_ends_while_its_disk_does_not_answer_ends_in_peace(
 ) -> None:
     code = """
         from kvstore.tiers.disk import DiskTier
-        import asyncio, kvstore.sync
-        kvstore.sync.EXIT_SECONDS = 0.2
+        import asyncio, kvstore.api.sync
+        kvstore.api.sync.EXIT_SECONDS = 0.2
 
         async def never(self, *args):
             await asyncio.sleep(3600)

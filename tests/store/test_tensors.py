@@ -16,8 +16,8 @@ import pytest
 
 import kvstore
 from kvstore import onlookers
+from kvstore.api.store import Store
 from kvstore.errors import LeaseEndedError
-from kvstore.store import Store
 from kvstore.tiers.pinned import PinnedRegion
 from tests.patience import PATIENCE, until, until_async
 from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
@@ -244,7 +244,7 @@ ENDS = {
                 tensor = torch.frombuffer(chunks[1], dtype=torch.uint8)
     """,
     "the store, then the lease": """
-        store = await kvstore.store.start(config)
+        store = await kvstore.api.store.start(config)
         await store.put(keys, payloads)
         lease = store.get(keys)
         chunks = await lease.__aenter__()
@@ -253,7 +253,7 @@ ENDS = {
         await lease.__aexit__(None, None, None)
     """,
     "the store, and the lease never": """
-        store = await kvstore.store.start(config)
+        store = await kvstore.api.store.start(config)
         await store.put(keys, payloads)
         lease = store.get(keys)
         chunks = await lease.__aenter__()
@@ -276,7 +276,7 @@ ENDS = {
 def test_memory_stays_as_long_as_a_tensor_looks_at_it(ends: str) -> None:
     body = textwrap.indent(textwrap.dedent(ENDS[ends]).strip(), "    ")
     script = f"""
-import asyncio, gc, warnings, kvstore, kvstore.store, torch
+import asyncio, gc, warnings, kvstore, kvstore.api.store, torch
 warnings.simplefilter("ignore")
 size = 1 << 20
 keys, payloads = [bytes([n]) * 20 for n in range(4)], [bytes([n]) * size for n in range(4)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.store import Store
 from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.store.support import CHUNK, Open, busy, contents, hold, keys_of, payloads
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
+from kvstore.api.arguments import check_keys
 from kvstore.assembly import assemble, rows_for
-from kvstore.checks import check_keys
 from kvstore.config import Config
 from kvstore.connector.manager.base import (
     OffloadingEvent,

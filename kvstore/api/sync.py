@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.checks import check_keys, check_request, check_timeout, chunks_of
+from kvstore.api.arguments import check_keys, check_request, check_timeout, chunks_of
+from kvstore.api.lease import STILL_ALIVE, Chunks, Lease
+from kvstore.api.portal import Handover
+from kvstore.api.store import Store, start
+from kvstore.api.windows import SyncWindows
 from kvstore.config import Config
 from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError, LeaseEndedError
-from kvstore.handover import Handover
-from kvstore.leases import STILL_ALIVE, Chunks, Lease
-from kvstore.store import Store, start
 from kvstore.types import Event
 from kvstore.waits import within
-from kvstore.windows import SyncWindows
 
 __all__ = ["SyncLease", "SyncStore", "open_sync"]
 

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvstore.api.arguments import check_keys, check_request, check_seconds, check_timeout, chunks_of
+from kvstore.api.lease import Chunks, Lease
+from kvstore.api.put import COPY_INLINE_BYTES, Puts
+from kvstore.api.windows import Windows
 from kvstore.assembly import Assembly
 from kvstore.building import build
-from kvstore.checks import check_keys, check_request, check_seconds, check_timeout, chunks_of
 from kvstore.closing import end_engine
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
@@ -19,14 +22,11 @@ from kvstore.core import CoreStats
 from kvstore.driver import Driver
 from kvstore.errors import KVStoreError
 from kvstore.home import Home, outlast
-from kvstore.leases import Chunks, Lease
 from kvstore.logs import warn_with
 from kvstore.onlookers import Onlookers
 from kvstore.prompts import Prompt, Prompts
-from kvstore.puts import COPY_INLINE_BYTES, Puts
 from kvstore.types import Event, about
 from kvstore.waits import within
-from kvstore.windows import Windows
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 

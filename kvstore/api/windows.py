@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from kvstore.errors import KVStoreError, LeaseEndedError
 
 if TYPE_CHECKING:
+    from kvstore.api.lease import Chunks, Lease
+    from kvstore.api.store import Store
+    from kvstore.api.sync import SyncLease, SyncStore
     from kvstore.core import CoreStats
-    from kvstore.leases import Chunks, Lease
-    from kvstore.store import Store
-    from kvstore.sync import SyncLease, SyncStore
 
 __all__ = ["SyncWindows", "Windows"]
 
