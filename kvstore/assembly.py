@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.answers import MOST_ANSWERS
-from kvstore.core.spans import Spans
-from kvstore.core.stats import tier_names
+from kvstore.core.reports import Spans
+from kvstore.core.statistics import tier_names
 from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError

@@ -10,7 +10,7 @@ from kvstore.assembly import open_tiers, recency_of, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
 from kvstore.core.job import JobEnd
-from kvstore.core.jobs import Jobs
+from kvstore.core.tier_only import Jobs
 from kvstore.engine import EngineThread
 from kvstore.logs import warn_with
 from kvstore.stepper import IDLE_STEP_SECONDS, WAIT_SECONDS
@@ -31,7 +31,7 @@ TELL_SECONDS = 5.0
 
 
 class JobRunner:
-    """See the module's text; what a job is, and what is guaranteed of it: `kvstore.core.jobs`.
+    """See the module's text; what a job is, and what is guaranteed of it: `kvstore.core.tier_only`.
 
     A step of the server ends with `end_step`; loads of what `lookup` has found are handed over
     before. Calls are made by one thread at a time. None waits for a tier, but for `drain` and

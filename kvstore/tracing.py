@@ -1,6 +1,6 @@
 """Waits and moves as OpenTelemetry's spans.
 
-The core tells what has begun and ended, see `kvstore.core.spans`. Here each becomes a span, on
+The core tells what has begun and ended, see `kvstore.core.reports`. Here each becomes a span, on
 the engine's loop, so that no step of a scheduler pays for it. Whoever runs the server sets up the
 SDK: where spans go, and which are kept, is decided there. Only OpenTelemetry's API is used.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstore._version import __version__
-from kvstore.core.spans import SpanBegin, SpanEnd, SpanKind
+from kvstore.core.reports import SpanBegin, SpanEnd, SpanKind
 from kvstore.errors import ConfigError
 from kvstore.types import about
 

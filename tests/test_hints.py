@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.hints import MOST_ACTIONS, NO_HINTS, Hints, read_hints
+from kvstore.core.hints import MOST_ACTIONS, NO_HINTS, Hints, read_hints
 
 
 @dataclass

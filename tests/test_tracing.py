@@ -17,7 +17,7 @@ import pytest
 import kvstore
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.manager import ReqContext as Request
-from kvstore.core.spans import Outcome, SpanBegin, SpanEnd, SpanKind
+from kvstore.core.reports import Outcome, SpanBegin, SpanEnd, SpanKind
 from kvstore.errors import ConfigError
 from kvstore.tracing import MOST_PARENTS, SpanWriter
 from tests.patience import PATIENCE

@@ -35,7 +35,7 @@ class RequestLike(Protocol):
     """A request of the server.
 
     Where there is one, ``kv_transfer_params`` (a mapping or None) is looked at for
-    ``do_remote_decode`` and for hints, as is ``kv_hints``: see `kvstore.hints`. With a true
+    ``do_remote_decode`` and for hints, as is ``kv_hints``: see `kvstore.core.hints`. With a true
     ``skip_reading_prefix_cache`` nothing is loaded for it. ``trace_headers`` name the span that it
     belongs to, see `kvstore.connector.manager.ReqContext`.
     """

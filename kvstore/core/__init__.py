@@ -4,11 +4,11 @@ from kvstore.core.asked import AskedTier
 from kvstore.core.core import Core
 from kvstore.core.durations import AGES, BOUNDS, Durations
 from kvstore.core.flow import Flow
+from kvstore.core.host import HostPool
 from kvstore.core.owned import OwnedTier
 from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.peer import PeerTier
-from kvstore.core.pool import HostPool
-from kvstore.core.stats import CoreStats, TierStats
+from kvstore.core.statistics import CoreStats, TierStats
 from kvstore.core.stores import StoreGrant
 
 __all__ = [

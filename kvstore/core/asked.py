@@ -14,7 +14,7 @@ from kvstore.core.flow import Flow
 from kvstore.core.index import Index
 from kvstore.core.patience import Patience
 from kvstore.core.slotless import SlotlessTier, Unordered
-from kvstore.core.stats import TierStats
+from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
 

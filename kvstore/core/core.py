@@ -21,34 +21,34 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from kvstore.core.budget import Budget
-from kvstore.core.cascades import Cascades
-from kvstore.core.chains import Chains
+from kvstore.core.async_lookup import Questions
+from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, Life
 from kvstore.core.complaints import Log
 from kvstore.core.demotions import Demotions
-from kvstore.core.grants import Grants
+from kvstore.core.eviction import Victims
+from kvstore.core.host import HostPool
 from kvstore.core.loads import Loads
-from kvstore.core.lookups import Lookups
+from kvstore.core.lookup import Lookups
 from kvstore.core.overtaken import Overtaken, Transfer
 from kvstore.core.pace import Pace
 from kvstore.core.pins import PINNED_SHARE, Pins
-from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.prefetches import Prefetches
-from kvstore.core.questions import Questions
-from kvstore.core.queue import WaitQueue
+from kvstore.core.promotion import Grants
 from kvstore.core.recompute import Average
-from kvstore.core.removals import Removal, Removals
+from kvstore.core.removal import Removal, Removals
+from kvstore.core.reports import Spans
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.room import Room
-from kvstore.core.spans import Spans
-from kvstore.core.stats import CoreStats
+from kvstore.core.statistics import CoreStats
+from kvstore.core.step_budget import Budget
 from kvstore.core.stores import StoreGrant, Stores
 from kvstore.core.tier import TierView
 from kvstore.core.transfers import Transfers
+from kvstore.core.usage import Chains
 from kvstore.core.uses import Uses
-from kvstore.core.victims import Victims
+from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import Completion, Event, LogLine, Move
 
 __all__ = ["Core"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvstore.core.cascades import Cascades
+from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
+from kvstore.core.eviction import Victims
+from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.pool import HostPool
 from kvstore.core.tier import TierView
-from kvstore.core.victims import Victims
 
 __all__ = ["Demotions"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import READY, Chunk
-from kvstore.core.pool import HostPool
-from kvstore.core.victims import Victims
+from kvstore.core.eviction import Victims
+from kvstore.core.host import HostPool
 
 __all__ = ["Entrance"]
 

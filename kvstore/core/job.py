@@ -1,4 +1,4 @@
-"""A job of `kvstore.core.jobs`, from being handed over to its end, and the book of all."""
+"""A job of `kvstore.core.tier_only`, from being handed over to its end, and the book of all."""
 
 from __future__ import annotations
 

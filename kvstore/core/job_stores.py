@@ -1,11 +1,11 @@
-"""Chunks of a server's own rows that are to be copied to a tier: see `kvstore.core.jobs`."""
+"""Chunks of a server's own rows that are to be copied to a tier: see `kvstore.core.tier_only`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from kvstore.core.cascades import CASCADE_BATCH
+from kvstore.core.cascade import CASCADE_BATCH
 from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.job import Job, JobBook

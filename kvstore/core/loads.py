@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from kvstore.core.chains import Chains
 from kvstore.core.chunk import LEAVING, READY, Chunk
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
+from kvstore.core.host import HostPool
 from kvstore.core.request import Requests
+from kvstore.core.usage import Chains
 from kvstore.core.uses import Uses
+from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["Loads"]
 

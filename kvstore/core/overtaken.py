@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
 
 __all__ = ["Overtaken", "Transfer"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvstore.core.flow import Flow
 from kvstore.core.index import Index
 from kvstore.core.slotless import SlotlessTier, Unordered
-from kvstore.core.stats import TierStats
+from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, LogLine, Move, RecoveredTier
 

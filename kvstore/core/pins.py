@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
 from kvstore.core.tier import CopyTarget, TierView
 
 __all__ = ["PINNED_SHARE", "Pins"]

@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 from itertools import count, islice
 
 from kvstore.core.chunk import READY
-from kvstore.core.grants import Grant, Grants
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
+from kvstore.core.host import HostPool
+from kvstore.core.promotion import Grant, Grants
 from kvstore.core.request import Request
 from kvstore.core.tier import TierView
+from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["Prefetches"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.budget import Budget
-from kvstore.core.cascades import Cascades
-from kvstore.core.pool import HostPool
-from kvstore.core.victims import Victims
+from kvstore.core.cascade import Cascades
+from kvstore.core.eviction import Victims
+from kvstore.core.host import HostPool
+from kvstore.core.step_budget import Budget
 
 __all__ = ["Room"]
 

@@ -17,7 +17,7 @@ from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
 from kvstore.core.index import Index
 from kvstore.core.patience import Patience
-from kvstore.core.stats import TierStats
+from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.table import OrderedTable
 from kvstore.types import Changes, Completion, LogLine, Move

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.core.cascades import Cascades
+from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import Chunk
+from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
-from kvstore.core.removals import Removals
-from kvstore.core.spans import Spans
+from kvstore.core.removal import Removals
+from kvstore.core.reports import Spans
 from kvstore.core.tier import CopyTarget, Store, TierView
+from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 
 __all__ = ["Transfers"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from kvstore.core.budget import Budget
+from kvstore.core.eviction import Victims
 from kvstore.core.flow import Flow
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
+from kvstore.core.step_budget import Budget
 from kvstore.core.tier import TierView
-from kvstore.core.victims import Victims
 
 __all__ = ["MOST_UNTOLD", "Uses"]
 

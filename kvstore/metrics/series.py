@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore.core import CoreStats, TierStats
-from kvstore.core.stats import tier_names
+from kvstore.core.statistics import tier_names
 from kvstore.metrics.table import Metric
 
 __all__ = ["Series"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.hints import Hints
+from kvstore.core.hints import Hints
 from kvstore.simulation.trace import Trace
 
 __all__ = ["announced"]

@@ -17,14 +17,14 @@ from typing import Any
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerTier
 from kvstore.core.answers import Answers
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
-from kvstore.core.grants import LEFT_TO_OTHERS
 from kvstore.core.patience import Patience
-from kvstore.core.queue import FORGET_AFTER
+from kvstore.core.promotion import LEFT_TO_OTHERS
 from kvstore.core.recency import NOTE_SECONDS
-from kvstore.core.removals import Removal
+from kvstore.core.removal import Removal
+from kvstore.core.reports import SpanBegin, SpanKind
 from kvstore.core.request import RequestState
-from kvstore.core.spans import SpanBegin, SpanKind
 from kvstore.core.tier import TierView
+from kvstore.core.wait_queue import FORGET_AFTER
 from kvstore.policies import Protected, create_policy
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 

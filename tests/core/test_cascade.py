@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.cascades import CASCADE_BATCH
+from kvstore.core.cascade import CASCADE_BATCH
 from kvstore.core.health import STORE_PAUSE
 from kvstore.core.slots import ASIDE_PAUSE, RETRY_PAUSE
 from kvstore.types import Op

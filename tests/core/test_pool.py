@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core import HostPool
-from kvstore.core.budget import Budget
-from kvstore.core.cascades import Cascades
+from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import Chunk
+from kvstore.core.eviction import Victims
 from kvstore.core.room import Room
-from kvstore.core.victims import Victims
+from kvstore.core.step_budget import Budget
 from kvstore.policies import EvictionPolicy, create_policy
 from tests.core.rig import CountingLRU
 

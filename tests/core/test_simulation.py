@@ -21,22 +21,22 @@ import pytest
 
 from kvstore.core import AskedTier, Core, HostPool, OwnedTier
 from kvstore.core.answers import Answers
-from kvstore.core.cascades import Cascades
+from kvstore.core.async_lookup import Questions
+from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import READY, Chunk, Life
-from kvstore.core.grants import Grants
+from kvstore.core.eviction import Victims
 from kvstore.core.health import Health
 from kvstore.core.index import Index
-from kvstore.core.lookups import Lookups
+from kvstore.core.lookup import Lookups
 from kvstore.core.overtaken import Overtaken
-from kvstore.core.questions import Questions
-from kvstore.core.queue import WaitQueue
-from kvstore.core.removals import Removals
+from kvstore.core.promotion import Grants
+from kvstore.core.removal import Removals
 from kvstore.core.request import Request, Requests
 from kvstore.core.room import Room
 from kvstore.core.slots import Slots
 from kvstore.core.streak import Streak
 from kvstore.core.transfers import Transfers
-from kvstore.core.victims import Victims
+from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import Completion
 from tests.core.model import World, random_act, random_world, scatter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.answers import Answers
-from kvstore.core.spans import Outcome, SpanBegin, SpanEnd, SpanKind, Spans
+from kvstore.core.reports import Outcome, SpanBegin, SpanEnd, SpanKind, Spans
 from kvstore.types import Completion, Op
 from tests.core.rig import Rig, chain
 

@@ -24,7 +24,7 @@ from examples.paged_engine.request import Request, State
 from examples.paged_engine.stream import Stream
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.scheduler import ConnectorScheduler
-from kvstore.core.stats import TierStats
+from kvstore.core.statistics import TierStats
 from tests.faults.conftest import EIO, FaultyDisk, Rule
 
 REQUESTS = int(os.environ.get("KVSTORE_REQUESTS", "300"))

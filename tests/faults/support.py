@@ -16,7 +16,7 @@ from typing import Any
 import kvstore
 from kvstore.api.store import Store
 from kvstore.core import CoreStats
-from kvstore.core.stats import TierStats
+from kvstore.core.statistics import TierStats
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.hints import Hints
+from kvstore.core.hints import Hints
 from kvstore.simulation import Setup, Trace, replay
 from kvstore.simulation.returns import PATIENCE, SLACK, announced
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.hints import Hints, read_hints
+from kvstore.core.hints import Hints, read_hints
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
 
 LENGTH = 512

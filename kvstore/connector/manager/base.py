@@ -64,7 +64,7 @@ class ReqContext:
         req_id: its name.
         position: where in the prompt a key ends, in tokens, for servers that name keys of
             several KV cache groups, or in another order than the prompt's.
-        kv_transfer_params, kv_hints: hints of what will become of it, see `kvstore.hints`.
+        kv_transfer_params, kv_hints: hints of what will become of it, see `kvstore.core.hints`.
         trace_headers: names the span that it belongs to, by the header ``traceparent`` of W3C's
             Trace Context, where its client has sent one.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import Core
-from kvstore.hints import Hints, follow, read_hints
+from kvstore.core.hints import Hints, follow, read_hints
 
 __all__ = ["HintedRequests"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.connector.manager.base import ReqContext
 from kvstore.connector.scheduler.group import Group, key_of
 from kvstore.connector.server import BlockIds, RequestLike
-from kvstore.hints import read_hints
+from kvstore.core.hints import read_hints
 
 __all__ = ["GroupState", "TrackedRequest"]
 

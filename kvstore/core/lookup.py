@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 
-from kvstore.core.budget import Budget
-from kvstore.core.chains import Chains
 from kvstore.core.chunk import READY, Chunk
+from kvstore.core.host import HostPool
 from kvstore.core.line import Line
-from kvstore.core.pool import HostPool
 from kvstore.core.positions import Positions
-from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request, Requests, RequestState
+from kvstore.core.step_budget import Budget
 from kvstore.core.streak import Streak
 from kvstore.core.tier import TierView
+from kvstore.core.usage import Chains
+from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["Lookups"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvstore.core.budget import Budget
 from kvstore.core.chunk import Chunk
 from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.flow import Flow
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
+from kvstore.core.step_budget import Budget
 from kvstore.core.tier import CopyTarget, TierView
 from kvstore.types import Completion, LogLine, Move, Op
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
 from kvstore.core.positions import Positions
 from kvstore.core.tier import TierView
 from kvstore.core.uses import Uses

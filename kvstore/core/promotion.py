@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.core.budget import Budget
-from kvstore.core.chains import Chains
 from kvstore.core.chunk import Chunk
+from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
 from kvstore.core.request import Request
 from kvstore.core.room import Room
+from kvstore.core.step_budget import Budget
 from kvstore.core.tier import TierView
+from kvstore.core.usage import Chains
+from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["LEFT_TO_OTHERS", "Grant", "Grants"]
 

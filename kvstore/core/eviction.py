@@ -11,9 +11,9 @@ import operator
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from kvstore.core.budget import Budget
 from kvstore.core.chunk import READY, Chunk
-from kvstore.core.pool import HostPool
+from kvstore.core.host import HostPool
+from kvstore.core.step_budget import Budget
 from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
 
 __all__ = ["Victims"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Sequence
 
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
+from kvstore.core.host import HostPool
 from kvstore.core.request import Request
 from kvstore.core.tier import Store, TierView
+from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["MOST_KEYS", "Question", "Questions"]
 

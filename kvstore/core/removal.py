@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
-from kvstore.core.pool import HostPool
-from kvstore.core.queue import WaitQueue
+from kvstore.core.eviction import Victims
+from kvstore.core.host import HostPool
 from kvstore.core.tier import CopyTarget, TierView
-from kvstore.core.victims import Victims
+from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import NO_MOVE, Completion, Move, Op
 
 __all__ = ["Removal", "Removals"]
