@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
-from kvstore.core.answers import MOST_ANSWERS
 from kvstore.core.reports import Spans
+from kvstore.core.residency.base import TierView
+from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
-from kvstore.core.tier import TierView
 from kvstore.engine import Beside
 from kvstore.errors import ConfigError
 from kvstore.notice import Notice

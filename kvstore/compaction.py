@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvstore.core.owned import OwnedTier
+from kvstore.core.residency.owned import OwnedTier
 from kvstore.engine import EngineThread
 from kvstore.errors import ForeignFileError
 from kvstore.policies import create_policy

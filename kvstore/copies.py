@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import Core
-from kvstore.core.tier import CopyTarget
+from kvstore.core.residency.base import CopyTarget
 
 __all__ = ["Copies"]
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.core import Core
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.daemons import Daemons
 from kvstore.tiers.disk.retained import Retained, forget_retained, write_retained
 from kvstore.types import about

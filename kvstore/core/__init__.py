@@ -1,13 +1,13 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
-from kvstore.core.asked import AskedTier
 from kvstore.core.core import Core
 from kvstore.core.durations import AGES, BOUNDS, Durations
 from kvstore.core.flow import Flow
 from kvstore.core.host import HostPool
-from kvstore.core.owned import OwnedTier
 from kvstore.core.pace import UNBOUNDED, Pace
-from kvstore.core.peer import PeerTier
+from kvstore.core.residency.owned import OwnedTier
+from kvstore.core.residency.peer import PeerTier
+from kvstore.core.residency.remote import AskedTier
 from kvstore.core.statistics import CoreStats, TierStats
 from kvstore.core.stores import StoreGrant
 

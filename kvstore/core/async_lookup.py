@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Sequence
 
 from kvstore.core.host import HostPool
 from kvstore.core.request import Request
-from kvstore.core.tier import Store, TierView
+from kvstore.core.residency.base import Store, TierView
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["MOST_KEYS", "Question", "Questions"]

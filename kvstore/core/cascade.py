@@ -9,8 +9,8 @@ from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.flow import Flow
 from kvstore.core.host import HostPool
+from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.step_budget import Budget
-from kvstore.core.tier import CopyTarget, TierView
 from kvstore.types import Completion, LogLine, Move, Op
 
 __all__ = ["CASCADE_BATCH", "Cascades"]

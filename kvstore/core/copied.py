@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import compress
 
 from kvstore.core.complaints import Complaints
-from kvstore.core.tier import CopyTarget
+from kvstore.core.residency.base import CopyTarget
 from kvstore.types import Completion, Move
 
 __all__ = ["take_in"]

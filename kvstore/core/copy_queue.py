@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvstore.core.chunk import Chunk
-from kvstore.core.index import Index
+from kvstore.core.residency.index import Index
 
 __all__ = ["CopyQueue"]
 

@@ -40,11 +40,11 @@ from kvstore.core.recompute import Average
 from kvstore.core.removal import Removal, Removals
 from kvstore.core.reports import Spans
 from kvstore.core.request import Requests, RequestState
+from kvstore.core.residency.base import TierView
 from kvstore.core.room import Room
 from kvstore.core.statistics import CoreStats
 from kvstore.core.step_budget import Budget
 from kvstore.core.stores import StoreGrant, Stores
-from kvstore.core.tier import TierView
 from kvstore.core.transfers import Transfers
 from kvstore.core.usage import Chains
 from kvstore.core.uses import Uses

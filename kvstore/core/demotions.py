@@ -15,7 +15,7 @@ from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 
 __all__ = ["Demotions"]
 

@@ -9,7 +9,7 @@ from kvstore.core.cascade import CASCADE_BATCH
 from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
 from kvstore.core.job import Job, JobBook
-from kvstore.core.tier import CopyTarget, TierView
+from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.policies.base import EvictionPolicy
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
 

@@ -9,9 +9,9 @@ from kvstore.core.host import HostPool
 from kvstore.core.line import Line
 from kvstore.core.positions import Positions
 from kvstore.core.request import Request, Requests, RequestState
+from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.core.streak import Streak
-from kvstore.core.tier import TierView
 from kvstore.core.usage import Chains
 from kvstore.core.wait_queue import WaitQueue
 

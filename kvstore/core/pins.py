@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk
 from kvstore.core.host import HostPool
-from kvstore.core.tier import CopyTarget, TierView
+from kvstore.core.residency.base import CopyTarget, TierView
 
 __all__ = ["PINNED_SHARE", "Pins"]
 

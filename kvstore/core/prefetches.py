@@ -16,7 +16,7 @@ from kvstore.core.chunk import READY
 from kvstore.core.host import HostPool
 from kvstore.core.promotion import Grant, Grants
 from kvstore.core.request import Request
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["Prefetches"]

@@ -17,9 +17,9 @@ from kvstore.core.chunk import Chunk
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
 from kvstore.core.request import Request
+from kvstore.core.residency.base import TierView
 from kvstore.core.room import Room
 from kvstore.core.step_budget import Budget
-from kvstore.core.tier import TierView
 from kvstore.core.usage import Chains
 from kvstore.core.wait_queue import WaitQueue
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
-from kvstore.core.tier import CopyTarget, TierView
+from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import NO_MOVE, Completion, Move, Op
 

@@ -28,7 +28,7 @@ from itertools import compress
 from kvstore.core.job import Job, JobBook, JobEnd
 from kvstore.core.job_stores import JobStores
 from kvstore.core.reports import Spans
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 
 __all__ = ["Jobs"]

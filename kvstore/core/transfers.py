@@ -15,7 +15,7 @@ from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
 from kvstore.core.removal import Removals
 from kvstore.core.reports import Spans
-from kvstore.core.tier import CopyTarget, Store, TierView
+from kvstore.core.residency.base import CopyTarget, Store, TierView
 from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 

@@ -20,7 +20,7 @@ from operator import methodcaller
 
 from kvstore.core.host import HostPool
 from kvstore.core.positions import Positions
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.core.uses import Uses
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
 from kvstore.core.hints import Hints, follow
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.plugins import Choice, build_filters, build_policy
 from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvstore.core import AskedTier, Core, CoreStats, HostPool, OwnedTier
-from kvstore.core.answers import Answers
 from kvstore.core.chunk import READY
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.policies.lru import LRU
 from kvstore.types import Completion, Move, Op, RecoveredTier

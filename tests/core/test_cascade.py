@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.core.cascade import CASCADE_BATCH
-from kvstore.core.health import STORE_PAUSE
-from kvstore.core.slots import ASIDE_PAUSE, RETRY_PAUSE
+from kvstore.core.residency.health import STORE_PAUSE
+from kvstore.core.residency.slots import ASIDE_PAUSE, RETRY_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 

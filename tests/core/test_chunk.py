@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core import HostPool
 from kvstore.core.chunk import HOST, TIER, IllegalTransitionError, Life, Table
-from kvstore.core.index import Index
+from kvstore.core.residency.index import Index
 from kvstore.policies import create_policy
 
 KEY = b"key"

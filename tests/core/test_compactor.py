@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.compactor import Compactor
+from kvstore.core.residency.compactor import Compactor
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from kvstore.core.health import DEVICE_PAUSE, STORE_PAUSE
-from kvstore.core.slots import STRIPE_CHUNKS
+from kvstore.core.residency.health import DEVICE_PAUSE, STORE_PAUSE
+from kvstore.core.residency.slots import STRIPE_CHUNKS
 from kvstore.types import Move, Op
 from tests.core.rig import Rig, chain
 

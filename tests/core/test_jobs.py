@@ -10,7 +10,7 @@ import pytest
 from kvstore.core import OwnedTier, PeerTier
 from kvstore.core.job import JobEnd
 from kvstore.core.job_stores import STORE_SHARE
-from kvstore.core.tier import TierView
+from kvstore.core.residency.base import TierView
 from kvstore.core.tier_only import Jobs
 from kvstore.policies import create_policy
 from kvstore.policies.registry import policy_names

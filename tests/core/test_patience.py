@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from kvstore.core.answers import Answers
 from kvstore.core.patience import LEAST_PATIENCE, RISKED, Patience
 from kvstore.core.recompute import FIRST_PAUSE
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.slots import RETRY_PAUSE
+from kvstore.core.residency.slots import RETRY_PAUSE
 from kvstore.policies import create_policy
 from kvstore.types import Op
 from tests.core.rig import Rig, chain

@@ -20,20 +20,20 @@ from typing import Any
 import pytest
 
 from kvstore.core import AskedTier, Core, HostPool, OwnedTier
-from kvstore.core.answers import Answers
 from kvstore.core.async_lookup import Questions
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import READY, Chunk, Life
 from kvstore.core.eviction import Victims
-from kvstore.core.health import Health
-from kvstore.core.index import Index
 from kvstore.core.lookup import Lookups
 from kvstore.core.overtaken import Overtaken
 from kvstore.core.promotion import Grants
 from kvstore.core.removal import Removals
 from kvstore.core.request import Request, Requests
+from kvstore.core.residency.health import Health
+from kvstore.core.residency.index import Index
+from kvstore.core.residency.remote_answers import Answers
+from kvstore.core.residency.slots import Slots
 from kvstore.core.room import Room
-from kvstore.core.slots import Slots
 from kvstore.core.streak import Streak
 from kvstore.core.transfers import Transfers
 from kvstore.core.wait_queue import WaitQueue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.health import SLOW_PAUSE
+from kvstore.core.residency.health import SLOW_PAUSE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 

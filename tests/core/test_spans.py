@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.core.answers import Answers
 from kvstore.core.reports import Outcome, SpanBegin, SpanEnd, SpanKind, Spans
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.types import Completion, Op
 from tests.core.rig import Rig, chain
 

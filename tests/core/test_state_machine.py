@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from kvstore.core import Core, OwnedTier
 from kvstore.core.chunk import FILLING
-from kvstore.core.health import Health
+from kvstore.core.residency.health import Health
 from kvstore.types import Op
 from tests.core.model import Client, World, chain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.index import MOST_FAILURES
+from kvstore.core.residency.index import MOST_FAILURES
 from tests.core.rig import Rig, chain
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore.api.store import Store
-from kvstore.core.owned import OwnedTier
+from kvstore.core.residency.owned import OwnedTier
 from kvstore.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.tiers.disk.format import Geometry

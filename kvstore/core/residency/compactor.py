@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from kvstore.core.index import Index
-from kvstore.core.slots import Slots
+from kvstore.core.residency.index import Index
+from kvstore.core.residency.slots import Slots
 from kvstore.types import Completion, Move, Op
 
 __all__ = ["Compactor"]

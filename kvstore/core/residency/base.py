@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvstore.core.answers import Answers
 from kvstore.core.chunk import Chunk
 from kvstore.core.flow import Flow
-from kvstore.core.health import Health
 from kvstore.core.in_flight import InFlight
-from kvstore.core.index import Index
 from kvstore.core.patience import Patience
+from kvstore.core.residency.health import Health
+from kvstore.core.residency.index import Index
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.table import OrderedTable

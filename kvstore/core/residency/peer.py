@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core.flow import Flow
-from kvstore.core.index import Index
+from kvstore.core.residency.index import Index
 from kvstore.core.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
