@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.device.direction import Direction, Launch, Ticket, launcher
-from kvstore.device.driver import Copier, driver
+from kvstore.device.cuda_driver import Copier, driver
 from kvstore.device.fragments import Addresses, Fragments
 from kvstore.device.layout import BlockPlaces, Layout, Places, RowPlaces
-from kvstore.device.measurement import Measurement, sizes_of
 from kvstore.device.pages import Pages
-from kvstore.device.ring import RING_BYTES
+from kvstore.device.staging import RING_BYTES
+from kvstore.device.stream import Direction, Launch, Ticket, launcher
+from kvstore.device.tuning import Measurement, sizes_of
 from kvstore.device.ways import WAYS, Ways
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import about

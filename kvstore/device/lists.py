@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.device.driver import Copier
+from kvstore.device.cuda_driver import Copier
 from kvstore.device.fragments import Fragments, Longs
 
 __all__ = ["MOST", "Lists"]

@@ -10,7 +10,7 @@ import torch
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvstore.device import CudaCopies, HostCopies, Pages, pages_of
-from kvstore.device.direction import launcher
+from kvstore.device.stream import launcher
 from kvstore.tiers.pinned import PinnedRegion
 from tests.gpu.pretend import PretendCuda, PretendDriver, PretendKernel
 

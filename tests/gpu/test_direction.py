@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvstore.device.direction import NOT_LAUNCHED  # noqa: E402
+from kvstore.device.stream import NOT_LAUNCHED  # noqa: E402
 from tests.gpu.bed import PLACES, Bed  # noqa: E402
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_the_driver_ends_a_transfer_before_its_kernel(
 def test_more_pieces_than_a_list_holds_are_several_launches(
     beds: list[Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.device.direction.MOST", 5)
+    monkeypatch.setattr("kvstore.device.stream.MOST", 5)
     bed = Bed("cpu", "kernel")
     beds.append(bed)
     assert bed.kernel is not None

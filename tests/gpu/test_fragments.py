@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from kvstore.device import Pages  # noqa: E402
 from kvstore.device.fragments import Addresses, Fragments, cut  # noqa: E402
 from kvstore.device.layout import Layout  # noqa: E402
-from kvstore.device.ring import STEP, Ring  # noqa: E402
+from kvstore.device.staging import STEP, Ring  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 
 

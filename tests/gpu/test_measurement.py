@@ -13,10 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvstore.device import Pages  # noqa: E402
-from kvstore.device.direction import launcher  # noqa: E402
 from kvstore.device.fragments import Fragments  # noqa: E402
 from kvstore.device.layout import Layout  # noqa: E402
-from kvstore.device.measurement import Measurement, sizes_of  # noqa: E402
+from kvstore.device.stream import launcher  # noqa: E402
+from kvstore.device.tuning import Measurement, sizes_of  # noqa: E402
 from kvstore.device.ways import Rate  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 from tests.gpu.bed import PLACES, Bed  # noqa: E402
@@ -26,7 +26,7 @@ from tests.gpu.bed import PLACES, Bed  # noqa: E402
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory that stands for a device is slow."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("kvstore.device.measurement.SAMPLE", 2**20)
+        monkeypatch.setattr("kvstore.device.tuning.SAMPLE", 2**20)
 
 
 def test_the_sizes_of_a_layout_are_its_pages_and_those_of_a_row_together() -> None:

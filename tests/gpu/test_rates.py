@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "REPEAT", 1)
     monkeypatch.setattr(module, "ROW_BYTES", 2**20)
-    monkeypatch.setattr("kvstore.device.measurement.SAMPLE", 2**20)
+    monkeypatch.setattr("kvstore.device.tuning.SAMPLE", 2**20)
     return module
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.device.driver import Copier
+from kvstore.device.cuda_driver import Copier
 from kvstore.device.fragments import Fragments, cut
 from kvstore.device.lists import MOST, Lists
-from kvstore.device.ring import Ring
+from kvstore.device.staging import Ring
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import about
 

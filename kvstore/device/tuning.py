@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.device.direction import Direction
 from kvstore.device.fragments import Fragments
 from kvstore.device.layout import Layout
+from kvstore.device.stream import Direction
 from kvstore.device.ways import WAYS, Rate, in_words
 from kvstore.errors import ConfigError
 from kvstore.types import about
