@@ -22,7 +22,7 @@ from typing import Any
 
 from opening import IDENTITY, LABEL, make_lane
 
-from kvstore.engine import EngineThread
+from kvstore.engine.engine import EngineThread
 from kvstore.tiers.disk import DiskTier, PeerLanes
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion

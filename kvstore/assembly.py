@@ -13,7 +13,7 @@ from kvstore.core.reports import Spans
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
-from kvstore.engine import Beside
+from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError
 from kvstore.notice import Notice
 from kvstore.plugins import build_filters, build_policy

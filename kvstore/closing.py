@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from kvstore.concurrency import DETACH_SECONDS
-from kvstore.engine import Engine
+from kvstore.engine.engine import Engine
 from kvstore.types import about
 
 __all__ = ["end_engine"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.core.residency.owned import OwnedTier
-from kvstore.engine import EngineThread
+from kvstore.engine.engine import EngineThread
 from kvstore.errors import ForeignFileError
 from kvstore.policies import create_policy
 from kvstore.tiers.disk.epoch import read_epoch

@@ -11,9 +11,9 @@ from kvstore.config import Config
 from kvstore.core import TierStats
 from kvstore.core.job import JobEnd
 from kvstore.core.tier_only import Jobs
-from kvstore.engine import EngineThread
+from kvstore.engine.engine import EngineThread
+from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
 from kvstore.logs import warn_with
-from kvstore.stepper import IDLE_STEP_SECONDS, WAIT_SECONDS
 from kvstore.tiers import Tier
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.lent import LentRegion

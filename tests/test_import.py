@@ -56,7 +56,7 @@ HEAVY = ("torch", "vllm", "transformers", "hypothesis", "pytest")
         "import kvstore",
         "import kvstore; kvstore.open, kvstore.Store, kvstore.Config, kvstore.KVStoreError",
         "import kvstore; kvstore.open_sync, kvstore.SyncStore",
-        "import kvstore.core, kvstore.engine, kvstore.assembly",
+        "import kvstore.core, kvstore.engine.engine, kvstore.assembly",
         "import kvstore.connector.manager, kvstore.connector.backend, kvstore.connector.reuse",
         "import kvstore.connector.spec, kvstore.connector.handler, kvstore.connector.mediums",
         "import kvstore.connector.scheduler, kvstore.connector.worker, kvstore.connector.server",

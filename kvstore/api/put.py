@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.copies import Copies
 from kvstore.core import Core
-from kvstore.driver import Driver
+from kvstore.engine.loop_steps import Driver
 from kvstore.home import outlast
 from kvstore.tiers.pinned import PinnedRegion
 

@@ -19,12 +19,12 @@ from kvstore.closing import end_engine
 from kvstore.config import Config, check_size
 from kvstore.copies import Copies
 from kvstore.core import CoreStats
-from kvstore.driver import Driver
+from kvstore.engine.loop_steps import Driver
+from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
 from kvstore.home import Home, outlast
 from kvstore.logs import warn_with
 from kvstore.onlookers import Onlookers
-from kvstore.prompts import Prompt, Prompts
 from kvstore.types import Event, about
 from kvstore.waits import within
 

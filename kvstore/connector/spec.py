@@ -15,8 +15,8 @@ from kvstore.connector.config import KVCacheConfigLike, KVCacheGroupLike, Server
 from kvstore.connector.handler import CudaHandler, HostHandler, OffloadingHandler
 from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvstore.engine.host_memory import join_region, private_region, release_region, share_region
 from kvstore.errors import ConfigError
-from kvstore.region import join_region, private_region, release_region, share_region
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
 if TYPE_CHECKING:

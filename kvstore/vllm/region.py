@@ -6,8 +6,14 @@ import contextlib
 import multiprocessing
 from collections.abc import Iterator
 
+from kvstore.engine.host_memory import (
+    in_process,
+    join_region,
+    private_region,
+    release_region,
+    share_region,
+)
 from kvstore.errors import ConfigError
-from kvstore.region import in_process, join_region, private_region, release_region, share_region
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 from kvstore.tiers.rendezvous import OtherShapeError
 

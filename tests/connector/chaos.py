@@ -21,7 +21,7 @@ from kvstore.connector.handler import OffloadingHandler, TransferResult, Transfe
 from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.spec import Handlers, KVStoreSpec
-from kvstore.region import join_region
+from kvstore.engine.host_memory import join_region
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 from tests.connector.held import Clock, HeldEngine, Shelf
 
@@ -288,10 +288,10 @@ class HeldSpec(ChaosSpec):
         if self._manager is None:
             self.clock = Clock()
             self._patches = ExitStack()
-            for module in ("kvstore.stepper", "kvstore.connector.manager.tiered"):
+            for module in ("kvstore.engine.scheduler_steps", "kvstore.connector.manager.tiered"):
                 self._patches.enter_context(patch(f"{module}.time", self.clock))
             with (
-                patch("kvstore.stepper.EngineThread", HeldEngine),
+                patch("kvstore.engine.scheduler_steps.EngineThread", HeldEngine),
                 patch("kvstore.assembly._tiers_of", lambda *args: [Shelf()]),
             ):
                 engine = super().get_manager().stepper.engine

@@ -35,7 +35,7 @@ class Shelf(GatedTier):
 
 
 class HeldEngine:
-    """Stands in for `kvstore.engine.EngineThread`: moves are made when `end` is called.
+    """Stands in for `kvstore.engine.engine.EngineThread`: moves are made when `end` is called.
 
     Attributes:
         moves: those that were handed over and have not ended.

@@ -18,7 +18,7 @@ import pytest
 from kvstore import concurrency as background
 from kvstore import engine as engine_module
 from kvstore.concurrency import new_event_loop
-from kvstore.engine import Engine, EngineThread
+from kvstore.engine.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.tiers import PinnedRegion, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
@@ -420,7 +420,7 @@ def test_a_process_exits_in_peace_while_a_tier_does_not_answer(closes: bool) -> 
     ended = run_python(
         """
         import sys
-        from kvstore.engine import EngineThread
+        from kvstore.engine.engine import EngineThread
         from tests.engine.fakes import SilentTier
         from tests.engine.test_engine import read
         from tests.patience import until

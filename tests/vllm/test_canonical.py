@@ -169,7 +169,7 @@ ALL = [
 @pytest.fixture
 def region() -> Any:
     """Rows in which every byte is 255."""
-    from kvstore.region import private_region, release_region
+    from kvstore.engine.host_memory import private_region, release_region
     from kvstore.tiers.pinned import RegionShape
 
     region = private_region("canonical", RegionShape(ROWS, 64 * 1024, 4096))

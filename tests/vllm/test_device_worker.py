@@ -326,7 +326,7 @@ def test_a_host_worker_that_ends_twice_ends_once(closed: list[PinnedRegion]) -> 
     "broken",
     [
         pytest.param("kvstore.connector.manager.tiered.assemble", id="tiers"),
-        pytest.param("kvstore.stepper.EngineThread", id="engine"),
+        pytest.param("kvstore.engine.scheduler_steps.EngineThread", id="engine"),
     ],
 )
 def test_a_manager_that_cannot_be_built_keeps_nothing(

@@ -24,10 +24,10 @@ from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
 from kvstore.core.overtaken import Transfer
+from kvstore.engine.scheduler_steps import Stepper
+from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
 from kvstore.logs import warn_with
-from kvstore.prompts import Prompt, Prompts
-from kvstore.stepper import Stepper
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.turns import in_turns
 from kvstore.types import about

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore.prompts import Prompt
+from kvstore.engine.unnamed_requests import Prompt
 
 __all__ = ["Share", "UnderWay"]
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from kvstore.assembly import Assembly
-from kvstore.engine import EngineThread
+from kvstore.engine.engine import EngineThread
 from kvstore.types import about
 
 __all__ = ["Stepper"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.core import Core
-from kvstore.engine import Beside, Engine
+from kvstore.engine.engine import Beside, Engine
 from kvstore.errors import KVStoreError
 from kvstore.home import Home
 from kvstore.tiers import Tier
