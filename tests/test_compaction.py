@@ -16,8 +16,8 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
-from kvstore.survey import Fault, verify
-from kvstore.upkeep import purge
+from kvstore.maintenance.offline import purge
+from kvstore.maintenance.survey import Fault, verify
 from tests.patience import PATIENCE, until_async
 
 CHUNK = 16 * 1024

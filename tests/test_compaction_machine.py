@@ -1,7 +1,7 @@
 """Offline compaction at any moment of a cache's life: what was found before is found after.
 
 Servers are real processes over real files: two lanes of one namespace that start, store, remove,
-are reset, stop and are killed, with `kvstore.upkeep.compact` in between, killed now and then, too.
+are reset, stop and are killed, with `kvstore.maintenance.offline.compact` in between, killed now and then, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 
 import kvstore
-from kvstore.upkeep import compact
+from kvstore.maintenance.offline import compact
 from tests.patience import PATIENCE
 
 CHUNK = 4096
@@ -38,7 +38,9 @@ NUMBERS = range(40)
 LANES = (0, 1)
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["kvstore", "kvstore.upkeep", "tests.test_compaction_machine"])
+_FORKS.set_forkserver_preload(
+    ["kvstore", "kvstore.maintenance.offline", "tests.test_compaction_machine"]
+)
 
 
 def key_of(lane: int, number: int) -> bytes:

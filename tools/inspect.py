@@ -7,8 +7,8 @@ import dataclasses
 import json
 import time
 
+from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.survey import LaneSurvey, NamespaceSurvey, survey
 
 __all__ = ["inspect"]
 

@@ -13,8 +13,8 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
+from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
-from kvstore.survey import survey
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,10 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import BlockKeyError, ConfigError
+from kvstore.maintenance.offline import (
+    CompactedLane,
+    Compaction,
+    PurgedLane,
+    compact,
+    layouts_of,
+    purge,
+)
+from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
-from kvstore.survey import survey
 from kvstore.types import check_key
-from kvstore.upkeep import CompactedLane, Compaction, PurgedLane, compact, layouts_of, purge
 
 __all__ = ["run_compact", "run_purge", "run_stat"]
 

@@ -8,9 +8,9 @@ import json
 import sys
 import time
 
+from kvstore.maintenance.survey import Fault, Progress
+from kvstore.maintenance.survey import verify as verify_path
 from kvstore.sizes import format_size
-from kvstore.survey import Fault, Progress
-from kvstore.survey import verify as verify_path
 
 __all__ = ["verify"]
 

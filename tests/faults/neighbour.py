@@ -27,7 +27,7 @@ from tests.patience import PATIENCE
 __all__ = ["Neighbour", "strike"]
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["kvstore", "kvstore.upkeep", "tests.faults.support"])
+_FORKS.set_forkserver_preload(["kvstore", "kvstore.maintenance.offline", "tests.faults.support"])
 
 
 def strike(targets: str, when: str, count: int, number: int) -> None:

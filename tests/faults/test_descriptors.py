@@ -12,7 +12,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError, PathUnusableError
-from kvstore.upkeep import compact
+from kvstore.maintenance.offline import compact
 from tests.faults.support import (
     CAPACITY,
     SEGMENTS,

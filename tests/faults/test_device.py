@@ -9,8 +9,8 @@ import pytest
 
 import kvstore
 from kvstore.errors import PathUnusableError
-from kvstore.survey import survey
-from kvstore.upkeep import compact, purge
+from kvstore.maintenance.offline import compact, purge
+from kvstore.maintenance.survey import survey
 from tests.faults.conftest import Device
 from tests.faults.support import SEGMENTS, SLOTS, calling, config_of, keys_of, warned
 from tests.patience import until_async

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.survey import Fault, survey, verify
-from kvstore.upkeep import compact, purge
+from kvstore.maintenance.offline import compact, purge
+from kvstore.maintenance.survey import Fault, survey, verify
 from tests.faults.neighbour import Neighbour, strike
 from tests.faults.support import (
     CAPACITY,

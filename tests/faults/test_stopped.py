@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.survey import survey
+from kvstore.maintenance.survey import survey
 from tests.faults.neighbour import Neighbour, serve
 from tests.faults.support import (
     DEADLINE,

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.survey import survey, verify
+from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.survey import survey, verify
 from kvstore.testing.bench import key_of, payload_of
 from kvstore.tiers.disk import PeerLanes
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import MAX_KEY_BYTES
-from kvstore.upkeep import compact, layouts, purge
 from tests.tiers.support import (
     CHUNK,
     ROWS,

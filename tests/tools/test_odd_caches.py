@@ -20,11 +20,11 @@ import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError
-from kvstore.survey import Fault, survey, verify
+from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
 from kvstore.tools.cli import main
-from kvstore.upkeep import compact, layouts, purge
 from tests.tools.test_command import CHUNK, KEYS, command, config, flip, segments
 from tests.tools.test_upkeep import sparse_cache
 
@@ -487,7 +487,7 @@ def test_segments_that_vanish_under_a_survey_are_no_faults(
                 shutil.rmtree(namespace_of(copy) / "lane-0", ignore_errors=True)
             return read_index(path)
 
-        monkeypatch.setattr("kvstore.survey.read_index", vanishing)
+        monkeypatch.setattr("kvstore.maintenance.survey.read_index", vanishing)
         assert wrong(copy) == set()
 
 

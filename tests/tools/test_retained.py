@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.survey import LaneSurvey, survey
+from kvstore.maintenance.survey import LaneSurvey, survey
 from kvstore.tiers.disk.retained import Retained, read_retained, write_retained
 from tests.patience import PATIENCE, until
 from tests.tools.test_command import CHUNK, KEYS, command, config

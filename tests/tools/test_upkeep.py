@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.upkeep import compact, layouts, purge
+from kvstore.maintenance.offline import compact, layouts, purge
 from tests.tools.test_command import CHUNK, command
 
 CAPACITY = 10 * 2**20
@@ -154,7 +154,7 @@ SLOW_COMPACTION = """
 import sys, time
 from pathlib import Path
 from kvstore.tiers.disk.index import IndexFile
-from kvstore.upkeep import compact
+from kvstore.maintenance.offline import compact
 write = IndexFile.write
 def slow(self, first, records):
     time.sleep(0.001)

@@ -214,7 +214,7 @@ def test_with_several_groups_every_group_of_a_deferred_request_is_deferred(tmp_p
 
 def sparse(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     """A cache whose segments hold few chunks each: what to open it with, and the chunks."""
-    from kvstore.upkeep import purge
+    from kvstore.maintenance.offline import purge
 
     tier = {"type": "disk", "path": str(folder), "capacity_bytes": "4MiB"}
     extra: dict[str, Any] = {"tiers": [{**tier, "segment_bytes": 100 * 1024}]}

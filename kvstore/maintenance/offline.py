@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore.compaction import Compaction, compact_lane
 from kvstore.errors import (
     ConfigError,
     ForeignFileError,
@@ -21,7 +20,8 @@ from kvstore.errors import (
     LaneBusyError,
     PathUnusableError,
 )
-from kvstore.survey import NamespaceSurvey, check_folder, survey
+from kvstore.maintenance.compaction import Compaction, compact_lane
+from kvstore.maintenance.survey import NamespaceSurvey, check_folder, survey
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
