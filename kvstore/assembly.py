@@ -15,10 +15,10 @@ from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError
-from kvstore.notice import Notice
+from kvstore.observe.notice import Notice
+from kvstore.observe.recorder import Recorder
 from kvstore.plugins import build_filters, build_policy
 from kvstore.policies.table import COMPILED
-from kvstore.recorder import Recorder
 from kvstore.sizes import format_size
 from kvstore.tiering import TierPlace, create_tier, tail_bytes_of
 from kvstore.tiers import PinnedRegion, Tier
@@ -28,7 +28,7 @@ from kvstore.tiers.pinned import PAGE, RegionShape, round_to_page
 from kvstore.types import RecoveredTier
 
 if TYPE_CHECKING:
-    from kvstore.tracing import SpanWriter
+    from kvstore.observe.tracing import SpanWriter
 
 __all__ = [
     "Assembly",
@@ -180,7 +180,7 @@ def spans_of(
     if not config.spans:
         return None
     # Imported where it is needed: most configurations want none.
-    from kvstore.tracing import SpanWriter
+    from kvstore.observe.tracing import SpanWriter
 
     spans.want()
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)

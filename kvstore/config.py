@@ -184,7 +184,7 @@ class Config:
         pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
         record_trace: file in which what requests ask for is recorded, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
-        spans: whether OpenTelemetry is told of waits and moves, see `kvstore.tracing`.
+        spans: whether OpenTelemetry is told of waits and moves, see `kvstore.observe.tracing`.
     """
 
     cpu_bytes_to_use: int

@@ -13,7 +13,7 @@ from kvstore.core.job import JobEnd
 from kvstore.core.tier_only import Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
-from kvstore.logs import warn_with
+from kvstore.observe.logs import warn_with
 from kvstore.tiers import Tier
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.lent import LentRegion

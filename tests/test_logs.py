@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.logs import warn_with
+from kvstore.observe.logs import warn_with
 from kvstore.types import LogLine, about
 from tests.store.support import keys_of, payloads, small
 

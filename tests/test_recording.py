@@ -16,8 +16,8 @@ import xxhash
 
 import kvstore
 from kvstore.errors import ConfigError, TraceError
-from kvstore.recorder import MOST_QUEUED, Recorder
-from kvstore.recording import MAGIC, read_recording
+from kvstore.observe.recorder import MOST_QUEUED, Recorder
+from kvstore.observe.recording import MAGIC, read_recording
 from kvstore.simulation import read_trace
 from tests.patience import PATIENCE
 
@@ -190,7 +190,7 @@ def test_a_file_that_never_takes_what_is_written_keeps_no_process_from_ending(
     code = """
 import asyncio, sys, threading
 from pathlib import Path
-from kvstore.recorder import Recorder
+from kvstore.observe.recorder import Recorder
 
 class Stuck:
     def write(self, data):
@@ -201,7 +201,7 @@ class Stuck:
 async def main():
     recorder = Recorder(Path(sys.argv[1]), 2**20, 1)
     recorder.add([[b"key"]])
-    import kvstore.recorder as module
+    import kvstore.observe.recorder as module
     module.wrap = lambda file, executor: Handle(executor)
     recorder.stop()
     await asyncio.wait({asyncio.create_task(recorder.run())}, timeout=0.5)

@@ -19,7 +19,7 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.manager import ReqContext as Request
 from kvstore.core.reports import Outcome, SpanBegin, SpanEnd, SpanKind
 from kvstore.errors import ConfigError
-from kvstore.tracing import MOST_PARENTS, SpanWriter
+from kvstore.observe.tracing import MOST_PARENTS, SpanWriter
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, keys_of, payloads, small
 

@@ -23,7 +23,7 @@ from kvstore.engine.loop_steps import Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
 from kvstore.home import Home, outlast
-from kvstore.logs import warn_with
+from kvstore.observe.logs import warn_with
 from kvstore.onlookers import Onlookers
 from kvstore.types import Event, about
 from kvstore.waits import within

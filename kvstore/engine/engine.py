@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from kvstore.concurrency import DETACH_SECONDS, LoopThread
 from kvstore.core.complaints import Complaints
 from kvstore.errors import KVStoreError
-from kvstore.logs import warn_with
+from kvstore.observe.logs import warn_with
 from kvstore.tiers.base import Tier
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, about
 

@@ -15,7 +15,7 @@ from kvstore.home import Home
 from kvstore.tiers import Tier
 
 if TYPE_CHECKING:
-    from kvstore.tracing import SpanWriter
+    from kvstore.observe.tracing import SpanWriter
 
 __all__ = ["Driver"]
 

@@ -8,7 +8,7 @@ they hold:
 * the packed form: a JSON object with ``block_tokens``, ``requests``, ``blocks``
   and ``unique``, then per request the array ``[ms, input_tokens, output_tokens,
   ref, keep, new]``: the first `keep` ids of request `ref`, then `new` fresh ones;
-* kvstore's own recording (`kvstore.recording`).
+* kvstore's own recording (`kvstore.observe.recording`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import TraceError
-from kvstore.recording import (
+from kvstore.observe.recording import (
     MAGIC,
     Progress,
     RecordedRequest,

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import TraceError
-from kvstore.recording import MAGIC
+from kvstore.observe.recording import MAGIC
 from kvstore.simulation import Trace, read_trace, sample
 from kvstore.simulation.numbering import Numbering
 from tests.simulation.traces import conversations
@@ -204,7 +204,7 @@ def test_a_recording_is_read_in_less_memory_than_it_has_bytes(
     path, size = tmp_path / "large", 2**23
     large_recording(path, size)
     monkeypatch.setattr("kvstore.simulation.trace.AT_ONCE", 2**14)
-    monkeypatch.setattr("kvstore.recording.READ_BYTES", 2**16)
+    monkeypatch.setattr("kvstore.observe.recording.READ_BYTES", 2**16)
     tracemalloc.start()
     try:
         trace = read_trace(path)

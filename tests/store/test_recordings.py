@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.core.residency.owned import OwnedTier
-from kvstore.recording import read_recording
+from kvstore.observe.recording import read_recording
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.tiers.disk.format import Geometry
 from tests.patience import PATIENCE, answered_async

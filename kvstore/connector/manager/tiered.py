@@ -27,7 +27,7 @@ from kvstore.core.overtaken import Transfer
 from kvstore.engine.scheduler_steps import Stepper
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
-from kvstore.logs import warn_with
+from kvstore.observe.logs import warn_with
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.turns import in_turns
 from kvstore.types import about

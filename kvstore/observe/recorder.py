@@ -25,7 +25,7 @@ from aiofiles.threadpool import wrap
 
 from kvstore.daemons import Daemons
 from kvstore.errors import ConfigError
-from kvstore.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
+from kvstore.observe.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 from kvstore.tiers.disk.trust import STRICT
 from kvstore.types import about
 

@@ -1,7 +1,7 @@
 """Recordings: what requests asked for, to be replayed against other sizes and policies.
 
 A recording holds times and 64-bit hashes of keys: no prompt can be read from
-it. `kvstore.recorder` writes it, in two files, ``PATH`` and ``PATH.old``.
+it. `kvstore.observe.recorder` writes it, in two files, ``PATH`` and ``PATH.old``.
 
 The file: `MAGIC`; a line of JSON (``chunk_bytes``, ``created`` in seconds since
 1970); then records, little-endian: u32 length of the body, u32 CRC32 of the
