@@ -39,7 +39,7 @@ def series() -> set[str]:
 def ours() -> set[str]:
     """The metrics that kvstore's spec defines, as Prometheus names them."""
     pytest.importorskip("vllm")
-    from kvstore.metrics.table import METRICS
+    from kvstore.observe.metrics.table import METRICS
     from kvstore.vllm.metrics import full_name
 
     return {full_name(metric) + "_total" * (metric.kind == "counter") for metric in METRICS}
@@ -138,7 +138,7 @@ def test_a_legend_names_the_labels_of_its_series() -> None:
 
 def test_the_page_lists_every_metric_with_its_kind_and_meaning() -> None:
     pytest.importorskip("vllm")
-    from kvstore.metrics.table import METRICS
+    from kvstore.observe.metrics.table import METRICS
 
     page = (ROOT / "docs" / "vllm.md").read_text().partition("| metric | kind, label |")[2]
     listed = re.findall(r"^\| `([a-z_]+)` \| (\w+)(, `tier`)? \| (.*) \|$", page, re.MULTILINE)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.metrics import METRICS, Collector
-from kvstore.metrics.collector import PREFIX
+from kvstore.observe.metrics import METRICS, Collector
+from kvstore.observe.metrics.collector import PREFIX
 from tests.store.support import keys_of, payloads, small
 
 prometheus = pytest.importorskip("prometheus_client")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.metrics.table import Metric
+from kvstore.observe.metrics.table import Metric
 
 __all__ = ["PREFIX", "full_name"]
 

@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvstore.core import CoreStats, Durations
-from kvstore.metrics.series import Series
-from kvstore.metrics.table import METRICS, Metric
+from kvstore.observe.metrics.series import Series
+from kvstore.observe.metrics.table import METRICS, Metric
 from kvstore.vllm.metrics import full_name
 
 __all__ = ["TIERS_ALONE", "Reporter", "definitions", "observations"]

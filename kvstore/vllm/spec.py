@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
-from kvstore.metrics.table import METRICS
+from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.caller import vllm_config_of
 from kvstore.vllm.facts import LABELS

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.metrics import Collector
+from kvstore.observe.metrics import Collector
 from kvstore.tools.cli import main
 from kvstore.tools.top import Snapshot, _looks, scrape, tables
 from tests.store.support import keys_of, payloads, small

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TierStats
-from kvstore.metrics.table import METRICS
+from kvstore.observe.metrics.table import METRICS
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.metrics import full_name
 from kvstore.vllm.reporter import Reporter, observations

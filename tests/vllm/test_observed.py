@@ -24,7 +24,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from benchmarks.serving.clients import Talk, ask, hold, said
 from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
-from kvstore.metrics.table import METRICS
+from kvstore.observe.metrics.table import METRICS
 from kvstore.tools.top import Snapshot, scrape, tables
 from kvstore.vllm.metrics import full_name
 from tests.vllm.spans import SpanSink

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.core import CoreStats, TierStats
 from kvstore.core.statistics import tier_names
-from kvstore.metrics.table import Metric
+from kvstore.observe.metrics.table import Metric
 
 __all__ = ["Series"]
 

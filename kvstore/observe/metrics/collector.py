@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.core import CoreStats, Durations
 from kvstore.errors import KVStoreError
-from kvstore.metrics.series import Series
-from kvstore.metrics.table import METRICS, Metric
+from kvstore.observe.metrics.series import Series
+from kvstore.observe.metrics.table import METRICS, Metric
 from kvstore.types import about
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Collector:
             from prometheus_client import metrics_core
         except ImportError as error:
             raise ImportError(
-                "kvstore.metrics needs prometheus_client: pip install kvstore[metrics]"
+                "kvstore.observe.metrics needs prometheus_client: pip install kvstore[metrics]"
             ) from error
         self._families = metrics_core
         self._store = store
