@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.vllm.secondary import KVStoreTier
+    from kvstore.vllm.secondary_tier import KVStoreTier
     from kvstore.vllm.spec import KVStoreOffloadingSpec
 
 __all__ = ["KVStoreOffloadingSpec", "KVStoreTier"]
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
         return KVStoreOffloadingSpec
     if name == "KVStoreTier":
-        from kvstore.vllm.secondary import KVStoreTier
+        from kvstore.vllm.secondary_tier import KVStoreTier
 
         return KVStoreTier
     raise AttributeError(f"module 'kvstore.vllm' has no attribute {name!r}")

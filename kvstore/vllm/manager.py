@@ -31,10 +31,9 @@ from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
 from kvstore.types import about
-from kvstore.vllm.caller import executor_of, request_of, resets_for_pause
 from kvstore.vllm.facts import facts_of
+from kvstore.vllm.metrics_report import Reporter
 from kvstore.vllm.region import manager_region, release_region
-from kvstore.vllm.reporter import Reporter
 from kvstore.vllm.scans import Scans
 from kvstore.vllm.version import (
     PENDING_IS_HOST,
@@ -43,6 +42,7 @@ from kvstore.vllm.version import (
     mediums,
     position_of,
 )
+from kvstore.vllm.vllm_internals import executor_of, request_of, resets_for_pause
 from kvstore.vllm.weights import LiveWeights
 
 if TYPE_CHECKING:

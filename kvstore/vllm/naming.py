@@ -60,9 +60,9 @@ class Naming:
         Raises:
             ConfigError: if it cannot be found out, or is neither to be found out nor told.
         """
-        from kvstore.vllm.caller import executor_of, kv_cache_config_of
         from kvstore.vllm.formats import page_formats
         from kvstore.vllm.identity import engine_identity
+        from kvstore.vllm.vllm_internals import executor_of, kv_cache_config_of
 
         if not self.automatic:
             if not told:

@@ -20,13 +20,13 @@ from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
-from kvstore.vllm.caller import vllm_config_of
 from kvstore.vllm.facts import LABELS
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
+from kvstore.vllm.metrics_report import definitions
 from kvstore.vllm.naming import Naming
-from kvstore.vllm.reporter import definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
+from kvstore.vllm.vllm_internals import vllm_config_of
 
 __all__ = ["KVStoreOffloadingSpec", "check_continues", "check_engine_with_tiers"]
 

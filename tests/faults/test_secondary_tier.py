@@ -21,13 +21,13 @@ STILL_SECONDS = 0.5
 @pytest.fixture(autouse=True)
 def own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines stay where the test can see them."""
-    monkeypatch.setattr("kvstore.vllm.secondary.join_server_log", lambda: None)
+    monkeypatch.setattr("kvstore.vllm.secondary_tier.join_server_log", lambda: None)
 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each call of the tier took."""
-    from kvstore.vllm.secondary import KVStoreTier
+    from kvstore.vllm.secondary_tier import KVStoreTier
 
     took: list[float] = []
 

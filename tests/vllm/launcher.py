@@ -51,7 +51,7 @@ IMPORTED = (
     "kvstore.vllm.spec",
     "kvstore.vllm.weights",
     "kvstore.vllm.worker",
-    "kvstore.vllm.reporter",
+    "kvstore.vllm.metrics_report",
     "kvstore.tiers.disk.io",
 )
 """What every engine imports, or most of them."""

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config.lora import LoRAConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.caller import request_of, vllm_config_of
+from kvstore.vllm.vllm_internals import request_of, vllm_config_of
 from tests.vllm import parts
 from tests.vllm.parts import make_spec
 

@@ -49,14 +49,14 @@ from kvstore.runner import JobRunner
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapter_keys import AdapterKeys
-from kvstore.vllm.caller import vllm_config_of
 from kvstore.vllm.identity import adapter_settings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
+from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.options import TierOptions
-from kvstore.vllm.reporter import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.siblings import siblings
 from kvstore.vllm.spec import check_engine_with_tiers
+from kvstore.vllm.vllm_internals import vllm_config_of
 
 __all__ = ["KVStoreTier"]
 
