@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvstore.vllm.adapters import Adapters, Use
 from kvstore.vllm.checkpoint import adapter_files
-from kvstore.vllm.fingerprint import Fingerprint, fingerprint
+from kvstore.vllm.identity.fingerprint import Fingerprint, fingerprint
 from kvstore.vllm.version import keep_position
 from kvstore.vllm.vllm_internals import request_of
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvstore.types import about
-from kvstore.vllm.fingerprint import Fingerprint
+from kvstore.vllm.identity.fingerprint import Fingerprint
 
 __all__ = ["Adapters", "Take", "Use"]
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvstore.vllm.fingerprint import UnreadableError
+from kvstore.vllm.identity.fingerprint import UnreadableError
 
 __all__ = ["adapter_files", "model_files"]
 

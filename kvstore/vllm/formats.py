@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.types import about
-from kvstore.vllm.identity import plain, shortened
+from kvstore.vllm.identity.identity import plain, shortened
 from kvstore.vllm.version import group_number
 
 __all__ = ["layers_of_worker", "page_formats"]

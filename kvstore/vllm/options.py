@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import Locality
 from kvstore.config import Config, DiskConfig
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
-from kvstore.vllm.naming import Naming
+from kvstore.vllm.identity.naming import Naming
 
 __all__ = ["TierOptions"]
 

@@ -49,7 +49,7 @@ from kvstore.runner import JobRunner
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapter_keys import AdapterKeys
-from kvstore.vllm.identity import adapter_settings
+from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions

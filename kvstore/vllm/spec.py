@@ -21,10 +21,10 @@ from kvstore.errors import ConfigError
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.facts import LABELS
+from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
 from kvstore.vllm.metrics_report import definitions
-from kvstore.vllm.naming import Naming
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
 from kvstore.vllm.vllm_internals import vllm_config_of
 
@@ -121,7 +121,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         lora_config = getattr(vllm_config, "lora_config", None)
         if lora_config is None or not self._naming.fingerprint:
             return KVStoreOffloadingManager(self)
-        from kvstore.vllm.identity import adapter_settings
+        from kvstore.vllm.identity.identity import adapter_settings
         from kvstore.vllm.lora import LoRAOffloadingManager
 
         return LoRAOffloadingManager(self, adapter_settings(lora_config))

@@ -46,7 +46,7 @@ IMPORTED = (
     "vllm.v1.kv_offload.cpu.spec",
     "vllm.v1.kv_offload.cpu.gpu_worker",
     "vllm.v1.pool.flash_maxsim",
-    "kvstore.vllm.identity",
+    "kvstore.vllm.identity.identity",
     "kvstore.vllm.manager",
     "kvstore.vllm.spec",
     "kvstore.vllm.weights",

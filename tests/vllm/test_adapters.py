@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvstore.vllm.adapters import Adapters, Use
-from kvstore.vllm.fingerprint import Fingerprint, UnreadableError
+from kvstore.vllm.identity.fingerprint import Fingerprint, UnreadableError
 
 KEY = bytes(range(32)) + b"\0\0\0\1"
 

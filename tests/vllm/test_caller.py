@@ -56,7 +56,7 @@ def built_by_connector(vllm_config: Any, build: Callable[[], Any]) -> Any:
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kvstore.vllm.identity.engine_identity", lambda vllm_config, **more: dict(ANSWERS)
+        "kvstore.vllm.identity.identity.engine_identity", lambda vllm_config, **more: dict(ANSWERS)
     )
 
 
@@ -136,7 +136,7 @@ def test_an_engine_of_another_shape_is_refused_and_the_way_out_is_named(
     def other_shape(vllm_config: Any, **more: Any) -> Any:
         return vllm_config.model_config
 
-    monkeypatch.setattr("kvstore.vllm.identity.engine_identity", other_shape)
+    monkeypatch.setattr("kvstore.vllm.identity.identity.engine_identity", other_shape)
     spec = make_spec(extra(tmp_path), BLOCK)
     with pytest.raises(ConfigError, match=r"model_config.*automatic_identity = false"):
         built_by_connector(engine_of(spec), spec.get_manager)

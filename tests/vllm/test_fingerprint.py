@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore.vllm import fingerprint as module
 from kvstore.vllm.checkpoint import adapter_files, model_files
-from kvstore.vllm.fingerprint import UnreadableError, fingerprint
+from kvstore.vllm.identity.fingerprint import UnreadableError, fingerprint
 
 LARGE = module.WHOLE_BYTES + 2**20
 

@@ -184,7 +184,9 @@ class Engine:
 @pytest.fixture
 def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is asked for is the same."""
-    monkeypatch.setattr("kvstore.vllm.identity.engine_identity", lambda config, **more: {"a": 1})
+    monkeypatch.setattr(
+        "kvstore.vllm.identity.identity.engine_identity", lambda config, **more: {"a": 1}
+    )
 
 
 @pytest.mark.usefixtures("one_configuration")

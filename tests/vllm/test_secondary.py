@@ -217,7 +217,8 @@ def test_the_identity_is_found_at_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvstore.vllm.identity.engine_identity", lambda engine, **more: {"weights": engine.weights}
+        "kvstore.vllm.identity.identity.engine_identity",
+        lambda engine, **more: {"weights": engine.weights},
     )
 
     def found(weights: str) -> int:
@@ -278,7 +279,7 @@ def test_an_adapters_chunks_are_those_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvstore.vllm.identity.engine_identity", lambda engine, **more: {"weights": "w"}
+        "kvstore.vllm.identity.identity.engine_identity", lambda engine, **more: {"weights": "w"}
     )
     from vllm.config import LoRAConfig
 

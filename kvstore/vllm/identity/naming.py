@@ -22,7 +22,7 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Naming:
-    """How much of the identity is found out, and how much is told: see `kvstore.vllm.identity`.
+    """How much of the identity is found out, and how much is told: see `kvstore.vllm.identity.identity`.
 
     Attributes:
         automatic: everything is found out that decides the bytes.
@@ -61,7 +61,7 @@ class Naming:
             ConfigError: if it cannot be found out, or is neither to be found out nor told.
         """
         from kvstore.vllm.formats import page_formats
-        from kvstore.vllm.identity import engine_identity
+        from kvstore.vllm.identity.identity import engine_identity
         from kvstore.vllm.vllm_internals import executor_of, kv_cache_config_of
 
         if not self.automatic:
