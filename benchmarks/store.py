@@ -71,7 +71,7 @@ Native = Callable[[Sequence[str], bool], Awaitable[None]]
 def redis(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
     from redis.asyncio import Redis
 
-    from kvstore.tiers.store.redis import RedisTier
+    from kvstore.tiers.remote.redis import RedisTier
 
     server = RedisServer(
         folder, "--maxmemory", str(POOL_BYTES), "--maxmemory-policy", "allkeys-lru"
@@ -99,7 +99,7 @@ def redis(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tupl
 def mooncake(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[Tier, Native]]:
     from mooncake.store import MooncakeDistributedStore
 
-    from kvstore.tiers.store.mooncake import MooncakeTier
+    from kvstore.tiers.remote.mooncake import MooncakeTier
 
     master = MooncakeMaster(folder)
     # Its memory is another process's, as another host's would be.
@@ -136,7 +136,7 @@ def s3(place: TierPlace, region: PinnedRegion, folder: Path) -> Iterator[tuple[T
     import obstore
     from obstore.store import S3Store
 
-    from kvstore.tiers.store.object import CONNECTIONS, ObjectTier
+    from kvstore.tiers.remote.object import CONNECTIONS, ObjectTier
 
     gateway = CephGateway(folder)
     os.environ.update(gateway.environment)

@@ -22,8 +22,8 @@ import pytest
 
 from kvstore.testing.bench import Benches, TierBench, key_of
 from kvstore.tiers.base import Tier, Transfer
-from kvstore.tiers.store.client import ListingClient
-from kvstore.tiers.store.tier import StoreTier
+from kvstore.tiers.remote.client import ListingClient
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import MAX_KEY_BYTES, TierPlace
 
 __all__ = ["StoreContract"]

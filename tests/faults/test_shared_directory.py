@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.tiers.store.mount import MARK
-from kvstore.tiers.store.object import ObjectTier
+from kvstore.tiers.remote.mount import MARK
+from kvstore.tiers.remote.object import ObjectTier
 from kvstore.types import TierPlace
 
 STRANGER = 65534

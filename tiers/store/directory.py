@@ -19,11 +19,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from functools import partial
 from typing import TypeVar
 
-from kvstore.tiers.store.client import StoreError, Unread, in_waves
-from kvstore.tiers.store.memory import copy
-from kvstore.tiers.store.mount import Mount
-from kvstore.tiers.store.record import RECORD_BYTES
-from kvstore.tiers.store.thread import in_thread
+from kvstore.tiers.remote.memory import copy
+from kvstore.tiers.remote.thread import in_thread
+
+from kvstore.tiers.remote.client import StoreError, Unread, in_waves
+from kvstore.tiers.remote.mount import Mount
+from kvstore.tiers.remote.record import RECORD_BYTES
 
 __all__ = ["DirectoryClient"]
 

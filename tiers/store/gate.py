@@ -8,7 +8,7 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator
 
-from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["Gate"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["in_thread", "to_the_end"]
 

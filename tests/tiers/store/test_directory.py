@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvstore.tiers.remote.directory import DirectoryClient
 
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.tiers.store.client import StoreError
-from kvstore.tiers.store.directory import DirectoryClient
-from kvstore.tiers.store.mount import MARK, Mount
-from kvstore.tiers.store.object import ObjectTier
+from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.mount import MARK, Mount
+from kvstore.tiers.remote.object import ObjectTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
 

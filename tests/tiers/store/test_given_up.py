@@ -19,10 +19,10 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.store.client import StoreError
-from kvstore.tiers.store.mooncake import MooncakeTier
-from kvstore.tiers.store.session import Session
-from kvstore.tiers.store.tier import GONE
+from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.mooncake import MooncakeTier
+from kvstore.tiers.remote.session import Session
+from kvstore.tiers.remote.tier import GONE
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until, until_async
 
@@ -83,9 +83,9 @@ class Engine:
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """All that were made; what they fail at they have given up."""
     Engine.made = []
-    monkeypatch.setattr("kvstore.tiers.store.mooncake.GIVEN_UP_SECONDS", 0.0)
-    monkeypatch.setattr("kvstore.tiers.store.mooncake.Engine", Engine)
-    monkeypatch.setattr("kvstore.tiers.store.mooncake._own_address", lambda master: "127.0.0.1")
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake.GIVEN_UP_SECONDS", 0.0)
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake.Engine", Engine)
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake._own_address", lambda master: "127.0.0.1")
     return Engine.made
 
 
@@ -142,7 +142,7 @@ async def test_a_read_that_was_not_given_up_ends_nothing(
     def answer(self: Engine, names: Sequence[str], *_: Any) -> list[int]:
         return [code] * len(names)
 
-    monkeypatch.setattr("kvstore.tiers.store.mooncake.GIVEN_UP_SECONDS", given_up_s)
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake.GIVEN_UP_SECONDS", given_up_s)
     monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", answer)
     bench = TierBench(MooncakeTier(TierPlace("answered", {}, 8192)), 4, 8192, 8192)
     for _ in range(3):
@@ -183,7 +183,7 @@ async def test_an_engine_is_not_closed_before_the_last_question_has_left_it(
         return [1] * len(names)
 
     monkeypatch.setattr(Engine, "batch_is_exist", hang)
-    monkeypatch.setattr("kvstore.tiers.store.mooncake.QUESTION_SECONDS", 0.01)
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake.QUESTION_SECONDS", 0.01)
     bench = TierBench(MooncakeTier(TierPlace("asked", {}, 8192), timeout_s=0.05), 4, 8192, 8192)
     for _ in range(2):
         assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
@@ -248,7 +248,7 @@ async def test_a_connection_that_failed_while_nobody_waited_is_tried_again_and_t
     tier = MooncakeTier(TierPlace("tried", {}, 8192), timeout_s=0.05)
     bench = TierBench(tier, 4, 8192, 8192)
     with monkeypatch.context() as dead:
-        dead.setattr("kvstore.tiers.store.mooncake._own_address", refuses)
+        dead.setattr("kvstore.tiers.remote.mooncake._own_address", refuses)
         assert "no answer" in ((await bench.tier.holds([key_of(1)])).error or "")
         goes_on.set()
         await until_async(lambda: not [t for t in threading.enumerate() if t.name == THREAD])

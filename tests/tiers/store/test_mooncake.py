@@ -18,7 +18,7 @@ from kvstore.config import Config, TierConfig
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
-from kvstore.tiers.store.mooncake import MooncakeTier
+from kvstore.tiers.remote.mooncake import MooncakeTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 from tests.tiers.store.servers import MooncakeMaster, mooncake_master
@@ -212,6 +212,6 @@ async def test_a_pool_that_is_full_refuses_and_still_serves() -> None:
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.store.mooncake.Engine", None)
+    monkeypatch.setattr("kvstore.tiers.remote.mooncake.Engine", None)
     with pytest.raises(ValueError, match="pip install mooncake-transfer-engine"):
         MooncakeTier(PLACE)

@@ -19,12 +19,12 @@ from tests.tiers.store.servers import Azurite, CephGateway, azurite, ceph_gatewa
 
 obstore = pytest.importorskip("obstore")
 
+from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from obstore.store import AzureStore, S3Store  # noqa: E402
 
-from kvstore.tiers.store.client import StoreError  # noqa: E402
-from kvstore.tiers.store.directory import DirectoryClient  # noqa: E402
-from kvstore.tiers.store.mount import MARK, Mount  # noqa: E402
-from kvstore.tiers.store.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
+from kvstore.tiers.remote.client import StoreError  # noqa: E402
+from kvstore.tiers.remote.mount import MARK, Mount  # noqa: E402
+from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -185,7 +185,7 @@ def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> N
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.store.object.obstore", None)
+    monkeypatch.setattr("kvstore.tiers.remote.object.obstore", None)
     with pytest.raises(ValueError, match=r"pip install kvstore\[object\]"):
         ObjectTier(PLACE, url="s3://bucket")
 
@@ -305,7 +305,7 @@ async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_aske
         asked.append(name)
         return head(store, name)
 
-    monkeypatch.setattr("kvstore.tiers.store.object.obstore.head_async", counting)
+    monkeypatch.setattr("kvstore.tiers.remote.object.obstore.head_async", counting)
     bench = TierBench(ObjectTier(PLACE, url=gateway.url, endpoint=gateway.endpoint), 16, 8192, 8000)
     keys = [key_of(n) for n in range(200)]
     assert (await bench.tier.holds(keys)).ok == [False] * 200
@@ -340,7 +340,7 @@ async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_
     assert isinstance(bench.tier, ObjectTier)
     await bench.tier._loop.run(bench.tier._sweep())
     assert await killed.fetch(keys, [0] * 4) == [True] * 4, "it may be used"
-    monkeypatch.setattr("kvstore.tiers.store.tier.PRIVATE_SECONDS", -100.0)
+    monkeypatch.setattr("kvstore.tiers.remote.tier.PRIVATE_SECONDS", -100.0)
     await bench.tier._loop.run(bench.tier._sweep())
     assert await killed.fetch(keys, [0] * 4) == [False] * 4
     assert await bench.fetch(keys, [0] * 4) == [True] * 4

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.throttled_link import ThrottledLink
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.tiers.store.tier import StoreTier
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 from tests.tiers.store.servers import ceph_gateway, redis_server
 
@@ -28,7 +28,7 @@ def tier(
 ) -> Iterator[StoreTier]:
     place = TierPlace("overload", {"test": str(tmp_path)}, CHUNK)
     if request.param == "redis":
-        from kvstore.tiers.store.redis import RedisTier
+        from kvstore.tiers.remote.redis import RedisTier
 
         with redis_server() as server:
             link = ThrottledLink(tmp_path, server.port, BYTES_PER_S)
@@ -36,7 +36,7 @@ def tier(
             link.stop()
         return
     with ceph_gateway() as gateway:
-        from kvstore.tiers.store.object import ObjectTier
+        from kvstore.tiers.remote.object import ObjectTier
 
         for name, value in gateway.environment.items():
             monkeypatch.setenv(name, value)

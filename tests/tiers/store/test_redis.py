@@ -20,7 +20,7 @@ from tests.tiers.store.servers import RedisServer, redis_server, valkey_server
 
 redis = pytest.importorskip("redis")
 
-from kvstore.tiers.store.redis import PASSWORD, RedisTier  # noqa: E402
+from kvstore.tiers.remote.redis import PASSWORD, RedisTier  # noqa: E402
 
 Starting = Callable[..., AbstractContextManager[RedisServer]]
 
@@ -245,6 +245,6 @@ async def test_a_server_whose_certificate_is_for_another_name_is_not_used(
 def test_the_package_is_named_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvstore.tiers.store.redis.client", None)
+    monkeypatch.setattr("kvstore.tiers.remote.redis.client", None)
     with pytest.raises(ValueError, match=r"pip install kvstore\[redis\]"):
         RedisTier(PLACE)

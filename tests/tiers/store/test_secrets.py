@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.config import Config
 from kvstore.tiering import create_tier
-from kvstore.tiers.store.tier import StoreTier
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 
 pytest.importorskip("redis")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["ClientLoop"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["Session"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.store.record import RECORD_BYTES
+from kvstore.tiers.remote.record import RECORD_BYTES
 
 __all__ = ["Behind", "Beside", "Slices", "Values", "values_of"]
 

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from kvstore.tiers.disk.trust import STRICT, Trust, open_folder
-from kvstore.tiers.store.client import StoreError
+from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["MARK", "Mount"]
 

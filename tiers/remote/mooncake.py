@@ -1,7 +1,7 @@
 """Mooncake Store: memory of many hosts as one pool, read and written without a copy in between.
 
 Rows of host memory are registered with its transfer engine once; payloads go from them, and into
-them, as they are. See `kvstore.tiers.store.slices` for the records.
+them, as they are. See `kvstore.tiers.remote.slices` for the records.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.tiers.remote.thread import in_thread, to_the_end
+
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.store.client import StoreClient, StoreError, Unread
-from kvstore.tiers.store.record import RECORD_BYTES
-from kvstore.tiers.store.session import Session
-from kvstore.tiers.store.slices import Slices, values_of
-from kvstore.tiers.store.thread import in_thread, to_the_end
-from kvstore.tiers.store.tier import MOST_CHUNKS, StoreTier
+from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
+from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.session import Session
+from kvstore.tiers.remote.slices import Slices, values_of
+from kvstore.tiers.remote.tier import MOST_CHUNKS, StoreTier
 from kvstore.types import TierPlace
 
 try:

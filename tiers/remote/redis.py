@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.tiers.store.client import (
+from kvstore.tiers.remote.memory import copy
+
+from kvstore.tiers.remote.client import (
     PRIVATE_SECONDS,
     SHARED_EPOCH,
     StoreClient,
@@ -17,9 +19,8 @@ from kvstore.tiers.store.client import (
     Unread,
     epoch_of,
 )
-from kvstore.tiers.store.memory import copy
-from kvstore.tiers.store.record import RECORD_BYTES
-from kvstore.tiers.store.tier import StoreTier
+from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 
 try:

@@ -25,11 +25,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from kvstore.tiers.remote.gate import Gate
+
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.store.client import (
+from kvstore.tiers.remote.client import (
     PRIVATE_SECONDS,
     SHARED_EPOCH,
     ListingClient,
@@ -38,9 +40,8 @@ from kvstore.tiers.store.client import (
     Unread,
     epoch_of,
 )
-from kvstore.tiers.store.gate import Gate
-from kvstore.tiers.store.loop import ClientLoop
-from kvstore.tiers.store.record import decode, encode, seed_of
+from kvstore.tiers.remote.loop import ClientLoop
+from kvstore.tiers.remote.record import decode, encode, seed_of
 from kvstore.types import RecoveredTier, TierPlace
 
 __all__ = ["StoreTier"]
