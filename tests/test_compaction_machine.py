@@ -1,7 +1,8 @@
 """Offline compaction at any moment of a cache's life: what was found before is found after.
 
 Servers are real processes over real files: two lanes of one namespace that start, store, remove,
-are reset, stop and are killed, with `kvstore.maintenance.offline.compact` in between, killed now and then, too.
+are reset, stop and are killed, with `kvstore.maintenance.offline.compact` in between, which is
+killed now and then, too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.copies import Copies
+from kvstore.api.copies import Copies
 from kvstore.core import Core
 from kvstore.engine.loop_steps import Driver
 from kvstore.home import outlast

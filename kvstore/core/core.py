@@ -36,11 +36,11 @@ from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.positions import Positions
 from kvstore.core.prefetches import Prefetches
 from kvstore.core.promotion import Grants
-from kvstore.core.recompute import Average
 from kvstore.core.removal import Removal, Removals
 from kvstore.core.reports import Spans
 from kvstore.core.request import Requests, RequestState
 from kvstore.core.residency.base import TierView
+from kvstore.core.residency.recompute import Average
 from kvstore.core.room import Room
 from kvstore.core.statistics import CoreStats
 from kvstore.core.step_budget import Budget

@@ -16,13 +16,13 @@ from typing import Any
 
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerTier
 from kvstore.core.chunk import ABSENT, FILLING, LEAVING, LEAVING_PINNED, PINNED, READY
-from kvstore.core.patience import Patience
 from kvstore.core.promotion import LEFT_TO_OTHERS
 from kvstore.core.recency import NOTE_SECONDS
 from kvstore.core.removal import Removal
 from kvstore.core.reports import SpanBegin, SpanKind
 from kvstore.core.request import RequestState
 from kvstore.core.residency.base import TierView
+from kvstore.core.residency.patience import Patience
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.wait_queue import FORGET_AFTER
 from kvstore.policies import Protected, create_policy

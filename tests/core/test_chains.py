@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, chains, positions
+from kvstore.core import Core, HostPool, positions
 from kvstore.policies import AdmissionFilter, create_policy
 from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
@@ -178,7 +178,7 @@ def test_a_load_counts_before_the_next_eviction() -> None:
 def test_requests_that_never_end_are_taken_for_ended_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chains, "MAX_KEYS", 10)
+    monkeypatch.setattr(usage, "MAX_KEYS", 10)
     rig = Rig(rows=64, policy=Listener(64), on=())
     prompts = [chain(name, 4) for name in "abcde"]
     for number, keys in enumerate(prompts):

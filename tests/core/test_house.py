@@ -11,7 +11,7 @@ import pytest
 import kvstore.core
 
 FOLDER = Path(kvstore.core.__file__).parent
-MODULES = sorted(FOLDER.glob("*.py"))
+MODULES = sorted(FOLDER.rglob("*.py"))
 MOST_LINES = 450
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvstore.core.patience import LEAST_PATIENCE, RISKED, Patience
-from kvstore.core.recompute import FIRST_PAUSE
+from kvstore.core.residency.patience import LEAST_PATIENCE, RISKED, Patience
+from kvstore.core.residency.recompute import FIRST_PAUSE
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import Pace
-from kvstore.core.recompute import (
+from kvstore.core.residency.recompute import (
     AGAIN,
     FIRST_PAUSE,
     LAST_PAUSE,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import concurrency as background
-from kvstore import engine as engine_module
+from kvstore import concurrency
 from kvstore.concurrency import new_event_loop
+from kvstore.engine import engine as engine_module
 from kvstore.engine.engine import Engine, EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.tiers import PinnedRegion, Tier, Transfer
@@ -528,7 +528,7 @@ def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.Mo
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(background, "new_event_loop", watched)
+    monkeypatch.setattr(concurrency, "new_event_loop", watched)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="start new thread"):
         EngineThread([])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import driver, prompts
 from kvstore.api.store import Store
+from kvstore.engine import loop_steps, unnamed_requests
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import Open, busy, cancel, contents, hold, hurry, keys_of, payloads
 
@@ -124,7 +124,7 @@ async def test_who_asks_seldom_gets_its_answer_although_others_wait(open_store: 
     await on_disk(open_store, seldom, *others)
     async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
         asking = [asyncio.create_task(contents(store, keys)) for keys in others]
-        pause = 2 * prompts.UNNAMED_SECONDS
+        pause = 2 * unnamed_requests.UNNAMED_SECONDS
         await answered_async(lambda: store.lookup_prefix(seldom), pause=pause)
         assert await asyncio.gather(*asking) == [payloads(keys) for keys in others]
 
@@ -152,7 +152,7 @@ async def test_a_name_keeps_chunks_while_others_wait(open_store: Open) -> None:
 async def test_a_prompt_whose_lease_ended_is_answered_from_what_is_there(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "UNNAMED_SECONDS", 0.0)
+    monkeypatch.setattr(unnamed_requests, "UNNAMED_SECONDS", 0.0)
     one, other = keys_of("one", 8), keys_of("other", 8)
     await on_disk(open_store, one, other)
     async with open_store(rows=8, disk=256, deadline_s=3.0) as store:
@@ -233,7 +233,7 @@ async def test_a_list_that_its_owner_changes_afterwards_does_no_harm(open_store:
 async def test_what_is_remembered_of_requests_is_bounded(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MOST_OPEN", 16)
+    monkeypatch.setattr(unnamed_requests, "MOST_OPEN", 16)
     async with open_store(rows=8, admission=["doorkeeper"]) as store:
         for number in range(500):
             keys = keys_of(str(number), 3)
@@ -263,7 +263,7 @@ async def test_who_is_silent_for_long_is_taken_for_ended(
 async def test_many_questions_about_what_is_in_host_memory_wait_for_nothing(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(driver, "RECHECK_SECONDS", 60.0)
+    monkeypatch.setattr(loop_steps, "RECHECK_SECONDS", 60.0)
     async with open_store(rows=8) as store:
         await store.put(PROMPT, payloads(PROMPT))
 

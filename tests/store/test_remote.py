@@ -16,7 +16,7 @@ from kvstore.config import Config
 from kvstore.errors import ConfigError
 from tests.patience import PATIENCE
 from tests.store.support import keys_of, payloads, small
-from tests.tiers.store.servers import RedisServer, redis_server
+from tests.tiers.remote.servers import RedisServer, redis_server
 
 pytestmark = pytest.mark.asyncio
 

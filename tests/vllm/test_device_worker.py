@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import kvstore.tiers.pinned  # noqa: E402
-from kvstore import region as held  # noqa: E402
+from kvstore.engine import host_memory as held  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from kvstore.tiers.pinned import PinnedRegion, RegionShape  # noqa: E402
 from kvstore.vllm import region as regions  # noqa: E402

@@ -252,7 +252,7 @@ def test_compaction_goes_on_while_nothing_is_asked_of_the_server(tmp_path: Path)
 def test_compaction_of_an_idle_server_keeps_out_of_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.engine.engine import scheduler_steps as stepper
+    from kvstore.engine import scheduler_steps as stepper
 
     monkeypatch.setattr(stepper, "IDLE_SECONDS", 0.0)
     monkeypatch.setattr(stepper, "UPKEEP_SECONDS", 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.random_model import write_model
 from examples.rounds import LLAMA
-from tests.tiers.store.servers import RedisServer, redis_server
+from tests.tiers.remote.servers import RedisServer, redis_server
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 from tests.vllm.test_shapes import SMALL
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError
-from kvstore.vllm import identity as module
+from kvstore.vllm.identity import identity as module
 from kvstore.vllm.identity.identity import adapter_settings, engine_identity
 from kvstore.vllm.spec import check_engine_with_tiers
 from kvstore.vllm.version import VERSION
@@ -256,7 +256,7 @@ def sections() -> dict[str, tuple[type, frozenset[str]]]:
     from vllm.config.lora import LoRAConfig
     from vllm.config.multimodal import MultiModalConfig
 
-    from kvstore.vllm.identity.identity import settings
+    from kvstore.vllm.identity import settings
 
     return {
         "model": (ModelConfig, settings.MODEL_IGNORED),
@@ -278,7 +278,7 @@ def test_what_is_ignored_exists() -> None:
         pytest.skip("the names are of 0.32, and of what is newer")
     import vllm.envs
 
-    from kvstore.vllm.identity.identity import settings
+    from kvstore.vllm.identity import settings
 
     for config, ignored in sections().values():
         known = {field.name for field in dataclasses.fields(config)}

@@ -25,11 +25,11 @@ from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
 from kvstore.core.overtaken import Transfer
 from kvstore.engine.scheduler_steps import Stepper
+from kvstore.engine.turns import in_turns
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_with
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.turns import in_turns
 from kvstore.types import about
 
 __all__ = ["KVStoreManager"]

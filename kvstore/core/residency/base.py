@@ -12,10 +12,10 @@ from typing import Protocol
 
 from kvstore.core.chunk import Chunk
 from kvstore.core.flow import Flow
-from kvstore.core.in_flight import InFlight
-from kvstore.core.patience import Patience
 from kvstore.core.residency.health import Health
+from kvstore.core.residency.in_flight import InFlight
 from kvstore.core.residency.index import Index
+from kvstore.core.residency.patience import Patience
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvstore.core.absence import Absence
-from kvstore.core.in_flight import InFlight
-from kvstore.core.recompute import Average, Recompute
+from kvstore.core.residency.absence import Absence
+from kvstore.core.residency.in_flight import InFlight
+from kvstore.core.residency.recompute import Average, Recompute
 from kvstore.types import LogLine
 
 __all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.flow import Flow
-from kvstore.core.in_flight import InFlight
 from kvstore.core.residency.compactor import Compactor
+from kvstore.core.residency.copy_queue import CopyQueue
 from kvstore.core.residency.health import Health
+from kvstore.core.residency.in_flight import InFlight
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.slots import Slots
 from kvstore.core.statistics import TierStats

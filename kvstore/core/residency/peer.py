@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.core.flow import Flow
 from kvstore.core.residency.index import Index
-from kvstore.core.slotless import SlotlessTier, Unordered
+from kvstore.core.residency.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, LogLine, Move, RecoveredTier

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvstore.core.copy_queue import CopyQueue
 from kvstore.core.flow import Flow
-from kvstore.core.patience import Patience
+from kvstore.core.residency.copy_queue import CopyQueue
 from kvstore.core.residency.index import Index
+from kvstore.core.residency.patience import Patience
 from kvstore.core.residency.remote_answers import Answers
-from kvstore.core.slotless import SlotlessTier, Unordered
+from kvstore.core.residency.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, takewhile
 
-from kvstore.core.extents import ExtentAllocator
+from kvstore.core.residency.extents import ExtentAllocator
 
 __all__ = ["ASIDE_PAUSE", "RETRY_PAUSE", "STRIPE_CHUNKS", "Slots"]
 

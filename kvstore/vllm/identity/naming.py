@@ -22,7 +22,7 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Naming:
-    """How much of the identity is found out, and how much is told: see `kvstore.vllm.identity.identity`.
+    """How much of the identity is found out, and how much is told: see `identity.py`.
 
     Attributes:
         automatic: everything is found out that decides the bytes.

@@ -12,7 +12,7 @@ from benchmarks.throttled_link import ThrottledLink
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
-from tests.tiers.store.servers import ceph_gateway, redis_server
+from tests.tiers.remote.servers import ceph_gateway, redis_server
 
 CHUNK = 2 * 2**20
 MOVES, EACH = 8, 8

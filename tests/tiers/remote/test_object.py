@@ -15,7 +15,7 @@ from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
-from tests.tiers.store.servers import Azurite, CephGateway, azurite, ceph_gateway
+from tests.tiers.remote.servers import Azurite, CephGateway, azurite, ceph_gateway
 
 obstore = pytest.importorskip("obstore")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.in_flight import InFlight
 from kvstore.core.residency.health import Health
+from kvstore.core.residency.in_flight import InFlight
 from kvstore.core.residency.slots import RETRY_PAUSE
 from kvstore.policies.base import EvictionPolicy, Protected
 from kvstore.types import Completion, Move, Op, RecoveredTier

@@ -21,7 +21,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.remote.mooncake import MooncakeTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.store.servers import MooncakeMaster, mooncake_master
+from tests.tiers.remote.servers import MooncakeMaster, mooncake_master
 
 store = pytest.importorskip("mooncake.store", exc_type=ImportError)
 

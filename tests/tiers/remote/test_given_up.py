@@ -327,7 +327,7 @@ def test_over_a_wire_on_which_reads_are_given_up_no_wrong_byte_is_served() -> No
     alone = ["unshare", "--net", "--pid", "--fork", "--kill-child"]
     if not (shutil.which("tc") and run([*alone, "true"]).returncode == 0):
         pytest.skip("no network namespace of its own can be had, or there is no tc")
-    program = f"ip link set lo up && exec {sys.executable} {ROOT}/tests/tiers/store/slow_wire.py"
+    program = f"ip link set lo up && exec {sys.executable} {ROOT}/tests/tiers/remote/slow_wire.py"
     told = run([*alone, "sh", "-c", program], timeout=280)
     assert "wrong: 0\n" in told.stdout, told.stderr[-2000:]
 

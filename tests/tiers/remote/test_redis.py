@@ -16,7 +16,7 @@ from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.store.servers import RedisServer, redis_server, valkey_server
+from tests.tiers.remote.servers import RedisServer, redis_server, valkey_server
 
 redis = pytest.importorskip("redis")
 
