@@ -1,13 +1,26 @@
-"""An event loop in one background thread."""
+"""An event loop in one background thread.
+
+Where an object of the library may be used: on the running loop it was made on.
+
+Waits that end in time.
+
+Blocking calls that nobody has to wait for in the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable
+from asyncio import _get_running_loop as running_loop
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
 
-__all__ = ["DETACH_SECONDS", "LoopThread", "new_event_loop"]
+from kvstore.errors import KVStoreError
+
+__all__ = ["DETACH_SECONDS", "Daemons", "Home", "LoopThread", "new_event_loop", "outlast", "within"]
 
 DETACH_SECONDS = 0.25
 """How long tasks that are left behind get to notice it."""
@@ -91,3 +104,110 @@ class LoopThread:
             self.loop.set_exception_handler(lambda loop, context: None)
             self.loop.close()
             self._keeps = None
+
+
+class Home:
+    """The loop that runs where this is made, with its thread and its process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._thread = threading.current_thread()
+        self._pid = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this loop is the one that runs."""
+        # A loop runs in one thread, and none runs in the child of a fork.
+        return running_loop() is self.loop
+
+    def check(self) -> None:
+        """Refuse a call from elsewhere.
+
+        Raises:
+            KVStoreError: if this loop is not the one that runs here.
+        """
+        if running_loop() is not self.loop:
+            raise KVStoreError(self._where())
+
+    def send(self, call: Callable[[], object]) -> None:
+        """Make the call at home, soon; not at all if the loop has ended or this is another process.
+
+        May be called from any thread.
+        """
+        if os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(call)
+
+    def _where(self) -> str:
+        if os.getpid() != self._pid:
+            return (
+                f"the store belongs to process {self._pid}, this is {os.getpid()}; "
+                "open one of your own after a fork"
+            )
+        if threading.current_thread() is not self._thread:
+            return (
+                f"the store belongs to the loop of thread {self._thread.name!r}, this is "
+                f"{threading.current_thread().name!r}; call it there by "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
+            )
+        return "the store belongs to the loop on which it was opened, which does not run here"
+
+
+async def outlast(task: asyncio.Future[None], on_cancel: Callable[[], None]) -> None:
+    """Wait for `task`, however often the caller is cancelled; its cancellation comes afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+T = TypeVar("T")
+
+
+async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; None as `seconds` waits for it forever.
+
+    Raises:
+        TimeoutError: names `call` and `seconds`. `work` was cancelled and has ended.
+    """
+    if seconds is None:
+        return await work
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"{call} took longer than {seconds:g} s") from None
+
+
+_T = TypeVar("_T")
+
+
+class Daemons(Executor):
+    """Makes each call in a thread that cannot keep the process from ending.
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def submit(self, fn: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*arguments, **named))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name=self._name, daemon=True).start()
+        return future

@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from kvstore.core.flow import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, check_filters, check_policy
 from kvstore.policies.parameters import shown
 from kvstore.sizes import parse_size
+from kvstore.types import Flow
 
 __all__ = ["Config", "DiskConfig", "TierConfig", "check_size"]
 
@@ -114,7 +114,7 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """A tier of a kind that a package has added: see `kvstore.tiering`.
+    """A tier of a kind that a package has added: see `kvstore.plugins`.
 
     Attributes:
         type: the name of the kind.
@@ -131,7 +131,7 @@ class TierConfig:
     def __post_init__(self) -> None:
         _check(self, _TIER)
         # Imported where it is needed: most configurations have no such tier.
-        from kvstore.tiering import check_tier
+        from kvstore.plugins import check_tier
 
         try:
             check_tier(self.type, self.parameters)
@@ -146,7 +146,7 @@ class TierConfig:
     @property
     def is_store(self) -> bool:
         """Whether it is a remote engine that others use, too."""
-        from kvstore.tiering import is_store
+        from kvstore.plugins import is_store
 
         return is_store(self.type)
 

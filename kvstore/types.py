@@ -4,6 +4,8 @@ A *key* is ``bytes``: a block hash followed by the 4-byte big-endian index of
 its KV cache group, which is below 256; with one group it can do without. A
 *row* is a chunk's place in host memory, a *slot* its place on a slower tier;
 both are plain integers.
+
+When a chunk goes from host memory to a slower tier, and whether it stays there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ __all__ = [
     "Changes",
     "Completion",
     "Event",
+    "Flow",
     "Move",
     "Op",
     "RecoveredTier",
@@ -249,3 +252,17 @@ def about(event: str, **named: object) -> dict[str, object]:
         name: each if isinstance(each, (int, float)) else str(each) for name, each in named.items()
     }
     return {"kvstore.event": event, **{f"kvstore.{name}": each for name, each in told.items()}}
+
+
+class Flow(enum.Enum):
+    """How chunks flow between host memory and one slower tier."""
+
+    WRITE_THROUGH = "write-through"
+    """Copied as soon as it is stored. What is reported stored survives the process."""
+
+    DEMOTE = "demote"
+    """Copied when host memory gives it up, unless the tier has it; the copy stays when it is
+    promoted, so that giving it up once more writes nothing."""
+
+    EXCLUSIVE = "exclusive"
+    """Copied when host memory gives it up; the copy is given up when it is promoted."""

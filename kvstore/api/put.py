@@ -4,6 +4,8 @@ Puts are served in the order in which they came. One that is wider than host
 memory is served in portions, and waits its turn anew for each. The first in line
 waits for room: at most ``deadline_s`` while no put gets any, and at most
 ``max_wait_s`` in any case.
+
+The copies to slower tiers that are due at one moment.
 """
 
 from __future__ import annotations
@@ -11,18 +13,57 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.api.copies import Copies
+from kvstore.concurrency import outlast
 from kvstore.core import Core
+from kvstore.core.residency.base import CopyTarget
 from kvstore.engine.loop_steps import Driver
-from kvstore.home import outlast
 from kvstore.tiers.pinned import PinnedRegion
 
-__all__ = ["COPY_INLINE_BYTES", "Puts"]
+__all__ = ["COPY_INLINE_BYTES", "Copies", "Puts"]
+
+
+class Copies:
+    """The copies that wait or are under way when this is made.
+
+    Those queued later do not count.
+    """
+
+    def __init__(self, core: Core, due: Iterable[tuple[CopyTarget, int, set[bytes]]]) -> None:
+        self._pool = core.pool
+        self._due = list(due)
+
+    @classmethod
+    def all(cls, core: Core) -> Copies:
+        """Those to every tier."""
+        targets = core.cascades.targets
+        return cls(core, [(t, t.copies_queued, t.unsaved_keys()) for t in targets])
+
+    @classmethod
+    def of(cls, core: Core, target: CopyTarget, keys: Iterable[bytes]) -> Copies:
+        """Those of `keys` to one tier."""
+        return cls(core, [(target, 0, set(keys))])
+
+    def ended(self) -> bool:
+        """Whether all of them have arrived, or will not come."""
+        return all(self._arrived(*each) for each in self._due)
+
+    def _arrived(self, tier: CopyTarget, mark: int, keys: set[bytes]) -> bool:
+        if tier.copies_ended < mark:
+            # Cheap, and so for most of the time.
+            return False
+        keys.intersection_update([key for key in keys if self._under_way(tier, key)])
+        return not keys
+
+    def _under_way(self, tier: CopyTarget, key: bytes) -> bool:
+        chunk = self._pool.chunks.get(key)
+        waits = chunk is not None and chunk.unsaved >> tier.number & 1
+        return bool(waits) or key in tier.index.writing
+
 
 COPY_INLINE_BYTES = 256 * 1024
 """Copies up to this size are done on the loop: a thread would cost more."""

@@ -10,23 +10,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvstore.api.arguments import check_keys, check_request, check_seconds, check_timeout, chunks_of
-from kvstore.api.copies import Copies
-from kvstore.api.lease import Chunks, Lease
-from kvstore.api.onlookers import Onlookers
-from kvstore.api.put import COPY_INLINE_BYTES, Puts
+from kvstore.api.lease import Chunks, Lease, Onlookers
+from kvstore.api.put import COPY_INLINE_BYTES, Copies, Puts
 from kvstore.api.windows import Windows
-from kvstore.assembly import Assembly
-from kvstore.building import build
+from kvstore.assembly import Assembly, build
+from kvstore.concurrency import Home, outlast, within
 from kvstore.config import Config, check_size
 from kvstore.core import CoreStats
 from kvstore.engine.closing import end_engine
 from kvstore.engine.loop_steps import Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
-from kvstore.home import Home, outlast
 from kvstore.observe.logs import warn_with
 from kvstore.types import Event, about
-from kvstore.waits import within
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 

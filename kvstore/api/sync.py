@@ -19,11 +19,11 @@ from kvstore.api.lease import STILL_ALIVE, Chunks, Lease
 from kvstore.api.portal import Handover
 from kvstore.api.store import Store, start
 from kvstore.api.windows import SyncWindows
+from kvstore.concurrency import within
 from kvstore.config import Config
 from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.types import Event
-from kvstore.waits import within
 
 __all__ = ["SyncLease", "SyncStore", "open_sync"]
 

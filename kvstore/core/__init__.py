@@ -2,7 +2,6 @@
 
 from kvstore.core.core import Core
 from kvstore.core.durations import AGES, BOUNDS, Durations
-from kvstore.core.flow import Flow
 from kvstore.core.host import HostPool
 from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.residency.owned import OwnedTier
@@ -10,6 +9,7 @@ from kvstore.core.residency.peer import PeerTier
 from kvstore.core.residency.remote import AskedTier
 from kvstore.core.statistics import CoreStats, TierStats
 from kvstore.core.stores import StoreGrant
+from kvstore.types import Flow
 
 __all__ = [
     "AGES",

@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvstore.core.chunk import Chunk
 from kvstore.core.complaints import Complaints
 from kvstore.core.copied import take_in
-from kvstore.core.flow import Flow
 from kvstore.core.host import HostPool
 from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.step_budget import Budget
-from kvstore.types import Completion, LogLine, Move, Op
+from kvstore.types import Completion, Flow, LogLine, Move, Op
 
 __all__ = ["CASCADE_BATCH", "Cascades"]
 

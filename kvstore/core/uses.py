@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvstore.core.eviction import Victims
-from kvstore.core.flow import Flow
 from kvstore.core.host import HostPool
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
+from kvstore.types import Flow
 
 __all__ = ["MOST_UNTOLD", "Uses"]
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.concurrency import Home
 from kvstore.core import Core
 from kvstore.engine.engine import Beside, Engine
 from kvstore.errors import KVStoreError
-from kvstore.home import Home
 from kvstore.tiers import Tier
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvstore.concurrency import Daemons
 from kvstore.core import Core
 from kvstore.core.residency.base import TierView
-from kvstore.daemons import Daemons
 from kvstore.tiers.disk.retained import Retained, forget_retained, write_retained
 from kvstore.types import about
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from aiofiles.threadpool import wrap
 
-from kvstore.daemons import Daemons
+from kvstore.concurrency import Daemons
 from kvstore.errors import ConfigError
 from kvstore.observe.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 from kvstore.tiers.disk.trust import STRICT

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api import onlookers
+from kvstore.api import lease as onlookers
 from kvstore.api.store import Store
 from kvstore.errors import LeaseEndedError
 from kvstore.tiers.pinned import PinnedRegion

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore import tiering
+from kvstore import plugins as tiering
 from kvstore.config import Config
 from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import ConfigError

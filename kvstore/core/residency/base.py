@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvstore.core.chunk import Chunk
-from kvstore.core.flow import Flow
 from kvstore.core.residency.health import Health
 from kvstore.core.residency.in_flight import InFlight
 from kvstore.core.residency.index import Index
@@ -20,7 +19,7 @@ from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.table import OrderedTable
-from kvstore.types import Changes, Completion, LogLine, Move
+from kvstore.types import Changes, Completion, Flow, LogLine, Move
 
 __all__ = ["CopyTarget", "Store", "TierView"]
 

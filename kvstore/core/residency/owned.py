@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.flow import Flow
 from kvstore.core.residency.compactor import Compactor
 from kvstore.core.residency.copy_queue import CopyQueue
 from kvstore.core.residency.health import Health
@@ -15,7 +14,7 @@ from kvstore.core.residency.slots import Slots
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
-from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["OwnedTier"]
 

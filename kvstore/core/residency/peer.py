@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.core.flow import Flow
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
-from kvstore.types import Changes, LogLine, Move, RecoveredTier
+from kvstore.types import Changes, Flow, LogLine, Move, RecoveredTier
 
 __all__ = ["PeerTier"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvstore.core.flow import Flow
 from kvstore.core.residency.copy_queue import CopyQueue
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.patience import Patience
@@ -16,7 +15,7 @@ from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.residency.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
-from kvstore.types import Changes, Completion, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["NOWHERE", "AskedTier"]
 

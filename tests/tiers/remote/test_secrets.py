@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.config import Config
-from kvstore.tiering import create_tier
+from kvstore.plugins import create_tier
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 
