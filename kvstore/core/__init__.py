@@ -1,13 +1,12 @@
 """The sans-I/O heart of kvstore: calls in, moves out, completions back."""
 
 from kvstore.core.core import Core
-from kvstore.core.durations import AGES, BOUNDS, Durations
 from kvstore.core.host import HostPool
-from kvstore.core.pace import UNBOUNDED, Pace
 from kvstore.core.residency.owned import OwnedTier
 from kvstore.core.residency.peer import PeerTier
 from kvstore.core.residency.remote import AskedTier
-from kvstore.core.statistics import CoreStats, TierStats
+from kvstore.core.statistics import AGES, BOUNDS, CoreStats, Durations, TierStats
+from kvstore.core.step_budget import UNBOUNDED, Pace
 from kvstore.core.stores import StoreGrant
 from kvstore.types import Flow
 

@@ -24,30 +24,22 @@ from dataclasses import replace
 from kvstore.core.async_lookup import Questions
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, Life
-from kvstore.core.complaints import Log
-from kvstore.core.demotions import Demotions
-from kvstore.core.eviction import Victims
+from kvstore.core.eviction import Demotions, Room, Victims
 from kvstore.core.host import HostPool
 from kvstore.core.loads import Loads
 from kvstore.core.lookup import Lookups
-from kvstore.core.overtaken import Overtaken, Transfer
-from kvstore.core.pace import Pace
 from kvstore.core.pins import PINNED_SHARE, Pins
-from kvstore.core.positions import Positions
-from kvstore.core.prefetches import Prefetches
-from kvstore.core.promotion import Grants
+from kvstore.core.promotion import Grants, Prefetches
 from kvstore.core.removal import Removal, Removals
-from kvstore.core.reports import Spans
-from kvstore.core.request import Requests, RequestState
+from kvstore.core.reports import Log, Spans
+from kvstore.core.request import Positions, Requests, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.recompute import Average
-from kvstore.core.room import Room
 from kvstore.core.statistics import CoreStats
-from kvstore.core.step_budget import Budget
+from kvstore.core.step_budget import Budget, Pace
 from kvstore.core.stores import StoreGrant, Stores
-from kvstore.core.transfers import Transfers
-from kvstore.core.usage import Chains
-from kvstore.core.uses import Uses
+from kvstore.core.transfers import Overtaken, Transfer, Transfers
+from kvstore.core.usage import Chains, Uses
 from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import Completion, Event, LogLine, Move
 

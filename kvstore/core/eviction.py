@@ -3,20 +3,32 @@
 Chunks that are in use are met once: the policy sets them aside (`HELD`) and hears,
 tail first, when they may leave again. A search that asks too much is broken off
 (`LATER`) and goes on in the next step.
+
+Making rows of host memory free: which chunks are evicted, and which are copied first.
+
+Chunks that shall leave host memory: somebody knows that they will not be used soon.
+
+What a slower tier has leaves host memory at once; what none has is copied to the first tier
+before. Whoever uses a chunk meanwhile keeps it, and so does a pin.
+
+A milder word is that they leave first once others need the room, wherever they are.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from kvstore.core.chunk import READY, Chunk
+from kvstore.core.cascade import Cascades
+from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
 from kvstore.core.host import HostPool
+from kvstore.core.pins import Pins
+from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
 
-__all__ = ["Victims"]
+__all__ = ["Demotions", "Room", "Victims"]
 
 
 class Victims:
@@ -191,3 +203,196 @@ class Victims:
                 chunk.set_aside(False)
                 free.append(key)
         self._policy.release(free)
+
+
+class Room:
+    """Gets rows for those who need them.
+
+    Where chunks are demoted, a chunk that the policy gives up leaves once it is copied; one
+    that no tier wants leaves at once.
+
+    Args:
+        budget: how many chunks a step may give up ahead of need.
+    """
+
+    def __init__(
+        self, pool: HostPool, victims: Victims, cascades: Cascades, budget: Budget
+    ) -> None:
+        self._pool = pool
+        self._victims = victims
+        self._cascades = cascades
+        self._budget = budget
+        self.demotes = bool(cascades.demoting)
+
+    @property
+    def sure(self) -> int:
+        """Rows that are free, or surely will be when they are asked for one by one."""
+        pool = self._pool
+        return pool.free if self.demotes else pool.free + pool.leavable
+
+    def make(
+        self,
+        count: int,
+        now: float,
+        *,
+        shed_unsaved: bool,
+        incoming: Sequence[bytes] = (),
+    ) -> int:
+        """Evict until `count` rows are free, as far as possible.
+
+        Filling and pinned chunks never leave, nor do those that answered "hit"
+        in this step. Chunks still waiting to be copied to a slower tier leave
+        only when `shed_unsaved`, and only after all others.
+
+        Args:
+            incoming: the keys that the rows are for, tail first.
+
+        Returns:
+            How many of the `count` rows are free now.
+        """
+        pool = self._pool
+        if pool.free < count:
+            pool.reclaim(count, uncopied=False)
+        if pool.free < count:
+            self._evict(count, now, shed_unsaved=False, incoming=incoming)
+            if shed_unsaved and pool.free < count:
+                pool.reclaim(count, uncopied=True)
+                self._evict(count, now, shed_unsaved=True, incoming=incoming)
+        return min(count, pool.free)
+
+    def make_ahead(self, now: float) -> None:
+        """Let the policy give up chunks until as many rows as wanted are free or soon free."""
+        pool = self._pool
+        short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
+        if short > 0:
+            self._budget.give_up(short)
+            victims = self._victims.choose(short, shed_unsaved=False)
+            self._demote(victims, now)
+            pool.give_up(victims)
+
+    def _evict(
+        self, count: int, now: float, *, shed_unsaved: bool, incoming: Sequence[bytes]
+    ) -> None:
+        pool = self._pool
+        # What is leaving is on its way to be free.
+        short = count - pool.free - pool.leaving
+        victims = self._victims.choose(short, shed_unsaved=shed_unsaved, incoming=incoming)
+        if not self.demotes:
+            pool.leave(victims)
+            return
+        demoted = self._demote(victims, now)
+        pool.give_up([key for key in victims if key in demoted])
+        if len(demoted) < len(victims):
+            pool.leave([key for key in victims if key not in demoted])
+
+    def _demote(self, keys: Sequence[bytes], now: float) -> set[bytes]:
+        """Queue chunks for the tiers that want them; returns the keys that were queued."""
+        chunks = map(self._pool.chunks.__getitem__, keys)
+        return self._cascades.demote([chunk for chunk in chunks if not chunk.unsaved], now)
+
+
+MOST_TRIES = 256
+"""Chunks that one step looks at."""
+
+
+class Demotions:
+    """See the module's text.
+
+    Attributes:
+        demoted: chunks that have left host memory for it.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        cascades: Cascades,
+        victims: Victims,
+        pins: Pins,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._cascades = cascades
+        self._victims = victims
+        self._pins = pins
+        self.demoted = 0
+        # Those that are to leave, in turn, each with its order: another chunk of that key stays.
+        self._leaving: dict[bytes, int] = {}
+        self._cut_short = False
+
+    def __bool__(self) -> bool:
+        """Whether any are still to leave."""
+        return bool(self._leaving)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next step has something to do although nothing new will have happened."""
+        return self._cut_short
+
+    def begin(self, keys: Iterable[bytes], now: float) -> int:
+        """Let the chunks of `keys` go that host memory has; returns how many will."""
+        if not self._cascades.targets:
+            return 0
+        target = self._cascades.targets[0]
+        found = [chunk for chunk in map(self._pool.chunks.get, keys) if chunk is not None]
+        here = [chunk for chunk in found if not self._pins.holds(chunk.key)]
+        whole = [c for c in here if c.state != FILLING and not self._is_coming(c.key)]
+        self._cascades.save_to(target, whole, now)
+        before = len(self._leaving)
+        for chunk in reversed(here):
+            # Tail first, as chunks leave. One that is being stored is copied when it is whole.
+            if chunk.state == FILLING or chunk.unsaved or self._is_coming(chunk.key):
+                self._leaving[chunk.key] = chunk.order
+        return len(self._leaving) - before
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        """The chunks of `keys`, in prefix order, leave before others when others need the room.
+
+        Those that are pinned, and those that the policy has set aside, stay as they are.
+        """
+        tail_first = [key for key in reversed([*keys]) if not self._pins.is_pinned(key)]
+        self._victims.let_loose()
+        chunks = map(self._pool.chunks.get, tail_first)
+        cold = [c.key for c in chunks if c is not None and c.state < LEAVING and not c.aside]
+        self._pool.policy.cool(cold)
+        for target in self._cascades.targets:
+            target.index.cool(tail_first)
+
+    def used(self, keys: Collection[bytes]) -> None:
+        """These are used: they stay."""
+        for key in keys:
+            self._leaving.pop(key, None)
+
+    def go_on(self) -> None:
+        """Let go of what is copied. Hits of this step were kept before."""
+        moved = 0
+        tries = list(self._leaving.items())[:MOST_TRIES]
+        for key, order in tries:
+            del self._leaving[key]
+            chunk = self._pool.chunks.get(key)
+            if chunk is None or chunk.order != order or self._pins.holds(key):
+                continue
+            if self._is_below(key) and self._may_leave(chunk):
+                self._victims.forget(chunk)
+                self._pool.take_away(chunk)
+                self.demoted += 1
+                moved += 1
+            elif chunk.state == FILLING or chunk.unsaved or self._is_coming(key):
+                # It is being written, copied or read; others have their turn meanwhile.
+                self._leaving[key] = order
+        self._cut_short = moved > 0 and len(self._leaving) > len(tries) - moved
+
+    def reset(self) -> None:
+        """Nothing is to leave any more."""
+        self._leaving.clear()
+        self._cut_short = False
+
+    def _may_leave(self, chunk: Chunk) -> bool:
+        free = chunk.state in (READY, LEAVING) and not chunk.unsaved
+        return free and chunk.step != self._pool.step
+
+    def _is_below(self, key: bytes) -> bool:
+        return any(key in tier.entries for tier in self._tiers)
+
+    def _is_coming(self, key: bytes) -> bool:
+        return any(not tier.index.lacks(key) for tier in self._tiers)

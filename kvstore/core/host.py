@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from kvstore.core.ages import Ages
 from kvstore.core.chunk import (
     FILLING,
     HOST,
@@ -22,7 +21,8 @@ from kvstore.core.chunk import (
     queue_all,
     start_copies,
 )
-from kvstore.core.history import History
+from kvstore.core.reports import History
+from kvstore.core.statistics import Ages
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
 from kvstore.policies.table import OrderedTable

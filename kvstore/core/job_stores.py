@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from kvstore.core.cascade import CASCADE_BATCH
-from kvstore.core.complaints import Complaints
-from kvstore.core.copied import take_in
-from kvstore.core.job import Job, JobBook
+from kvstore.core.cascade import CASCADE_BATCH, take_in
+from kvstore.core.reports import Complaints
 from kvstore.core.residency.base import CopyTarget, TierView
+from kvstore.core.tier_only import Job, JobBook
 from kvstore.policies.base import EvictionPolicy
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
 

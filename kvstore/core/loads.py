@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable
 from kvstore.core.chunk import LEAVING, READY, Chunk
 from kvstore.core.host import HostPool
 from kvstore.core.request import Requests
-from kvstore.core.usage import Chains
-from kvstore.core.uses import Uses
+from kvstore.core.usage import Chains, Uses
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["Loads"]

@@ -1,21 +1,101 @@
-"""Whether a chunk can be loaded now, later, or not at all."""
+"""Whether a chunk can be loaded now, later, or not at all.
+
+The line of requests whose turn it is not yet, where a step looks up only so many keys.
+
+Answers of one kind in a row for one request, which need not be asked of the core one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.host import HostPool
-from kvstore.core.line import Line
-from kvstore.core.positions import Positions
-from kvstore.core.request import Request, Requests, RequestState
+from kvstore.core.request import Positions, Request, Requests, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
-from kvstore.core.streak import Streak
 from kvstore.core.usage import Chains
 from kvstore.core.wait_queue import WaitQueue
 
-__all__ = ["Lookups"]
+__all__ = ["Line", "Lookups", "Streak"]
+
+_NOTHING: Container[bytes] = frozenset()
+
+
+class Streak:
+    """The request that was answered last, while nothing else has happened since.
+
+    Its next key is a hit, if host memory holds that chunk whole (`state` is at least `READY`),
+    and "ask again", if host memory does not know it and it is in `below`: whoever answers so
+    calls `note` with the key. All else is asked of the core.
+
+    Attributes:
+        whose: the context of that request, as its caller has given it to `Lookups.go_on`; None
+            once anything else has happened.
+        below: keys whose chunks are fetched for the request from a slower tier if it asks.
+        note: notes a key that was answered so.
+    """
+
+    __slots__ = ("below", "note", "whose")
+
+    def __init__(self) -> None:
+        self.whose: object | None = None
+        self.below = _NOTHING
+        nobody: list[bytes] = []
+        self.note: Callable[[bytes], None] = nobody.append
+
+    def begin(
+        self, whose: object, note: Callable[[bytes], None], below: Container[bytes] = _NOTHING
+    ) -> None:
+        """This request goes on."""
+        self.whose, self.note, self.below = whose, note, below
+
+    def end(self) -> None:
+        """Something else happens."""
+        self.whose = None
+
+
+class Line:
+    """Requests that have asked in vain, longest first: the first has its turn in the next step.
+
+    Attributes:
+        unseen: those that shall ask again in the next step.
+    """
+
+    def __init__(self) -> None:
+        self.unseen: set[str] = set()
+        self._line: dict[str, None] = {}
+        self._turn: str | None = None
+
+    def begin_step(self) -> None:
+        """However many ask before it, the first has its turn."""
+        self.unseen.clear()
+        if self._turn is not None:
+            # It did not ask any more.
+            del self._line[self._turn]
+        self._turn = next(iter(self._line), None)
+
+    def has(self, request_id: str) -> bool:
+        """Whether it is this one's turn."""
+        return request_id == self._turn
+
+    def take(self, request_id: str) -> None:
+        """The request is looked up: it has had its turn."""
+        if request_id in self._line:
+            del self._line[request_id]
+            if request_id == self._turn:
+                self._turn = None
+
+    def put_off(self, request_id: str) -> None:
+        """The request has asked in vain."""
+        self.unseen.add(request_id)
+        self._line.setdefault(request_id)
+
+    def reset(self) -> None:
+        """Nobody has asked."""
+        self._line.clear()
+        self._turn = None
+
 
 _SCANNING, _WAITING, _ANSWERED = RequestState
 

@@ -1,15 +1,104 @@
-"""Counters and gauges of the core."""
+"""Counters and gauges of the core.
+
+How long things took: counts by length, as monitors read them.
+
+How long chunks had not been used when they left for others: how far back a cache reaches.
+
+Only a sample of the chunks is followed, so that nothing is kept for each chunk and a use costs
+no more than the question whether it is one of the sample.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.core.durations import AGES, Durations
+__all__ = [
+    "AGES",
+    "BOUNDS",
+    "EVERY",
+    "MOST",
+    "Ages",
+    "CoreStats",
+    "Durations",
+    "TierStats",
+    "tier_names",
+]
 
-__all__ = ["CoreStats", "TierStats", "tier_names"]
+BOUNDS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
+)
+"""Seconds up to which each bucket counts; one bucket more counts what is longer."""
+
+AGES = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
+    *(3600.0, 7200.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0),
+)
+"""The same for ages, up to a week."""
+
+
+@dataclass(slots=True)
+class Durations:
+    """So many things took so long.
+
+    Attributes:
+        seconds: all together.
+        buckets: how many took longer than the bound before, and no longer than that of
+            the bucket.
+        bounds: see `BOUNDS`.
+    """
+
+    seconds: float = 0.0
+    buckets: list[int] = field(default_factory=list)
+    bounds: tuple[float, ...] = BOUNDS
+
+    def __post_init__(self) -> None:
+        if not self.buckets:
+            self.buckets = [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return sum(self.buckets)
+
+    @property
+    def mean(self) -> float:
+        """Seconds of one, on average; 0 where there was none."""
+        return self.seconds / max(self.count, 1)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that no more than the rest, beyond this share of them, exceeded.
+
+        A bound of a bucket, so too long by its width at most; infinite for the last, and 0 where
+        there was none.
+
+        Raises:
+            ValueError: if `share` is not from 0 to 1.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share of {share!r}: must be from 0 to 1")
+        count = self.count
+        if not count:
+            return 0.0
+        seen = 0
+        for bound, number in zip((*self.bounds, float("inf")), self.buckets, strict=True):
+            seen += number
+            if seen >= share * count and seen:
+                return bound
+        raise AssertionError("the buckets hold all")
+
+    def add(self, seconds: float) -> None:
+        """One more took so long."""
+        self.seconds += seconds
+        self.buckets[bisect_left(self.bounds, seconds)] += 1
+
+    def copy(self) -> Durations:
+        """As it is now."""
+        return Durations(self.seconds, self.buckets.copy(), self.bounds)
 
 
 def _now(value: float = 0) -> Any:
@@ -206,3 +295,72 @@ def tier_names(tiers: Iterable[TierStats]) -> list[str]:
         name = tier.medium if number < 2 else f"{tier.medium}-{number}"
         names.append(name if ours else f"{name}:others")
     return names
+
+
+EVERY = 32
+"""Of so many chunks that come one is followed, at first."""
+
+MOST = 4096
+"""Most chunks that are followed. Where there would be more, every second one is let go, and from
+then on half as many of those that come are followed."""
+
+
+class Ages:
+    """When the chunks of a sample came or were last used.
+
+    Chunks that were there before the start are in no sample: nobody knows their age.
+
+    Attributes:
+        left: seconds since the last use, of those that left for others.
+    """
+
+    def __init__(self) -> None:
+        self.left = Durations(bounds=AGES)
+        self._used: dict[bytes, float] = {}
+        self._now = 0.0
+        self._every = EVERY
+        # How many of those that come are passed over until the next is followed.
+        self._skip = 0
+
+    def __len__(self) -> int:
+        """Chunks that are followed."""
+        return len(self._used)
+
+    def begin_step(self, now: float) -> None:
+        """What happens from now on happens at this time."""
+        self._now = now
+
+    def come(self, keys: Sequence[bytes]) -> None:
+        """These chunks have come."""
+        used, now = self._used, self._now
+        for key in keys[self._skip :: self._every]:
+            used[key] = now
+        self._skip = (self._skip - len(keys)) % self._every
+        if len(used) > MOST:
+            self._used = {key: used[key] for key in list(used)[::2]}
+            self._every *= 2
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """These chunks were used."""
+        used = self._used
+        if used:
+            for key in used.keys() & keys:
+                used[key] = self._now
+
+    def leave(self, keys: Iterable[bytes]) -> None:
+        """These chunks have left for others."""
+        used = self._used
+        if used:
+            for key in used.keys() & keys:
+                self.left.add(self._now - used.pop(key))
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These chunks are gone, and for no other's sake."""
+        used = self._used
+        if used:
+            for key in used.keys() & keys:
+                del used[key]
+
+    def reset(self) -> None:
+        """All chunks are gone."""
+        self._used.clear()

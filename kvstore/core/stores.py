@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, Chunk, set_depths
 from kvstore.core.entrance import Entrance
-from kvstore.core.eviction import Victims
+from kvstore.core.eviction import Room, Victims
 from kvstore.core.host import HostPool
 from kvstore.core.lookup import Lookups
 from kvstore.core.pins import Pins
 from kvstore.core.request import Request, Requests, RequestState
-from kvstore.core.room import Room
 from kvstore.core.step_budget import Budget
-from kvstore.core.usage import Chains
-from kvstore.core.uses import Uses
+from kvstore.core.usage import Chains, Uses
 from kvstore.core.wait_queue import FORGET_AFTER, WaitQueue
 
 __all__ = ["StoreGrant", "Stores"]

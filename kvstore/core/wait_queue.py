@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk, wait_together
-from kvstore.core.durations import Durations
 from kvstore.core.host import HostPool
 from kvstore.core.reports import Outcome, Spans
 from kvstore.core.request import Request, RequestState
+from kvstore.core.statistics import Durations
 
 __all__ = ["FORGET_AFTER", "WaitQueue"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvstore.concurrency import DETACH_SECONDS, LoopThread
-from kvstore.core.complaints import Complaints
+from kvstore.core.reports import Complaints
 from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_with
 from kvstore.tiers.base import Tier

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from kvstore.assembly import open_tiers, recency_of, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
-from kvstore.core.job import JobEnd
-from kvstore.core.tier_only import Jobs
+from kvstore.core.tier_only import JobEnd, Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
 from kvstore.observe.logs import warn_with

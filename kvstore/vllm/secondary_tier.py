@@ -43,7 +43,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.assembly import namespace_of
 from kvstore.core import CoreStats
-from kvstore.core.job import JobEnd
+from kvstore.core.tier_only import JobEnd
 from kvstore.engine.runner import JobRunner
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion

@@ -22,8 +22,7 @@ from kvstore.core.removal import Removal
 from kvstore.core.reports import SpanBegin, SpanKind
 from kvstore.core.request import RequestState
 from kvstore.core.residency.base import TierView
-from kvstore.core.residency.patience import Patience
-from kvstore.core.residency.remote_answers import Answers
+from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.wait_queue import FORGET_AFTER
 from kvstore.policies import Protected, create_policy
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier

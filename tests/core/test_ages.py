@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.core import AGES, Durations
-from kvstore.core.ages import EVERY, MOST, Ages
+from kvstore.core.statistics import EVERY, MOST, Ages
 from tests.core.rig import Rig, chain
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from kvstore.core.async_lookup import MOST_KEYS
-from kvstore.core.residency.absence import FIRST_PAUSE, LAST_PAUSE
+from kvstore.core.residency.health import FIRST_PAUSE, LAST_PAUSE
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.types import NO_MOVE, Completion, Move, Op
 from tests.core.rig import Rig, chain

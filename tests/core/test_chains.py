@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, positions, usage
+from kvstore.core import Core, HostPool, usage
+from kvstore.core import request as positions
 from kvstore.policies import AdmissionFilter, create_policy
 from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain

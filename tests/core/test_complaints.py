@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.complaints import EVERY, Complaints
+from kvstore.core.reports import EVERY, Complaints
 from kvstore.types import LogLine
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.core.history import PORTION, History
+from kvstore.core.reports import PORTION, History
 from tests.core.rig import Rig, chain
 
 

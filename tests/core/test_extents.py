@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.residency.extents import ExtentAllocator
+from kvstore.core.residency.slots import ExtentAllocator
 
 SEGMENT = 8
 PLACES = 5 * SEGMENT

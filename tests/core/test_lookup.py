@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.pace import Pace
+from kvstore.core.step_budget import Pace
 from tests.core.rig import CountingLRU, Rig, chain
 
 

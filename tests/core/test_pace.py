@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.core import Pace
 from kvstore.core.core import DEFAULT_PACE
-from kvstore.core.pace import LEAST_SHARE, NEWS_PER_CHUNK, STORED
+from kvstore.core.step_budget import LEAST_SHARE, NEWS_PER_CHUNK, STORED
 from kvstore.policies import Protected, create_policy, policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
 from tests.core.rig import Rig, chain

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from kvstore.core.residency.patience import LEAST_PATIENCE, RISKED, Patience
 from kvstore.core.residency.recompute import FIRST_PAUSE
-from kvstore.core.residency.remote_answers import Answers
+from kvstore.core.residency.remote_answers import LEAST_PATIENCE, RISKED, Answers, Patience
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 

@@ -7,8 +7,7 @@ import pytest
 from kvstore.core import HostPool
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import Chunk
-from kvstore.core.eviction import Victims
-from kvstore.core.room import Room
+from kvstore.core.eviction import Room, Victims
 from kvstore.core.step_budget import Budget
 from kvstore.policies import EvictionPolicy, create_policy
 from tests.core.rig import CountingLRU

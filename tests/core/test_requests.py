@@ -131,7 +131,7 @@ def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
     monkeypatch.setattr("kvstore.core.usage.MAX_REQUESTS", 20)
     monkeypatch.setattr("kvstore.core.usage.MAX_ASKED", 60)
     monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 60)
-    monkeypatch.setattr("kvstore.core.uses.MOST_UNTOLD", 20)
+    monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
     rig = Rig(rows=rows, lease=0.5, deadline=0.1, max_wait=0.2)
     rig.core.chains.filters.append(Counting())
     rig.core._lookups._counts = True

@@ -23,9 +23,8 @@ from kvstore.core import AskedTier, Core, HostPool, OwnedTier
 from kvstore.core.async_lookup import Questions
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import READY, Chunk, Life
-from kvstore.core.eviction import Victims
-from kvstore.core.lookup import Lookups
-from kvstore.core.overtaken import Overtaken
+from kvstore.core.eviction import Room, Victims
+from kvstore.core.lookup import Lookups, Streak
 from kvstore.core.promotion import Grants
 from kvstore.core.removal import Removals
 from kvstore.core.request import Request, Requests
@@ -33,9 +32,7 @@ from kvstore.core.residency.health import Health
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.residency.slots import Slots
-from kvstore.core.room import Room
-from kvstore.core.streak import Streak
-from kvstore.core.transfers import Transfers
+from kvstore.core.transfers import Overtaken, Transfers
 from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import Completion
 from tests.core.model import World, random_act, random_world, scatter

@@ -32,7 +32,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store tries a tier again after a fraction of a second instead of five."""
     monkeypatch.setattr("kvstore.core.residency.health.STORE_PAUSE", 0.3)
     monkeypatch.setattr("kvstore.core.residency.slots.RETRY_PAUSE", 0.3)
-    monkeypatch.setattr("kvstore.core.residency.slotless.RETRY_PAUSE", 0.3)
+    monkeypatch.setattr("kvstore.core.residency.base.RETRY_PAUSE", 0.3)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.core.residency.extents import ExtentAllocator
+from kvstore.core.residency.slots import ExtentAllocator
 
 SEGMENTS = 4
 

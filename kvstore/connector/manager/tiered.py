@@ -23,7 +23,7 @@ from kvstore.connector.manager.hinted import HintedRequests
 from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
-from kvstore.core.overtaken import Transfer
+from kvstore.core.transfers import Transfer
 from kvstore.engine.scheduler_steps import Stepper
 from kvstore.engine.turns import in_turns
 from kvstore.engine.unnamed_requests import Prompt, Prompts

@@ -3,25 +3,30 @@
 `OwnedTier`: its slots are ours to give. `PeerTier`: others write to it and it is only
 read. `AskedTier`: a store, a remote engine that others write to as well and that has to be
 asked whether it has a key.
+
+What tiers have in common that lie where this process decides about no slot.
+
+The chunks of host memory that wait for their copies to one tier.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvstore.core.chunk import Chunk
-from kvstore.core.residency.health import Health
-from kvstore.core.residency.in_flight import InFlight
+from kvstore.core.residency.health import Health, InFlight
 from kvstore.core.residency.index import Index
-from kvstore.core.residency.patience import Patience
-from kvstore.core.residency.remote_answers import Answers
+from kvstore.core.residency.remote_answers import Answers, Patience
+from kvstore.core.residency.slots import RETRY_PAUSE
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
+from kvstore.policies.base import EvictionPolicy, Protected
 from kvstore.policies.table import OrderedTable
-from kvstore.types import Changes, Completion, Flow, LogLine, Move
+from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
 
-__all__ = ["CopyTarget", "Store", "TierView"]
+__all__ = ["CopyQueue", "CopyTarget", "SlotlessTier", "Store", "TierView", "Unordered"]
 
 
 class TierView(Protocol):
@@ -211,3 +216,155 @@ class Store(TierView, Protocol):
 
     def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
         """A question or a promotion has ended. Returns a line for the log, if there is one."""
+
+
+class SlotlessTier:
+    """The part of a `TierView` that is the same for tiers of others.
+
+    They are cleared as a whole, never grow and are never compacted.
+    """
+
+    compaction_rate = 0.0
+
+    def __init__(self, number: int, recovered: RecoveredTier, max_rows_in_flight: int) -> None:
+        self.number = number
+        self.name = recovered.name
+        self.medium = recovered.medium
+        self.max_rows_in_flight = max_rows_in_flight
+        self.health = Health(self.name)
+        self.in_flight = InFlight()
+        self.clearing = False
+        self._retry_after = 0.0
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def gave_up_clearing(self) -> bool:
+        """Whether it failed to be cleared, and waits before it is tried again."""
+        return self.clearing and self._retry_after > 0
+
+    def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
+        """A move that clears it has ended."""
+        if error is None:
+            self.clearing = False
+        else:
+            self._retry_after = now + RETRY_PAUSE
+
+    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
+        """It never grows."""
+        raise AssertionError(f"tier {self.name} is not this process's to grow")
+
+    def compaction(self, now: float) -> Move | None:
+        """Never: it has no segments of this process's."""
+        return None
+
+    def compact_at(self, chunks_per_second: float) -> None:
+        """It has no segments of this process's."""
+
+    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
+        """It is never compacted."""
+        raise AssertionError(f"tier {self.name} is not this process's to compact")
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to one of its counters in `TierStats`."""
+        self._counts[what] += number
+
+    def _clear(self, now: float) -> Move | None:
+        """The move that clears it, unless something is under way or it has just failed."""
+        if self.in_flight or now < self._retry_after:
+            return None
+        return Move(-1, Op.CLEAR, self.number)
+
+    def _begin_clearing(self) -> None:
+        """Nothing of it is believed until it is cleared."""
+        self.clearing = True
+        self._retry_after = 0.0
+
+
+class Unordered(EvictionPolicy):
+    """Stands where a policy is asked for and nobody is ever evicted."""
+
+    name = "none"
+
+    def insert(self, key: bytes) -> None:
+        return
+
+    def touch(self, key: bytes) -> None:
+        return
+
+    def remove(self, key: bytes) -> None:
+        return
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        return None
+
+    def clear(self) -> None:
+        return
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def restore(self, keys: Iterable[bytes]) -> None:
+        return
+
+
+class CopyQueue:
+    """The part of a `CopyTarget` that is the same for every tier: who waits, who is on the way.
+
+    Attributes:
+        index: what the tier has. entries: its entries.
+        copies_queued: chunks that ever waited for their copies to it.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.entries = index.entries
+        self.copies_queued = 0
+        self._queue: deque[bytes] = deque()
+
+    @property
+    def queued(self) -> int:
+        """Chunks that wait for their copies to it, and keys of some that have left."""
+        return len(self._queue)
+
+    def unsaved_keys(self) -> set[bytes]:
+        """The keys of `unsaved`."""
+        return {*self._queue, *self.index.writing}
+
+    @property
+    def unsaved(self) -> int:
+        """Chunks that wait for their copies to it, or are being copied."""
+        return len(self._queue) + len(self.index.writing)
+
+    @property
+    def copies_ended(self) -> int:
+        """Chunks of `copies_queued` that have arrived, or will not come."""
+        return self.copies_queued - self.unsaved
+
+    def enqueue(self, keys: Sequence[bytes]) -> None:
+        """These chunks of host memory wait for their copies to it, in this order."""
+        self.copies_queued += len(keys)
+        self._queue.extend(keys)
+
+    def dequeue(self, count: int) -> list[bytes]:
+        """Up to `count` keys that wait longest; they wait no longer."""
+        queue = self._queue
+        if count < len(queue):
+            return [queue.popleft() for _ in range(count)]
+        keys = list(queue)
+        queue.clear()
+        return keys
+
+    def requeue(self, keys: Sequence[bytes]) -> None:
+        """These, just taken from the queue, are the first in it again."""
+        self._queue.extendleft(reversed(keys))
+
+    def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those of `chunks` that are not known to be here, nor on their way here."""
+        entries, writing = self.entries, self.index.writing
+        lacking = [chunk for chunk in chunks if chunk.key not in entries]
+        return [chunk for chunk in lacking if chunk.key not in writing] if writing else lacking

@@ -2,6 +2,10 @@
 
 It is told what the tier's moves have done and, once a step, what is left to do and
 the time. It only gives answers; its callers act on them.
+
+Whether a tier whose calls fail is left alone for a while.
+
+The moves that one tier has under way.
 """
 
 from __future__ import annotations
@@ -9,12 +13,135 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvstore.core.residency.absence import Absence
-from kvstore.core.residency.in_flight import InFlight
 from kvstore.core.residency.recompute import Average, Recompute
-from kvstore.types import LogLine
+from kvstore.core.statistics import Durations
+from kvstore.types import LogLine, Move, Op
 
-__all__ = ["DEVICE_PAUSE", "SLOW_PAUSE", "STORE_PAUSE", "Health"]
+__all__ = [
+    "DEVICE_PAUSE",
+    "FIRST_PAUSE",
+    "LAST_PAUSE",
+    "SLOW_PAUSE",
+    "STORE_PAUSE",
+    "Absence",
+    "Health",
+    "InFlight",
+]
+
+
+class InFlight:
+    """Moves with the time at which each was handed out.
+
+    Attributes:
+        rows: rows of host memory that they read or write.
+        asking: questions to a store among them.
+        reads, writes, asks: how long promotions, copies and questions took, from when they were
+            handed out to when their ends were heard of.
+    """
+
+    def __init__(self) -> None:
+        self._moves: dict[int, tuple[Move, float]] = {}
+        self.rows = self.asking = 0
+        self.reads = Durations()
+        self.writes = Durations()
+        self.asks = Durations()
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self, move: Move, now: float) -> None:
+        """The move is handed out."""
+        self._moves[move.id] = (move, now)
+        self.rows += len(move.rows)
+        self.asking += move.op is Op.ASK
+
+    def end(self, move: Move, now: float) -> float:
+        """The move has ended; returns when it was handed out."""
+        _, started = self._moves.pop(move.id)
+        self.rows -= len(move.rows)
+        if move.op is Op.PROMOTE:
+            self.reads.add(now - started)
+        elif move.op is Op.CASCADE:
+            self.writes.add(now - started)
+        elif move.op is Op.ASK:
+            self.asking -= 1
+            self.asks.add(now - started)
+        return started
+
+    @property
+    def reading_since(self) -> float | None:
+        """When the first of those that fill host memory was handed out."""
+        for move, started in self._moves.values():
+            if move.op is Op.PROMOTE:
+                return started
+        return None
+
+    @property
+    def writing_since(self) -> float | None:
+        """When the first of those that copy to the tier, or make it grow, was handed out."""
+        for move, started in self._moves.values():
+            if move.op in (Op.CASCADE, Op.GROW):
+                return started
+        return None
+
+
+FIRST_PAUSE = 1.0
+LAST_PAUSE = 30.0
+"""Seconds before a tier whose calls fail is tried again: they double with each try that fails."""
+
+
+class Absence:
+    """Of one tier, told of calls that failed as a whole, and of those that went well.
+
+    After a pause one call tries whether the tier is back. Nobody waits for it.
+
+    Attributes:
+        away: calls fail, but for that one nobody uses the tier.
+
+    Args:
+        name: the tier's, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.away = False
+        self._back_at = 0.0
+        # How many tries have failed in a row.
+        self._failures = 0
+        self._trying = False
+
+    def failed(self, now: float, error: str | None) -> LogLine | None:
+        """A call failed. Returns a line for the log, if there is one."""
+        if self.away and not self._trying:
+            # It was begun before that was known.
+            return None
+        known, self.away, self._trying = self.away, True, False
+        self._back_at = now + min(FIRST_PAUSE * 2 ** min(self._failures, 10), LAST_PAUSE)
+        self._failures += 1
+        if known:
+            return None
+        text = f"tier {self._name} is away: {error}; its chunks are misses until it answers"
+        return LogLine("tier.away", text, {"tier": self._name, "error": error})
+
+    def ended(self) -> LogLine | None:
+        """A call went well. Returns a line for the log, if there is one."""
+        if not self.away:
+            return None
+        self._failures = 0
+        self.away = self._trying = False
+        return LogLine("tier.back", f"tier {self._name} is back", {"tier": self._name})
+
+    def try_now(self, now: float) -> bool:
+        """Whether a call is to be made now that tries it; then none besides until it has ended."""
+        if not self.away or self._trying or now < self._back_at:
+            return False
+        self._trying = True
+        return True
+
+    def forget_try(self) -> None:
+        """Nobody will hear how the try has ended."""
+        self._trying = False
+
 
 STORE_PAUSE = 5.0
 """Seconds without new copies to a tier after a copy to it failed."""

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from kvstore.core.ages import Ages
 from kvstore.core.chunk import TIER, Life
-from kvstore.core.history import History
 from kvstore.core.recency import Recency
+from kvstore.core.reports import History
+from kvstore.core.statistics import Ages
 from kvstore.policies.base import HELD, LATER, EvictionPolicy
 from kvstore.policies.table import OrderedTable
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvstore.core.residency.base import CopyQueue
 from kvstore.core.residency.compactor import Compactor
-from kvstore.core.residency.copy_queue import CopyQueue
-from kvstore.core.residency.health import Health
-from kvstore.core.residency.in_flight import InFlight
+from kvstore.core.residency.health import Health, InFlight
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.slots import Slots
 from kvstore.core.statistics import TierStats

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.core.residency.base import SlotlessTier, Unordered
 from kvstore.core.residency.index import Index
-from kvstore.core.residency.slotless import SlotlessTier, Unordered
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, Flow, LogLine, Move, RecoveredTier

@@ -8,11 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvstore.core.residency.copy_queue import CopyQueue
+from kvstore.core.residency.base import CopyQueue, SlotlessTier, Unordered
 from kvstore.core.residency.index import Index
-from kvstore.core.residency.patience import Patience
-from kvstore.core.residency.remote_answers import Answers
-from kvstore.core.residency.slotless import SlotlessTier, Unordered
+from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
