@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.region import worker_region
+from kvstore.vllm.layout import worker_region
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dry import read_options

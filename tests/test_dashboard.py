@@ -40,7 +40,7 @@ def ours() -> set[str]:
     """The metrics that kvstore's spec defines, as Prometheus names them."""
     pytest.importorskip("vllm")
     from kvstore.observe.metrics.table import METRICS
-    from kvstore.vllm.metrics import full_name
+    from kvstore.vllm.metrics_report import full_name
 
     return {full_name(metric) + "_total" * (metric.kind == "counter") for metric in METRICS}
 

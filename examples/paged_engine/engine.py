@@ -13,9 +13,14 @@ from examples.paged_engine.blocks import BlockPool
 from examples.paged_engine.model import Batch, Llama, ModelConfig
 from examples.paged_engine.request import Request
 from examples.paged_engine.scheduler import Scheduler
-from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.scheduler import ConnectorScheduler
-from kvstore.connector.server import StepOutput
+from kvstore.connector.server import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    ServerConfig,
+    StepOutput,
+)
 from kvstore.connector.spec import KVStoreSpec
 from kvstore.connector.worker import ConnectorWorker
 

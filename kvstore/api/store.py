@@ -17,7 +17,7 @@ from kvstore.assembly import Assembly, build
 from kvstore.concurrency import Home, outlast, within
 from kvstore.config import Config, check_size
 from kvstore.core import CoreStats
-from kvstore.engine.closing import end_engine
+from kvstore.engine.engine import end_engine
 from kvstore.engine.loop_steps import Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError

@@ -18,7 +18,6 @@ import numpy as np
 
 from kvstore.connector.backend.base import Backend, BlockStatus
 from kvstore.connector.backend.rows import RowBackend
-from kvstore.connector.config import KVCacheConfigLike, ServerConfigLike
 from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
 from kvstore.connector.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvstore.connector.manager import tiered as ours
@@ -26,17 +25,24 @@ from kvstore.connector.manager.lists import ListManager, knows_requests
 from kvstore.connector.manager.policy import PolicyManager
 from kvstore.connector.mediums import (
     BlockIDsLoadStoreSpec,
+    ConnectorMetadata,
+    ConnectorOutput,
     DeviceLoadStoreSpec,
     HostLoadStoreSpec,
     LoadStoreSpec,
+    TransferJob,
 )
 from kvstore.connector.reuse import FilterReusedOffloadingManager as OurFilter
 from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
 from kvstore.connector.scheduler.group import key_of
-from kvstore.connector.server import RequestLike, StepOutputLike
+from kvstore.connector.server import (
+    KVCacheConfigLike,
+    RequestLike,
+    ServerConfigLike,
+    StepOutputLike,
+)
 from kvstore.connector.spec import KVStoreSpec as OurSpec
 from kvstore.connector.spec import OffloadingSpec
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.connector.worker import ConnectorWorker
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import short_name

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config
-from kvstore.connector.config import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
 from kvstore.connector.handler import CudaHandler, HostHandler, OffloadingHandler
 from kvstore.connector.manager import KVStoreManager, OffloadingManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvstore.connector.server import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
 from kvstore.engine.host_memory import join_region, private_region, release_region, share_region
 from kvstore.errors import ConfigError
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
@@ -277,7 +277,7 @@ class KVStoreSpec(OffloadingSpec):
         self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
     ) -> list[list[Pages]]:
         """For each KV cache group the tables of its blocks."""
-        from kvstore.device.pages import pages_of, whole_blocks
+        from kvstore.device.layout import pages_of, whole_blocks
 
         blocks = getattr(self.kv_cache_config, "num_blocks", None)
         groups = []

@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstore.connector.handler import OffloadingHandler, TransferResult
-from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput, LoadStoreSpec, TransferJob
 from kvstore.connector.spec import OffloadingSpec
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 

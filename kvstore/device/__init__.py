@@ -2,7 +2,7 @@
 
 from kvstore.device.cuda import CudaCopies
 from kvstore.device.host import HostCopies
-from kvstore.device.pages import Pages, pages_of
+from kvstore.device.layout import Pages, pages_of
 from kvstore.device.stream import Ticket
 from kvstore.device.ways import WAYS
 

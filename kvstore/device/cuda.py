@@ -19,8 +19,7 @@ import torch
 
 from kvstore.device.cuda_driver import Copier, driver
 from kvstore.device.fragments import Addresses, Fragments
-from kvstore.device.layout import BlockPlaces, Layout, Places, RowPlaces
-from kvstore.device.pages import Pages
+from kvstore.device.layout import BlockPlaces, Layout, Pages, Places, RowPlaces
 from kvstore.device.staging import RING_BYTES
 from kvstore.device.stream import Direction, Launch, Ticket, launcher
 from kvstore.device.tuning import Measurement, sizes_of

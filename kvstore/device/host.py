@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.device.layout import BlockPlaces, Layout, Part, Places, RowPlaces
-from kvstore.device.pages import Pages
+from kvstore.device.layout import BlockPlaces, Layout, Pages, Part, Places, RowPlaces
 from kvstore.errors import ConfigError
 
 __all__ = ["HostCopies"]

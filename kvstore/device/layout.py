@@ -3,21 +3,157 @@
 A row holds the blocks of one chunk of one KV cache group, table by table:
 
     | table 0: page of block 0, of block 1, ... | table 1: ... | ...
+
+Where the pages of a paged KV cache lie in a tensor.
+
+A *page* is what one block has of a tensor in one piece. A tensor whose blocks are whole, such as
+(blocks, 2, tokens, heads, size), has one page for each block; one that has keys and values
+apart, such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from kvstore.device.pages import Pages
 from kvstore.errors import ConfigError
 
-__all__ = ["BlockPlaces", "Layout", "Part", "Places", "RowPlaces"]
+__all__ = [
+    "BlockPlaces",
+    "Layout",
+    "Pages",
+    "Part",
+    "Places",
+    "RowPlaces",
+    "pages_of",
+    "whole_blocks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A table of pages: page n begins `offset + n * stride` bytes into the storage of `tensor`.
+
+    Attributes:
+        tensor: keeps the memory alive, and says which device it is on.
+        count: pages.
+        offset, stride: in bytes.
+        size: bytes of a page.
+    """
+
+    tensor: torch.Tensor
+    count: int
+    offset: int
+    stride: int
+    size: int
+
+    def __post_init__(self) -> None:
+        storage = self.tensor.untyped_storage().nbytes()
+        end = self.offset + (self.count - 1) * self.stride + self.size
+        if self.count < 1 or self.size < 1 or self.offset < 0 or self.stride < self.size:
+            raise ConfigError(
+                f"{self.count} pages of {self.size} bytes, one every {self.stride} bytes from "
+                f"{self.offset} on: there must be one at least, and none may overlap another"
+            )
+        if end > storage:
+            raise ConfigError(
+                f"{self.count} pages end at byte {end}, but the tensor has {storage} bytes"
+            )
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole storage as bytes: uint8, of shape (bytes,)."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+        return empty.set_(self.tensor.untyped_storage())
+
+
+def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
+    """The tables of a KV tensor, of any strides, whose dimension `block_dim` counts blocks.
+
+    As few as there can be: what lies in one piece within a block is one page.
+
+    Raises:
+        ConfigError: if there is no such dimension, or blocks overlap.
+    """
+    if not -tensor.dim() <= block_dim < tensor.dim():
+        raise ConfigError(
+            f"block_dim = {block_dim}: the tensor has the shape {tuple(tensor.shape)}"
+        )
+    block_dim %= tensor.dim()
+    item = tensor.element_size()
+    dims = sorted(
+        (stride * item, size)
+        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+        if dim != block_dim and size > 1
+    )
+    page = item
+    while dims and dims[0][0] == page:
+        page *= dims.pop(0)[1]
+    count, stride = tensor.shape[block_dim], tensor.stride(block_dim) * item
+    first = tensor.storage_offset() * item
+    places = itertools.product(*(range(size) for _, size in reversed(dims)))
+    steps = [step for step, _ in reversed(dims)]
+    return [
+        Pages(
+            tensor,
+            count,
+            first + sum(index * step for index, step in zip(place, steps, strict=True)),
+            # The stride of a single page says nothing.
+            stride if count > 1 else max(stride, page),
+            page,
+        )
+        for place in places
+    ]
+
+
+def whole_blocks(tables: list[Pages], block_bytes: int, blocks: int | None = None) -> list[Pages]:
+    """The tables of a tensor by blocks of `block_bytes` bytes, the blocks that are given out.
+
+    Kernels may use smaller blocks, of which a whole number follow each other in one that is given
+    out. Such a tensor has as many blocks more.
+
+    Args:
+        tables: of one tensor, see `pages_of`.
+        block_bytes: bytes of the tensor in a block, padding included.
+        blocks: how many blocks are given out, if that is known. Otherwise a tensor with smaller
+            blocks is told from a padded one by its strides.
+
+    Raises:
+        ConfigError: if the tensor does not hold blocks of that many bytes.
+    """
+    count, held = tables[0].count, sum(table.size for table in tables)
+    if held == block_bytes and blocks in (None, count):
+        return tables
+    times, rest = divmod(block_bytes, held)
+    padded = blocks == count if blocks is not None else tables[0].stride == block_bytes
+    if padded and times:
+        return tables
+    dense = blocks is not None or all(table.stride == table.size for table in tables)
+    if rest or not times or not dense or count % times or blocks not in (None, count // times):
+        given_out = "" if blocks is None else f" {blocks}"
+        raise ConfigError(
+            f"a tensor of the shape {tuple(tables[0].tensor.shape)} has {count} blocks of {held} "
+            f"bytes, where{given_out} blocks of {block_bytes} bytes were announced: they must be "
+            "the same, or a whole number of smaller ones in each"
+        )
+    whole = []
+    for table in tables:
+        step = table.stride * times
+        if table.stride == table.size:
+            whole.append(Pages(table.tensor, count // times, table.offset, step, step))
+            continue
+        whole += [
+            Pages(table.tensor, count // times, table.offset + n * table.stride, step, table.size)
+            for n in range(times)
+        ]
+    return whole
+
 
 Ids = npt.NDArray[np.int32]
 Places = Sequence[Sequence[tuple[int, int]]]

@@ -12,8 +12,7 @@ import torch
 
 from kvstore.device.cuda_driver import Copier
 from kvstore.device.fragments import Fragments, cut
-from kvstore.device.lists import MOST, Lists
-from kvstore.device.staging import Ring
+from kvstore.device.staging import MOST, Lists, Ring
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import about
 

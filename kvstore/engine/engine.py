@@ -4,11 +4,14 @@ One engine serves one core. It runs either on the caller's own loop
 (`Engine`), or on a loop in one background thread (`EngineThread`), with the
 same code. It belongs to the process that started it: after a fork the child
 cannot use it.
+
+Ending an engine, however often its loop cancels whoever waits for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -24,7 +27,9 @@ from kvstore.observe.logs import warn_with
 from kvstore.tiers.base import Tier
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, about
 
-__all__ = ["Beside", "Engine", "EngineThread"]
+__all__ = ["Beside", "Engine", "EngineThread", "end_engine"]
+
+logger = logging.getLogger("kvstore.engine")
 
 FOLLOW_SECONDS = 0.5
 """How long what others have stored may go unseen."""
@@ -38,7 +43,6 @@ TAKEN_SECONDS = 0.01
 COMPANION_SECONDS = 5.0
 """How long what runs beside the engine gets to end."""
 
-logger = logging.getLogger("kvstore.engine")
 
 T = TypeVar("T")
 
@@ -346,3 +350,40 @@ class EngineThread:
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+async def end_engine(
+    engine: Engine, recency: Sequence[Sequence[tuple[bytes, int]]], seconds: float
+) -> bool:
+    """Close the engine and its tiers, or leave them behind after `seconds`.
+
+    A loop that ends cancels every task once, this one too; it goes on all the same.
+
+    Args:
+        recency: see `Engine.close`.
+
+    Returns:
+        Whether everything has ended. If not, rows may still be written to: the memory must stay.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = time.monotonic() + seconds
+    closing = loop.create_task(engine.close(recency))
+    while not await _ended(closing, deadline - time.monotonic()) or closing.cancelled():
+        if not closing.done():
+            logger.warning(
+                "a tier does not answer and is left behind", extra=about("tier.left_behind")
+            )
+            await _ended(loop.create_task(engine.detach()), 2 * DETACH_SECONDS)
+            await _ended(closing, DETACH_SECONDS)
+            return False
+        closing = loop.create_task(engine.close(recency))
+    return True
+
+
+async def _ended(task: asyncio.Future[None], seconds: float) -> bool:
+    """Wait at most `seconds` for `task` to end, cancelled or not; returns whether it has."""
+    end = time.monotonic() + seconds
+    while not task.done() and (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=left)
+    return task.done()

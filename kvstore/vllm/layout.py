@@ -8,17 +8,48 @@ With `canonical_layout` there are no ranks in a row, and its bytes do not tell h
 row:   | tensor 0: blocks_per_chunk canonical pages | tensor 1 | ... | padding to a page |
 
 A canonical page is what a block would have in one worker alone; each rank has its heads in it.
+
+The host memory of one vLLM engine, as its processes find it.
+
+Which bytes of a worker's pages go where in the pages of a row.
+
+With the canonical layout a page of a row holds the heads of all ranks, in an order that does not
+depend on how many ranks there are; vLLM certifies where each rank has its own (`mapping`).
+Otherwise a page of a row is a page of the worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+from kvstore.engine.host_memory import (
+    in_process,
+    join_region,
+    private_region,
+    release_region,
+    share_region,
+)
 from kvstore.errors import ConfigError
+from kvstore.tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.rendezvous import OtherShapeError
 from kvstore.vllm.version import CANONICAL_FORMAT, group_number
 
-__all__ = ["Layout"]
+__all__ = [
+    "Layout",
+    "Piece",
+    "has_writer",
+    "manager_region",
+    "pieces",
+    "release_region",
+    "row_pages",
+    "worker_region",
+]
 
 NOT_CERTIFIED = (
     "canonical_layout = true: vLLM does not certify that the KV cache of this model has the same "
@@ -126,3 +157,107 @@ def _of_this_shape(rank_bytes_per_block: int, replicated: bool, parallel: Any) -
             for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
         },
     }
+
+
+def worker_region(
+    engine: str, workers: int, shape: RegionShape, *, apart: bool = False, stages: int = 1
+) -> PinnedRegion:
+    """The region, for a worker: private if it is the only one, in the scheduler's process.
+
+    Args:
+        apart: it has a process of its own, whatever that is called.
+        stages: of the pipeline.
+
+    Raises:
+        KVStoreError: if the memory cannot be had, or stages need rows of different sizes.
+    """
+    if workers == 1 and not apart and "Worker" not in multiprocessing.current_process().name:
+        return private_region(engine, shape)
+    with _explained(stages):
+        return share_region(engine, workers, shape)
+
+
+def manager_region(
+    engine: str, workers: int, shape: RegionShape, *, stages: int = 1
+) -> PinnedRegion:
+    """The region, for the scheduler: it comes last, when all workers have it.
+
+    Raises:
+        KVStoreError: if the workers do not share this machine's memory.
+    """
+    if in_process(engine):
+        return private_region(engine, shape)
+    with _explained(stages):
+        return join_region(engine, workers, shape)
+
+
+@contextlib.contextmanager
+def _explained(stages: int) -> Iterator[None]:
+    """A row has as many bytes for each worker, so all stages have to keep as many of a block."""
+    try:
+        yield
+    except OtherShapeError as error:
+        if stages == 1:
+            raise
+        raise ConfigError(
+            f"pipeline_parallel_size = {stages}: stages keep different numbers of bytes of a block "
+            f"({error}). Give all stages as many layers: take a size that divides their number, "
+            "or set VLLM_PP_LAYER_PARTITION"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes in one piece: `local` in a page of the worker, `canonical` in a page of the row."""
+
+    local: int
+    canonical: int
+    size: int
+
+
+def row_pages(caches: CanonicalKVCaches, canonical: bool) -> list[int]:
+    """Bytes that one block has in a row, tensor by tensor.
+
+    Raises:
+        ConfigError: if pages shall be canonical, and vLLM does not certify how.
+    """
+    if not canonical:
+        return [int(tensor.page_size_bytes) for tensor in caches.tensors]
+    sizes = [0] * len(caches.tensors)
+    for refs in caches.group_data_refs:
+        for ref in refs:
+            size = int(_mapping(ref).canonical_page_size_bytes)
+            sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], size)
+    return sizes
+
+
+def pieces(ref: Any, canonical: bool) -> list[Piece]:
+    """What a layer has of its tensor's page; the pieces are in the order of vLLM's runs."""
+    if not canonical:
+        return [Piece(0, 0, int(ref.page_size_bytes))]
+    return [
+        Piece(
+            run.local_offset + number * run.local_stride,
+            run.canonical_offset + number * run.canonical_stride,
+            run.fragment_size,
+        )
+        for run in _mapping(ref).runs
+        for number in range(run.num_fragments)
+    ]
+
+
+def has_writer(ref: Any, canonical: bool) -> bool:
+    """Whether this rank stores a layer. Of ranks that hold the same bytes the first does."""
+    return not canonical or _mapping(ref).writer_index == 0
+
+
+def _mapping(ref: Any) -> Any:
+    mapping = getattr(ref, "mapping", None)
+    if mapping is None or not mapping.parallelism_agnostic:
+        raise ConfigError(
+            "canonical_layout = true: vLLM does not certify how the KV cache of this worker lies "
+            "in pages of every parallel shape, as it would have to for all layers (packed KV "
+            "caches and layers other than attention are not certified). Leave out "
+            "canonical_layout"
+        )
+    return mapping

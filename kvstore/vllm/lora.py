@@ -16,8 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvstore.vllm.adapter_keys import AdapterKeys
-from kvstore.vllm.adapters import Use
+from kvstore.vllm.adapters import AdapterKeys, Use
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.version import position_of
 

@@ -31,9 +31,8 @@ from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
 from kvstore.types import about
-from kvstore.vllm.facts import facts_of
-from kvstore.vllm.metrics_report import Reporter
-from kvstore.vllm.region import manager_region, release_region
+from kvstore.vllm.layout import manager_region, release_region
+from kvstore.vllm.metrics_report import Reporter, facts_of
 from kvstore.vllm.scans import Scans
 from kvstore.vllm.version import (
     PENDING_IS_HOST,

@@ -1,13 +1,20 @@
 """Turns what the core has counted since its start into what vLLM is to be told in each step.
 
 vLLM takes increments of counters, values of gauges, and every single observation of a histogram.
+
+Names of kvstore's metrics in vLLM, which labels each with the engine, too.
+
+What never changes while an engine runs, as labels of `vllm:kv_offload_config_info`.
+
+vLLM 0.33 reads the names in one process and the values in another. The first four are those of its
+own host tier, and mean the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -19,12 +26,34 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvstore._version import __version__
+from kvstore.config import DiskConfig
 from kvstore.core import CoreStats, Durations
 from kvstore.observe.metrics.series import Series
 from kvstore.observe.metrics.table import METRICS, Metric
-from kvstore.vllm.metrics import full_name
 
-__all__ = ["TIERS_ALONE", "Reporter", "definitions", "observations"]
+if TYPE_CHECKING:
+    from kvstore.vllm.spec import KVStoreOffloadingSpec
+
+
+__all__ = [
+    "LABELS",
+    "PREFIX",
+    "TIERS_ALONE",
+    "Reporter",
+    "definitions",
+    "facts_of",
+    "full_name",
+    "observations",
+]
+
+PREFIX = "vllm:kvstore_"
+
+
+def full_name(metric: Metric) -> str:
+    """As vLLM names it."""
+    return PREFIX + metric.name
+
 
 Sample = tuple[Metric, tuple[str, ...], Any]
 """A metric, the values of its labels, and its value."""
@@ -121,3 +150,47 @@ def observations(before: Durations, after: Durations) -> list[float]:
         min(max(low + share * width, math.nextafter(low, math.inf)), high)
         for low, width, high in zip(lows, widths, highs, strict=True)
     ]
+
+
+LABELS = (
+    "cpu_num_chunks",
+    "cpu_blocks_per_chunk",
+    "cpu_kv_cache_size_bytes",
+    "cpu_kv_cache_size_tokens",
+    "kvstore_version",
+    "kvstore_eviction_policy",
+    "kvstore_tiers",
+    "kvstore_disk_bytes",
+)
+
+
+def facts_of(spec: KVStoreOffloadingSpec) -> dict[str, str | int]:
+    """The value of each label; `kvstore_tiers` is how many there are."""
+    config = spec.store_config
+    tokens = _tokens(spec)
+    policy = config.host_policy
+    disks = [tier for tier in config.tiers if isinstance(tier, DiskConfig)]
+    values: Sequence[str | int] = (
+        spec.region_shape.rows,
+        spec.blocks_per_chunk,
+        spec.region_shape.size,
+        "None" if tokens is None else tokens,
+        __version__,
+        policy if isinstance(policy, str) else policy.name,
+        len(config.tiers),
+        sum(tier.capacity_bytes for tier in disks),
+    )
+    return dict(zip(LABELS, values, strict=True))
+
+
+def _tokens(spec: KVStoreOffloadingSpec) -> int | None:
+    """How many tokens of the longest requests host memory holds; None if nobody tells."""
+    longest = int(spec.config.model.max_model_len)
+    if longest <= 0:
+        return None
+    chunks = 0
+    for group in spec.config.groups:
+        its = -(-longest // (int(group.tokens_per_block) * spec.blocks_per_chunk))
+        window = group.sliding_window_size_in_chunks
+        chunks += its if window is None else min(its, int(window))
+    return spec.region_shape.rows * longest // chunks

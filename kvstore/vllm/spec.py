@@ -20,11 +20,10 @@ from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
-from kvstore.vllm.facts import LABELS
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.log import join_server_log
-from kvstore.vllm.metrics_report import definitions
+from kvstore.vllm.metrics_report import LABELS, definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
 from kvstore.vllm.vllm_internals import vllm_config_of
 
@@ -97,8 +96,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
     def _build_manager(self) -> OffloadingManager:
         """The identity is determined only here: workers see rows, not keys."""
+        from kvstore.vllm.identity.naming import siblings
         from kvstore.vllm.manager import KVStoreOffloadingManager
-        from kvstore.vllm.siblings import siblings
 
         vllm_config = vllm_config_of(self.config.extra_config)
         check_continues(vllm_config)

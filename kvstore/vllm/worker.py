@@ -22,8 +22,7 @@ from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
-from kvstore.vllm.canonical import Piece, has_writer, pieces, row_pages
-from kvstore.vllm.region import release_region, worker_region
+from kvstore.vllm.layout import Piece, has_writer, pieces, release_region, row_pages, worker_region
 
 if TYPE_CHECKING:
     from kvstore.vllm.spec import KVStoreOffloadingSpec

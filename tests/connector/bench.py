@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.connector.manager import ReqContext
+from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput
 from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
 from kvstore.connector.server import Block, KVBlocks, NewRequest, StepOutput
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
 from kvstore.connector.worker import ConnectorWorker
 from tests.connector.chaos import LAYERS, Chaos, Content, Model, Setup, spec_of
 from tests.connector.parts import Pool, Request, Seen, Step, Work

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from kvstore.connector.backend.rows import RowBackend
-from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
 from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec
+from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.spec import Handlers, KVStoreSpec
 from kvstore.engine.host_memory import join_region
 from kvstore.tiers.pinned import PinnedRegion, RegionShape

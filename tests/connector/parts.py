@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.connector.transfer import ConnectorMetadata
+from kvstore.connector.mediums import ConnectorMetadata
 from tests.connector.chaos import Content, Setup
 
 __all__ = ["Pool", "Request", "Seen", "Step", "Work"]

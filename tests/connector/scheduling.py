@@ -9,10 +9,15 @@ from typing import Any
 
 from kvstore.connector.backend import PinnedBackend
 from kvstore.connector.manager import PolicyManager
-from kvstore.connector.mediums import BlockIDsLoadStoreSpec, DeviceLoadStoreSpec
+from kvstore.connector.mediums import (
+    BlockIDsLoadStoreSpec,
+    ConnectorMetadata,
+    ConnectorOutput,
+    DeviceLoadStoreSpec,
+    TransferJob,
+)
 from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
 from kvstore.connector.server import Block, CachedRequests, KVBlocks, NewRequest, StepOutput
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from tests.connector.scripted import scheduler_over
 
 __all__ = ["TOKENS", "Request", "Server", "blocks_of", "open_scheduler"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.scheduler import ConnectorScheduler
+from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.spec import OffloadingSpec
 
 __all__ = ["Prompt", "Scripted", "Sizes", "key", "scheduler_over"]

@@ -13,15 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvstore.connector.config import (  # noqa: E402
+from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput  # noqa: E402
+from kvstore.connector.scheduler import ConnectorScheduler  # noqa: E402
+from kvstore.connector.server import (  # noqa: E402
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
     ServerConfig,
 )
-from kvstore.connector.scheduler import ConnectorScheduler  # noqa: E402
 from kvstore.connector.spec import KVStoreSpec  # noqa: E402
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput  # noqa: E402
 from kvstore.connector.worker import ConnectorWorker  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from tests.connector.scheduling import TOKENS, Request, Server  # noqa: E402

@@ -11,10 +11,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
+from kvstore.connector.mediums import (
+    ConnectorMetadata,
+    DeviceLoadStoreSpec,
+    HostLoadStoreSpec,
+    TransferJob,
+)
 from kvstore.connector.scheduler.tracked import GroupState
 from kvstore.connector.server import NewRequest, StepOutput
-from kvstore.connector.transfer import ConnectorMetadata, TransferJob
 from tests.connector.bench import Server
 from tests.connector.chaos import Model, Setup
 from tests.connector.parts import Request

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.connector.config import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.handler import TransferResult
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
+from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.spec import KVStoreSpec, OffloadingSpec
 from kvstore.errors import ConfigError
 from kvstore.testing.manager import ManagerContract, Places, keys_from
@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 import torch
 from torch._subclasses import FakeTensorMode
 
-from kvstore.device.pages import pages_of, whole_blocks
+from kvstore.device.layout import pages_of, whole_blocks
 from tests.patience import answered
 
 TOKENS, HEADS, SIZE = 16, 2, 8

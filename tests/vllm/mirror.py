@@ -23,8 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput
 from kvstore.connector.scheduler import ConnectorScheduler
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput
 from tests.vllm.pretend import Marks, Transfer, WrongBytesError, copies_of
 from tests.vllm.scripted import Contents
 from tests.vllm.wanted import (

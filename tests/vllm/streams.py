@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvstore.connector.transfer import ConnectorOutput
+from kvstore.connector.mediums import ConnectorOutput
 from tests.vllm.mirror import CrashedError, Mirror, Pair, WorkerMetadata
 from tests.vllm.pretend import Device, WrongBytesError
 from tests.vllm.scripted import Contents, Script

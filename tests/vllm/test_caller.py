@@ -62,7 +62,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def manager(spec: Any, vllm_config: Any = None) -> Iterator[Any]:
-    from kvstore.vllm.region import worker_region
+    from kvstore.vllm.layout import worker_region
 
     region = worker_region(spec.config.engine_id, 1, spec.region_shape)
     found = built_by_connector(vllm_config, spec.get_manager)

@@ -14,9 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.vllm.checkpoint import adapter_files, model_files
 from kvstore.vllm.identity import fingerprint as module
-from kvstore.vllm.identity.fingerprint import UnreadableError, fingerprint
+from kvstore.vllm.identity.fingerprint import (
+    UnreadableError,
+    adapter_files,
+    fingerprint,
+    model_files,
+)
 
 LARGE = module.WHOLE_BYTES + 2**20
 

@@ -163,7 +163,7 @@ class Engine:
 
     @contextmanager
     def manager(self, folder: Path, groups: Any) -> Iterator[Any]:
-        from kvstore.vllm.region import worker_region
+        from kvstore.vllm.layout import worker_region
 
         disk = {"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}
         extra = {"cpu_bytes_to_use": 64 * BLOCK, "tiers": [disk], "automatic_identity": True}

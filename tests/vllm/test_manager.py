@@ -40,7 +40,7 @@ class Server:
     ) -> None:
         from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
-        from kvstore.vllm.region import worker_region
+        from kvstore.vllm.layout import worker_region
 
         self.context = ReqContext
         self.end = ScheduleEndContext((), ())
@@ -581,7 +581,7 @@ def test_a_chunk_that_a_window_may_leave_in_parts_is_offered_only_once(
 ) -> None:
     from vllm.v1.kv_offload.base import ReqContext
 
-    from kvstore.vllm.region import release_region, worker_region
+    from kvstore.vllm.layout import release_region, worker_region
 
     extra = {"cpu_bytes_to_use": 4 * blocks_per_chunk * BLOCK}
     spec = make_spec(extra, BLOCK, groups=groups, blocks_per_chunk=blocks_per_chunk)

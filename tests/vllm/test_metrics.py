@@ -14,8 +14,7 @@ pytest.importorskip("vllm")
 from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TierStats
 from kvstore.observe.metrics.table import METRICS
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.metrics import full_name
-from kvstore.vllm.metrics_report import Reporter, observations
+from kvstore.vllm.metrics_report import Reporter, full_name, observations
 
 NOT_TOLD = {
     # What other fields are made of, or say in other words.

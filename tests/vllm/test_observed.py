@@ -26,7 +26,7 @@ from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
 from kvstore.observe.metrics.table import METRICS
 from kvstore.tools.top import Snapshot, scrape, tables
-from kvstore.vllm.metrics import full_name
+from kvstore.vllm.metrics_report import full_name
 from tests.vllm.spans import SpanSink
 
 CHUNK = BLOCK * kv_bytes_per_token()

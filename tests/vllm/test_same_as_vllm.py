@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvstore.connector.mediums import BlockIDsLoadStoreSpec
+from kvstore.connector.mediums import BlockIDsLoadStoreSpec, ConnectorOutput
 from kvstore.connector.server import CachedRequests, NewRequest, StepOutput
-from kvstore.connector.transfer import ConnectorOutput
 from tests.vllm import wanted
 from tests.vllm.scripted import Contents, Script
 from tests.vllm.shapes import Shape, our_scheduler

@@ -171,7 +171,7 @@ def test_chunks_of_another_identity_are_not_used(tmp_path: Path) -> None:
 
 
 def test_our_own_spec_finds_the_same_chunks(tmp_path: Path) -> None:
-    from kvstore.vllm.region import worker_region
+    from kvstore.vllm.layout import worker_region
 
     keys = keys_of(range(4))
     with Server(options(tmp_path)) as server:

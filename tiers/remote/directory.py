@@ -20,9 +20,9 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.tiers.remote.client import StoreError, Unread, in_waves
-from kvstore.tiers.remote.memory import copy
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.slices import copy
 from kvstore.tiers.remote.thread import in_thread
 
 __all__ = ["DirectoryClient"]

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from kvstore.tiers.remote.directory import DirectoryClient
-from kvstore.tiers.remote.memory import copy
-
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.remote.client import StoreClient, StoreError, in_waves
+from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.slices import copy
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.tiers.remote.memory import copy
-
 from kvstore.tiers.remote.client import (
     PRIVATE_SECONDS,
     SHARED_EPOCH,
@@ -20,6 +18,7 @@ from kvstore.tiers.remote.client import (
     epoch_of,
 )
 from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.slices import copy
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 

@@ -3,6 +3,8 @@
 A transfer moves slices, and over TCP each slice is a round trip of its own, however small. So the
 record lies right behind the payload where host memory has room there (`Behind`): value and slice
 are one. Elsewhere it has a place of its own (`Beside`). The value is the same.
+
+Copies that leave the interpreter to others.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.record import RECORD_BYTES
 
-__all__ = ["Behind", "Beside", "Slices", "Values", "values_of"]
+__all__ = ["Behind", "Beside", "Slices", "Values", "copy", "values_of"]
 
 
 @dataclass(slots=True)
@@ -124,3 +128,12 @@ class Beside:
 
 def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def copy(part: bytes | memoryview, payload: memoryview, start: int = 0) -> None:
+    """Copy `part` into `payload`, from `start` on, without the GIL.
+
+    The assignment to a slice would hold it.
+    """
+    into = np.frombuffer(payload, np.uint8)[start : start + len(part)]
+    np.copyto(into, np.frombuffer(part, np.uint8))

@@ -24,8 +24,7 @@ from kvstore.connector.manager.under_way import UnderWay
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import CoreStats
 from kvstore.core.transfers import Transfer
-from kvstore.engine.scheduler_steps import Stepper
-from kvstore.engine.turns import in_turns
+from kvstore.engine.scheduler_steps import Stepper, in_turns
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_with

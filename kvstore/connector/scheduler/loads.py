@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.connector.manager.base import OffloadingManager
-from kvstore.connector.mediums import DeviceLoadStoreSpec
+from kvstore.connector.mediums import DeviceLoadStoreSpec, TransferJob
 from kvstore.connector.scheduler.jobs import Job, Jobs
 from kvstore.connector.scheduler.tracked import GroupState, TrackedRequest
 from kvstore.connector.server import BlockLike, BlocksLike
-from kvstore.connector.transfer import TransferJob
 from kvstore.errors import KVStoreError
 
 __all__ = ["Loads"]

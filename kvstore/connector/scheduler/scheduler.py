@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvstore.connector.manager import OffloadingEvent, OffloadingManager
+from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.connector.scheduler.group import groups_of
 from kvstore.connector.scheduler.jobs import Jobs
 from kvstore.connector.scheduler.loads import Loads
@@ -35,7 +36,6 @@ from kvstore.connector.scheduler.stores import Stores
 from kvstore.connector.scheduler.tracked import TrackedRequest
 from kvstore.connector.server import BlockIds, BlocksLike, RequestLike, StepOutputLike
 from kvstore.connector.spec import OffloadingSpec
-from kvstore.connector.transfer import ConnectorMetadata, ConnectorOutput, TransferJob
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 

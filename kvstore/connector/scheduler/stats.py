@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.connector.transfer import ConnectorOutput
+from kvstore.connector.mediums import ConnectorOutput
 
 __all__ = ["ConnectorStats", "EndedLoads"]
 

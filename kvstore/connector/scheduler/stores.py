@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvstore.connector.manager.base import OffloadingManager
-from kvstore.connector.mediums import DeviceLoadStoreSpec
+from kvstore.connector.mediums import DeviceLoadStoreSpec, TransferJob
 from kvstore.connector.scheduler.jobs import Job, Jobs
 from kvstore.connector.scheduler.tracked import GroupState, TrackedRequest
-from kvstore.connector.transfer import TransferJob
 
 __all__ = ["Stores"]
 

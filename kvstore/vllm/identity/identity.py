@@ -23,8 +23,7 @@ from xxhash import xxh3_128
 
 from kvstore.errors import ConfigError
 from kvstore.types import about
-from kvstore.vllm.checkpoint import model_files
-from kvstore.vllm.identity.fingerprint import UnreadableError, fingerprint
+from kvstore.vllm.identity.fingerprint import UnreadableError, fingerprint, model_files
 from kvstore.vllm.identity.settings import (
     ATTENTION_IGNORED,
     CACHE_IGNORED,

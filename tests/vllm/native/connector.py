@@ -25,7 +25,7 @@ from xxhash import xxh3_128_digest
 
 from kvstore.tiers.pinned import round_to_page
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.region import worker_region
+from kvstore.vllm.layout import worker_region
 
 ROWS = 1024
 SEED = "seed"

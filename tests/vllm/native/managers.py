@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from kvstore.vllm.layout import release_region, worker_region
 from kvstore.vllm.manager import KVStoreOffloadingManager
-from kvstore.vllm.region import release_region, worker_region
 
 ROW = 4096
 GROUPS = 3

@@ -9,7 +9,7 @@ import torch
 from parts import make_spec  # type: ignore[import-not-found]
 from vllm.v1.kv_offload.base import CanonicalKVCaches, TransferResult
 
-from kvstore.vllm.region import release_region, worker_region
+from kvstore.vllm.layout import release_region, worker_region
 from kvstore.vllm.worker import HostCopyWorker, row_views
 
 
