@@ -1,7 +1,4 @@
-"""Putting core, host memory and tiers together, the same for every face.
-
-Opening what a store needs without holding up its loop.
-"""
+"""Composition root: put core, host memory and tiers together, the same for every user."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""An event loop in one background thread.
-
-Where an object of the library may be used: on the running loop it was made on.
-
-Waits that end in time.
-
-Blocking calls that nobody has to wait for in the end.
-"""
+"""Loop thread, daemon threads, bounded waits, and the loop that an object belongs to."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""A policy or filter as it is chosen in a configuration or on a command line.
+"""Plugins: policies, filters and tiers, found by name.
 
-Kinds of tiers by name: those of this package, and those that others add.
-
-A kind is a subclass of `tiers.Tier` with a `name`. Its constructor takes a `TierPlace`
-and, by keyword, parameters that are numbers, texts or flags and have defaults: they are what the
-configuration may say of it. A package adds its own by `register_tier`, or without being
-imported first, by an entry point in the group ``kvstore.tiers``.
+A kind of tier is a subclass of `kvstore.tiers.Tier` with a `name`. Its constructor takes a
+`TierPlace` and keyword parameters with defaults, which are numbers, texts or flags: they are what
+the configuration may set. A package adds its own by `register_tier`, or by an entry point in the
+group ``kvstore.tiers``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Words that the core, the tiers and the faces share.
+"""Types that the core, the tiers and their users share.
 
-A *key* is ``bytes``: a block hash followed by the 4-byte big-endian index of
-its KV cache group, which is below 256; with one group it can do without. A
-*row* is a chunk's place in host memory, a *slot* its place on a slower tier;
-both are plain integers.
-
-When a chunk goes from host memory to a slower tier, and whether it stays there.
+A *key* is ``bytes``: a block hash followed by the 4-byte big-endian index of its KV cache group,
+which is below 256; with one group it can do without. A *row* is a chunk's place in host memory, a
+*slot* its place on a slower tier; both are plain integers. `Flow` says when a chunk is copied from
+host memory to a slower tier, and whether it stays in both.
 """
 
 from __future__ import annotations

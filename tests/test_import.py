@@ -178,6 +178,56 @@ def test_kvstore_knows_nothing_of_the_command() -> None:
             assert not within(module, ("kvstore.tools",)), f"{file.relative_to(HOME)}:{line}"
 
 
+def graph() -> dict[str, set[str]]:
+    """For each module of ours those that it imports at its head, types alone excepted."""
+    names = {}
+    for file in sources(*FOLDERS):
+        parts = file.relative_to(HOME).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        names[name if parts[0] == "kvstore" else f"kvstore.{name}"] = file
+    found: dict[str, set[str]] = {}
+    for name, file in names.items():
+        found[name] = set()
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                found[name] |= inner or ({node.module} & names.keys())
+            elif isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & names.keys()
+    return found
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, if there is one."""
+    done: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name not in done:
+            for other in sorted(edges[name]):
+                if around := search(other, [*path, name]):
+                    return around
+            done.add(name)
+        return []
+
+    for name in edges:
+        if around := search(name, []):
+            return around
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    edges = graph()
+    assert len(edges) > 150
+    assert sum(map(len, edges.values())) > 500
+    assert circle(edges) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
 def test_vllm_is_known_only_below_its_own_folder() -> None:
     for file in sources(*FOLDERS):
         if (HOME / "kvstore" / "vllm") in file.parents:

@@ -1,0 +1,1 @@
+"""The library: a store for asyncio, and the same for programs without it."""

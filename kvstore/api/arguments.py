@@ -1,4 +1,4 @@
-"""What callers of the library may hand in; everything else is refused by name at the door."""
+"""Check the arguments of the library's calls. What cannot be used is refused by name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Chunks that are lent out: views of host memory that are dead after the lease.
-
-Chunks whose lease has ended while somebody still looks at their memory.
+"""Leases: views of host memory that end with the lease.
 
 A cancelled task cannot stop a thread that copies a chunk for it, and a tensor holds nothing but
-the view object that it was made from. The rows of such chunks stay pinned, so that whoever looks
-goes on seeing the same bytes, until the last buffer and the last view object are gone.
+the view object it was made from. The rows of chunks that are still looked at after their lease
+stay pinned until the last buffer and the last view object are gone (`Onlookers`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls that any thread hands to a loop in a background thread, and waits for."""
+"""Portal: hand calls from any thread to a loop in a background thread, and wait for them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Copying chunks in: in turn, as far as host memory has room, and each chunk once.
+"""Puts: copy chunks in, each once, as far as host memory has room.
 
-Puts are served in the order in which they came. One that is wider than host
-memory is served in portions, and waits its turn anew for each. The first in line
-waits for room: at most ``deadline_s`` while no put gets any, and at most
-``max_wait_s`` in any case.
-
-The copies to slower tiers that are due at one moment.
+Puts are served in the order in which they came. One that is wider than host memory is served in
+portions, and queues again for each. The first in the queue waits for room: at most ``deadline_s``
+while no put gets any, and at most ``max_wait_s`` in any case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The asyncio face: a store on the caller's own event loop."""
+"""Store: the library on the caller's own event loop."""
 
 from __future__ import annotations
 

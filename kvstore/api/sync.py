@@ -1,7 +1,7 @@
-"""The synchronous face: a store for programs without asyncio, from any thread.
+"""Synchronous store: the library for programs without asyncio, from any thread.
 
-It is the asyncio face on a loop in one background thread. Calls are handed over
-to it and waited for; what they do, and what they promise, is said there.
+It is the asyncio store on a loop in one background thread. Calls are handed to that loop and waited
+for. What they do and guarantee is said there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A prefix that is larger than host memory, leased a window at a time."""
+"""Windows: lease a prefix that is larger than host memory, piece by piece."""
 
 from __future__ import annotations
 

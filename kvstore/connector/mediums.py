@@ -1,6 +1,6 @@
-"""Where the blocks of a transfer lie: what a manager tells a worker.
+"""Messages between the two halves of a connector: where the blocks of a transfer lie.
 
-What the two halves of a connector tell each other. All of it can be pickled.
+All of it can be pickled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""What a connector reads of a server's requests, blocks and steps, and plain classes for servers
-without ones of their own.
+"""Plain classes for what a connector reads of a server: configuration, requests, blocks, steps.
 
-The names are those that published integrations use. A server may pass its own objects, as long as
-they have these attributes.
-
-What a connector reads of a server's configuration, and plain classes for servers without one.
-
-The names are those that published integrations use. A server may pass objects of its own, as
-long as they have these attributes.
+The names are those that published integrations use. A server may pass objects of its own, as long
+as they have these attributes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sans-I/O heart of kvstore: calls in, moves out, completions back."""
+"""The state machine of kvstore, without I/O: calls in, moves out, completions back."""
 
 from kvstore.core.core import Core
 from kvstore.core.host import HostPool

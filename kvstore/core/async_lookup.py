@@ -1,4 +1,4 @@
-"""What stores are to be asked, once for each key, and who waits for their answers."""
+"""Asynchronous lookups: ask stores for keys, each key once, and wake the requests that wait."""
 
 from __future__ import annotations
 

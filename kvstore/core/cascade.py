@@ -1,6 +1,6 @@
-"""Copies of host chunks to slower tiers: who waits for one, and who goes next.
+"""Cascade: copies of host chunks to slower tiers, in the order in which they are begun.
 
-The end of a move that has copied chunks to a tier, the same whoever owns their rows.
+`take_in` is the end of such a copy. It is the same for rows of the core and rows of a server.
 """
 
 from __future__ import annotations

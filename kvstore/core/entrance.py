@@ -1,4 +1,4 @@
-"""How the chunks of a store enter host memory: one by one, at the policy's word."""
+"""Admit the chunks of a store to host memory, evicting one chunk for each."""
 
 from __future__ import annotations
 

@@ -1,17 +1,12 @@
-"""Who may leave host memory: what the policy is asked, and what it may ask.
+"""Eviction: choose the chunks that leave host memory, and make their rows free.
 
-Chunks that are in use are met once: the policy sets them aside (`HELD`) and hears,
-tail first, when they may leave again. A search that asks too much is broken off
-(`LATER`) and goes on in the next step.
-
-Making rows of host memory free: which chunks are evicted, and which are copied first.
-
-Chunks that shall leave host memory: somebody knows that they will not be used soon.
-
-What a slower tier has leaves host memory at once; what none has is copied to the first tier
-before. Whoever uses a chunk meanwhile keeps it, and so does a pin.
-
-A milder word is that they leave first once others need the room, wherever they are.
+* `Victims` asks the policy for chunks. A chunk that is in use is met once: the policy sets it
+  aside (`HELD`) and is told, tail of the prompt first, when it may leave again. A search that has
+  asked too often ends (`LATER`) and goes on in the next step.
+* `Room` makes rows free. It decides which chunks are evicted at once and which are copied first.
+* `Demotions` are chunks that a server asked to leave. A chunk that a slower tier has leaves at
+  once; one that no tier has is copied to the first tier before. A use or a pin keeps it. A weaker
+  request only makes chunks the first to leave when others need the room.
 """
 
 from __future__ import annotations

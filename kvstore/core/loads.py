@@ -1,4 +1,4 @@
-"""Loads: chunks that the device reads from host memory."""
+"""Loads: the device reads chunks from host memory."""
 
 from __future__ import annotations
 

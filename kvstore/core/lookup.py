@@ -1,8 +1,7 @@
-"""Whether a chunk can be loaded now, later, or not at all.
+"""Lookup: answer whether a chunk can be loaded now, later, or not at all.
 
-The line of requests whose turn it is not yet, where a step looks up only so many keys.
-
-Answers of one kind in a row for one request, which need not be asked of the core one by one.
+`Line` holds the requests whose turn has not come: a step looks up a bounded number of keys.
+`Streak` is a run of equal answers for one request, which are not asked for one by one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Chunks that stay for a while although others would displace them.
+"""Pins: keep chunks for a given time, although others would displace them.
 
-A pin belongs to a key, not to a chunk: it holds the chunk wherever it is, and wherever it
-arrives before the pin ends. In each place only a share of the room is ever pinned, so that what
-is not pinned goes on as before; of more than that the first come are held, and the rest are
-chunks like any other there.
+A pin belongs to a key, not to a chunk. It holds the chunk wherever it is, and wherever it arrives
+before the pin ends. In each place only a share of the room can be pinned. Beyond that share the
+first to come are held, and the rest are ordinary chunks.
 """
 
 from __future__ import annotations

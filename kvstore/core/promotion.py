@@ -1,18 +1,14 @@
-"""Which of the chunks that requests wait for are fetched now.
+"""Promotion: choose which chunks are read from slower tiers now.
 
-Promotions are granted in the order in which requests joined, as far as rows
-allow; what is granted is leased, so promotions cannot evict each other. Those under
-way hold only a part of host memory, so that a tier that does not answer leaves
-rows to stores and to other tiers: a longer prefix comes in portions. The
-request at the head gets rows first. When no row that others hold could become free for
-it, it is answered with the prefix that is there.
+`Grants` serves the requests that wait, in the order in which they joined, as far as rows allow.
+Granted chunks are leased, so promotions cannot evict each other. Promotions under way use only a
+part of host memory, so a tier that does not answer leaves rows to stores and to other tiers. A
+long prefix comes in portions. The request at the head gets rows first. When no row can become free
+for it, it is answered with the prefix that is there.
 
-Chunks that are fetched before anybody asks for them, while nobody waits for others.
-
-They come in portions, in the order in which they were named. A portion begins when nobody is
-deferred for want of anything, so whoever asks meanwhile waits for one portion at most. It
-displaces what the policy gives up, but no chunk that waits for a copy. What has come is a chunk
-like any other: nobody holds it.
+`Prefetches` reads chunks that nobody has asked for yet, while no request waits. They come in
+portions, in the order in which they were named, and displace what the policy gives up, but no
+chunk that waits for a copy. Prefetched chunks are ordinary chunks: nobody holds them.
 """
 
 from __future__ import annotations

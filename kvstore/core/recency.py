@@ -1,7 +1,7 @@
-"""Uses of chunks that the medium of a tier has not been told of.
+"""Recency: uses of chunks that a tier has not written down yet.
 
-A process that is killed saves nothing. So a tier that can do so writes down, every minute, which
-chunks were used: what a kill costs is a minute of the order in which they should leave.
+A process that is killed saves nothing. A tier that can do so writes down every minute which chunks
+were used, so a kill costs a minute of the eviction order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Chunks that are being taken out: nobody finds them any more, and they leave as they can.
+"""Removal: take chunks out on request.
 
-A key is *hidden* from the moment of its removal: a lookup misses it, nothing is fetched or
-copied under it, and a store of it is told to come again. Its row and its slots are free as
-soon as nobody reads or writes them. When nothing under way can write a record of it any more, its
-records are erased. Then it is a key like any other.
+A key is *hidden* from the moment of its removal: a lookup misses it, nothing is read or copied
+under it, and a store of it is told to try again. Its row and slots are free as soon as nobody
+reads or writes them. When nothing under way can write a record of it any more, its records are
+erased. Then it is an ordinary key again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What has begun and ended, one by one, for those who trace requests; nothing unless wanted.
+"""Reports: what happened, one by one, for traces, events and the log.
 
-Counters say how often something happens, and how long it takes. Spans say which request waited,
-for what, and which moves it waited for.
-
-What appeared on a medium and what left it, for those who follow the events.
-
-Faults in few lines of the log: when one begins, how often it came at intervals, when it ends.
+* `Spans`: waits and moves that have begun and ended, for traces. Off unless somebody wants them.
+* `History`: keys that appeared on a medium or left it, for event consumers.
+* `Complaints`: faults in few log lines: the first, a count at intervals, and the end.
 """
 
 from __future__ import annotations

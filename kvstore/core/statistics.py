@@ -1,11 +1,8 @@
-"""Counters and gauges of the core.
+"""Statistics: counters, gauges and histograms of the core.
 
-How long things took: counts by length, as monitors read them.
-
-How long chunks had not been used when they left for others: how far back a cache reaches.
-
-Only a sample of the chunks is followed, so that nothing is kept for each chunk and a use costs
-no more than the question whether it is one of the sample.
+`Durations` counts how long things took, by length, as monitors read them. `Ages` counts how long
+chunks had not been used when they were evicted, which tells how far back a cache reaches. Only a
+sample of the chunks is followed for it, so nothing is kept for each chunk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What one step may still do of its own, so that no caller waits long for its end.
+"""Step budget: bound the work of one step, so that no caller waits long for its end.
 
-How much one step does at most, so that no caller waits long for the end of its step.
-
-What is over is done in the steps that follow: nothing is refused for it.
+`Pace` says how much one step does at most; `Budget` counts what is left of it. The rest is done
+in the steps that follow: nothing is refused.
 """
 
 from __future__ import annotations

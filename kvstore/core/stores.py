@@ -1,4 +1,4 @@
-"""Stores: chunks that the device writes to host memory."""
+"""Stores: the device writes chunks to host memory."""
 
 from __future__ import annotations
 

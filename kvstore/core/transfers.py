@@ -1,13 +1,11 @@
-"""What is under way between host memory and the tiers.
+"""Transfers: moves under way between host memory and the tiers.
 
-Moves get their numbers here, and their completions are taken in here. Moves that a
-reset has overtaken go on, but only their rows still count.
+Moves get their numbers here, and their completions are taken in here. A move that a reset has
+overtaken goes on, but only its rows still count.
 
-Transfers between device and host memory that a reset has overtaken.
-
-A reset forgets chunks, but it cannot stop who copies them: a store may still
-write its rows, a load may still read its own. Such a row is given to nobody
-until each of its transfers was reported, or all are known to have ended.
+`Overtaken` does the same for copies between device and host memory. A reset forgets chunks, but
+cannot stop such a copy: a store may still write its rows, a load may still read its own. The row
+is given to nobody until each of its transfers was reported, or all are known to have ended.
 """
 
 from __future__ import annotations

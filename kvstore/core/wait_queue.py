@@ -1,7 +1,7 @@
-"""Who waits for chunks of slower tiers, and until when.
+"""Wait queue: requests that wait for chunks of slower tiers, and their deadlines.
 
-Requests wait in the order in which they were deferred. Chunks that come for a request are
-leased to it: they stay until it loads them, finishes, or has not asked for a while.
+Requests wait in the order in which they were deferred. Chunks that come for a request are leased
+to it until it loads them, finishes, or has not asked for a while.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""How the pages of blocks and the rows of host memory belong together.
+"""Layout: the pages of a paged KV cache, and how a row of host memory holds them.
 
 A row holds the blocks of one chunk of one KV cache group, table by table:
 
     | table 0: page of block 0, of block 1, ... | table 1: ... | ...
 
-Where the pages of a paged KV cache lie in a tensor.
-
 A *page* is what one block has of a tensor in one piece. A tensor whose blocks are whole, such as
-(blocks, 2, tokens, heads, size), has one page for each block; one that has keys and values
-apart, such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
+(blocks, 2, tokens, heads, size), has one page for each block. One that has keys and values apart,
+such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
 """
 
 from __future__ import annotations

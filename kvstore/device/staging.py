@@ -1,11 +1,9 @@
-"""Transfers through a piece of device memory, in few large copies.
+"""Staging: move chunks through a buffer in device memory, in few large copies.
 
-A transfer is cut into *fills*. Each fills the ring from its beginning: rows come in large copies,
+A transfer is cut into *fills*. Each fills the buffer from its beginning: rows come in large copies
 and a kernel scatters them; or the kernel gathers fragments, and they leave in large copies. All of
-it is queued on one stream, which begins a fill when the one before it has ended. So the ring needs
+it is queued on one stream, which begins a fill when the one before has ended. So the buffer needs
 neither parts nor events, but two streams may not share one.
-
-The lists of addresses that a kernel reads, on their way to the device.
 """
 
 from __future__ import annotations

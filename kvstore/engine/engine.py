@@ -1,11 +1,9 @@
-"""The engine: runs the core's moves on an asyncio loop and hands completions back.
+"""Engine: run the core's moves on an asyncio loop and hand completions back.
 
-One engine serves one core. It runs either on the caller's own loop
-(`Engine`), or on a loop in one background thread (`EngineThread`), with the
-same code. It belongs to the process that started it: after a fork the child
-cannot use it.
-
-Ending an engine, however often its loop cancels whoever waits for that.
+One engine serves one core. It runs on the caller's own loop (`Engine`), or on a loop in one
+background thread (`EngineThread`), with the same code. It belongs to the process that started it:
+after a fork the child cannot use it. `end_engine` closes it, however often a loop that ends
+cancels whoever waits for that.
 """
 
 from __future__ import annotations

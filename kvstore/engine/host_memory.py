@@ -1,7 +1,7 @@
-"""The host memory of one server, as its parts find it.
+"""The host memory of one server, shared between its scheduler and its workers.
 
-The scheduler's part and a worker in the same process use private memory, which gets huge pages more
-easily. Where a worker has a process of its own the memory is shared.
+A scheduler and a worker in one process use private memory, which gets huge pages more easily. A
+worker in a process of its own gets shared memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drives a core on an asyncio loop: begins and ends its steps, and wakes who waits for it."""
+"""Drive a core on an asyncio loop: begin and end its steps, wake whoever waits."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Drives a core by the calls of a scheduler, over an engine thread.
+"""Drive a core by the calls of a scheduler, over an engine thread.
 
-A step of the core begins with the first call that needs one. While the server is idle
-and takes no steps, upkeep goes on from the engine's thread, in turns with the scheduler.
+A step of the core begins with the first call that needs one. While the server is idle and takes no
+steps, upkeep goes on in the engine's thread. A lock, the `turn`, keeps both from using the core at
+once: a call of the scheduler waits for a step of upkeep, a few microseconds; upkeep never waits.
 
-Turns: a scheduler and the upkeep of an idle server use one core, never both at once.
-
-A call of the scheduler waits for the upkeep's turn to end, which is a few
-microseconds of plain computation. Upkeep never waits for the scheduler.
-
-Runs the jobs of a server that has host memory of its own, over an engine thread.
+`JobRunner` does the same for a server that has host memory of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +20,8 @@ from typing import Any, TypeVar
 from kvstore.assembly import Assembly, open_tiers, recency_of, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
-from kvstore.core.tier_only import JobEnd, Jobs
+from kvstore.core.jobs import JobEnd
+from kvstore.core.tier_only import Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.observe.logs import warn_with
 from kvstore.tiers import Tier

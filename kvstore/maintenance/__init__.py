@@ -1,0 +1,1 @@
+"""Maintenance of a cache on disk that no process serves."""

@@ -1,0 +1,1 @@
+"""Observation: metrics, traces, recordings and logs."""

@@ -1,8 +1,8 @@
-"""Word on disk of what this process retains, so that `kvstore inspect` can show it.
+"""Publish which chunks this process has pinned.
 
-It is kept beside each lane of the process while anything is retained, and says how much; see
-`kvstore.tiers.disk.retained`. A file system that does not answer, or is full, holds up nobody and
-costs the word alone.
+The record lies beside each lane of the process while anything is pinned, so that `kvstore inspect`
+can show it; see `kvstore.tiers.disk.retained`. A file system that hangs or is full costs the
+record alone.
 """
 
 from __future__ import annotations

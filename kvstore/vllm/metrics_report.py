@@ -1,13 +1,8 @@
-"""Turns what the core has counted since its start into what vLLM is to be told in each step.
+"""Report the core's counters to vLLM: increments, gauges, observations of histograms.
 
-vLLM takes increments of counters, values of gauges, and every single observation of a histogram.
-
-Names of kvstore's metrics in vLLM, which labels each with the engine, too.
-
-What never changes while an engine runs, as labels of `vllm:kv_offload_config_info`.
-
-vLLM 0.33 reads the names in one process and the values in another. The first four are those of its
-own host tier, and mean the same.
+vLLM labels each metric with its engine. What never changes while an engine runs goes into the
+labels of `vllm:kv_offload_config_info`. vLLM 0.33 reads names in one process and values in another;
+the first four metrics are those of its own host tier and mean the same.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore.assembly import namespace_of
 from kvstore.config import Config, DiskConfig
 from kvstore.core import CoreStats, Flow
-from kvstore.core.tier_only import JobEnd
+from kvstore.core.jobs import JobEnd
 from kvstore.engine.scheduler_steps import JobRunner
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion

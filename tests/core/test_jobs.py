@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.core import OwnedTier, PeerTier
-from kvstore.core.job_stores import STORE_SHARE
+from kvstore.core.jobs import STORE_SHARE, JobEnd
 from kvstore.core.residency.base import TierView
-from kvstore.core.tier_only import JobEnd, Jobs
+from kvstore.core.tier_only import Jobs
 from kvstore.policies import create_policy
 from kvstore.policies.registry import policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, LogLine, Move, Op, RecoveredTier

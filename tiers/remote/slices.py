@@ -1,10 +1,8 @@
-"""Where Mooncake finds the two parts of a value: the payload and, behind it, the record.
+"""Slices: where Mooncake finds the payload and the record of a value.
 
-A transfer moves slices, and over TCP each slice is a round trip of its own, however small. So the
-record lies right behind the payload where host memory has room there (`Behind`): value and slice
-are one. Elsewhere it has a place of its own (`Beside`). The value is the same.
-
-Copies that leave the interpreter to others.
+A transfer moves slices, and over TCP each slice is a round trip of its own. So the record lies
+right behind the payload where host memory has room there (`Behind`): value and slice are one.
+Elsewhere it has a place of its own (`Beside`). The value is the same.
 """
 
 from __future__ import annotations

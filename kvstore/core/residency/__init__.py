@@ -1,0 +1,1 @@
+"""Residency: what the core believes of each slower tier."""

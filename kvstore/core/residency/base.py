@@ -1,12 +1,11 @@
-"""What the core knows of a slower tier: one protocol for every kind of tier.
+"""The tier protocol of the core, and what its kinds share.
 
-`OwnedTier`: its slots are ours to give. `PeerTier`: others write to it and it is only
-read. `AskedTier`: a store, a remote engine that others write to as well and that has to be
-asked whether it has a key.
+There are three kinds. `OwnedTier`: its slots are ours to give. `PeerTier`: another process writes
+to it, and we only read. `AskedTier`: a remote engine that others write to as well, and that has to
+be asked whether it has a key.
 
-What tiers have in common that lie where this process decides about no slot.
-
-The chunks of host memory that wait for their copies to one tier.
+`SlotlessTier` is the common part of tiers in which this process gives no slots. `CopyQueue` holds
+the host chunks that wait for their copy to one tier.
 """
 
 from __future__ import annotations

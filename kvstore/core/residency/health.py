@@ -1,11 +1,8 @@
-"""Whether a tier is worth asking and worth writing to.
+"""Health: whether a tier is worth asking and worth writing to.
 
-It is told what the tier's moves have done and, once a step, what is left to do and
-the time. It only gives answers; its callers act on them.
-
-Whether a tier whose calls fail is left alone for a while.
-
-The moves that one tier has under way.
+`Health` is told what the tier's moves have done and, once a step, what is left to do and the time.
+It only answers; its callers act. `Absence` leaves a tier alone for a while when its calls fail.
+`InFlight` counts the moves that a tier has under way.
 """
 
 from __future__ import annotations

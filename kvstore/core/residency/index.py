@@ -1,4 +1,4 @@
-"""What a tier holds, kept in memory so that existence costs no I/O."""
+"""Index: the keys that a tier holds, in memory, so that a lookup costs no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier whose slots are this process's to give."""
+"""Owned tier: this process gives its slots."""
 
 from __future__ import annotations
 

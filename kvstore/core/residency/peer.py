@@ -1,4 +1,4 @@
-"""A tier that others write to and this process only reads."""
+"""Peer tier: another process writes to it, and this one only reads."""
 
 from __future__ import annotations
 

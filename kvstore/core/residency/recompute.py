@@ -1,12 +1,11 @@
-"""Whether computing a chunk again is sooner than reading it from a tier.
+"""Compare the measured speed of computing with that of reading.
 
-A server says how long it took to compute chunks, and reads say how long they take. While a tier
-is the slower of both it is *outpaced*: what it holds is a miss, and nobody waits for it. That
-costs at most what the server would have computed without a cache.
+A server says how long it took to compute chunks, and reads say how long they take. While a tier is
+the slower of both it is *outpaced*: what it holds is a miss, and nobody waits for it.
 
-Nobody reads from such a tier, so its pace would never be measured again: after a pause one
-request is let through. Should what it waits for take longer than computing it, the tier is given
-up at once, and the next pause is twice as long.
+Nobody reads from such a tier, so its speed would never be measured again. After a pause one
+request is let through. If its read takes longer than computing, the tier is given up at once and
+the next pause is twice as long.
 """
 
 from __future__ import annotations

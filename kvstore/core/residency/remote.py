@@ -1,6 +1,6 @@
-"""A store: a tier that has to be asked whether it has a key, and that others write to as well.
+"""Remote tier: a store that has to be asked whether it has a key, and that others write to as well.
 
-It has no slots of ours: its engine decides where a chunk lies, and what leaves for others.
+It has no slots of ours: its engine decides where a chunk lies and what it evicts.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What a store has said of keys, for a while.
+"""Answers of a store: what it has said of keys, and how long an answer is worth waiting for.
 
-A store is a remote engine that others write to and evict from: what it has is known
-only as far as it was asked, and not for ever.
+A store is written to and evicted from by others. What it has is known only as far as it was asked,
+and only for a while (`Answers`).
 
-How long the answer of a store is worth waiting for.
+`Patience` bounds the wait for an answer. With the share of the chunks that the store had lately,
+and the measured seconds for a chunk, the bound is
 
-Who waits for an answer hopes to compute less. What a request lacks would take so long to compute;
-of that the store has had a certain part of late, and to read it takes time, too. So long an answer
-may take, and no longer; but a small part of the computing is always risked, or a store that has
-nothing for a while would never be waited for again. Where answers take longer than that as a rule,
-nobody begins to wait: the question is asked all the same, and who comes later finds what it found.
+    max(10 ms, max(share * (1 - read / compute), 5 %) * chunks * compute)
+
+While answers take longer as a rule, nobody begins to wait. The question is asked all the same, and
+a later request finds the answer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Which slots of a tier are free, side by side, and how many there may be.
+"""Slots of a tier: which are free, in runs, and how many there may be.
 
-A slot is free, retired (free, in the segment that is being emptied), set aside (free,
-but a write to it failed), or somebody's. Segments are dealt out among the tier's devices,
-its stripes: segment s lies on device ``s % stripes``. A tier grows segment by segment,
-ahead of need.
+A slot is free, retired (free, in the segment that is being emptied), set aside (free, but a write
+to it failed), or in use. Segments are dealt out among the tier's devices, its stripes: segment s
+lies on device ``s % stripes``. A tier grows segment by segment, ahead of need.
 
-Free slots kept as extents, so that neighbours are handed out together.
-
-Extents never cross a segment: a run of slots from `take` is one contiguous
-range of one file, and can be moved by one vectored call.
+`ExtentAllocator` keeps free slots as runs. A run never crosses a segment: it is one contiguous
+range of one file, and one vectored call moves it.
 """
 
 from __future__ import annotations

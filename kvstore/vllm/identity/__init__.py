@@ -1,0 +1,1 @@
+"""Identity of a vLLM engine: the namespace of its chunks."""

@@ -1,6 +1,7 @@
-"""What the chunks of a vLLM engine are named after, behind whichever of vLLM's doors it is.
+"""Name the namespace of a vLLM engine, and explain a cold start.
 
-Why an engine starts cold: other namespaces of the model on its paths, and how they differ.
+A start is cold when other namespaces of the model lie on the same paths; the log says how they
+differ.
 """
 
 from __future__ import annotations
