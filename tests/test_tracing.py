@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.connector.contract import ReqContext as Request
 from kvstore.connector.manager import KVStoreManager
-from kvstore.connector.manager import ReqContext as Request
 from kvstore.core.reports import Outcome, SpanBegin, SpanEnd, SpanKind
 from kvstore.errors import ConfigError
 from kvstore.observe.tracing import MOST_PARENTS, SpanWriter

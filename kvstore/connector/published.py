@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from kvstore.connector.backend.base import Backend, BlockStatus
-from kvstore.connector.backend.rows import RowBackend
+from kvstore.connector import manager as ours
+from kvstore.connector.backend import Backend, BlockStatus, RowBackend
+from kvstore.connector.contract import (
+    ListManager,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    knows_requests,
+)
+from kvstore.connector.device_transfers import EndedLoads
 from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
-from kvstore.connector.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
-from kvstore.connector.manager import tiered as ours
-from kvstore.connector.manager.lists import ListManager, knows_requests
-from kvstore.connector.manager.policy import PolicyManager
 from kvstore.connector.mediums import (
     BlockIDsLoadStoreSpec,
     ConnectorMetadata,
@@ -33,16 +37,17 @@ from kvstore.connector.mediums import (
     TransferJob,
 )
 from kvstore.connector.reuse import FilterReusedOffloadingManager as OurFilter
-from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
-from kvstore.connector.scheduler.group import key_of
+from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import (
     KVCacheConfigLike,
     RequestLike,
     ServerConfigLike,
     StepOutputLike,
 )
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.connector.spec import KVStoreSpec as OurSpec
 from kvstore.connector.spec import OffloadingSpec
+from kvstore.connector.tracked_request import key_of
 from kvstore.connector.worker import ConnectorWorker
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import short_name

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import overload
 
-from kvstore.connector.manager.base import (
+from kvstore.connector.contract import (
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,

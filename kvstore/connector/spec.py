@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config
+from kvstore.connector.contract import OffloadingManager
 from kvstore.connector.handler import CudaHandler, HostHandler, OffloadingHandler
-from kvstore.connector.manager import KVStoreManager, OffloadingManager
+from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.server import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
 from kvstore.engine.host_memory import join_region, private_region, release_region, share_region

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput, ReqContext
+from kvstore.connector.contract import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvstore.connector.mediums import BlockIDsLoadStoreSpec
 from kvstore.testing.bench import key_of, payload_of
 

@@ -26,8 +26,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvstore.connector.contract import ReqContext as Request
 from kvstore.connector.manager import KVStoreManager
-from kvstore.connector.manager import ReqContext as Request
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
 from kvstore.types import about

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.connector.manager import ReqContext
+from kvstore.connector.contract import ReqContext
+from kvstore.connector.device_transfers import EndedLoads
 from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput
-from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
+from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import Block, KVBlocks, NewRequest, StepOutput
 from kvstore.connector.worker import ConnectorWorker
 from tests.connector.chaos import LAYERS, Chaos, Content, Model, Setup, spec_of

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.connector.backend.rows import RowBackend
+from kvstore.connector.backend import RowBackend
+from kvstore.connector.contract import OffloadingManager
 from kvstore.connector.handler import OffloadingHandler, TransferResult, TransferSpec
-from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
+from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.connector.spec import Handlers, KVStoreSpec
 from kvstore.engine.host_memory import join_region
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
@@ -288,7 +290,7 @@ class HeldSpec(ChaosSpec):
         if self._manager is None:
             self.clock = Clock()
             self._patches = ExitStack()
-            for module in ("kvstore.engine.scheduler_steps", "kvstore.connector.manager.tiered"):
+            for module in ("kvstore.engine.scheduler_steps", "kvstore.connector.manager"):
                 self._patches.enter_context(patch(f"{module}.time", self.clock))
             with (
                 patch("kvstore.engine.scheduler_steps.EngineThread", HeldEngine),

@@ -12,15 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kvstore.connector.manager import (
-    KVStoreManager,
-    PolicyManager,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestContext,
-)
-from kvstore.connector.scheduler import EndedLoads
+from kvstore.connector.contract import PrepareStoreOutput, ReqContext, RequestContext
+from kvstore.connector.device_transfers import EndedLoads
+from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.server import Block
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import Core
 from kvstore.core.chunk import READY
 from tests.connector.bench import Server

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import PolicyManager
+from kvstore.connector.device_transfers import EndedLoads
 from kvstore.connector.mediums import (
     BlockIDsLoadStoreSpec,
     ConnectorMetadata,
@@ -16,8 +16,9 @@ from kvstore.connector.mediums import (
     DeviceLoadStoreSpec,
     TransferJob,
 )
-from kvstore.connector.scheduler import ConnectorScheduler, EndedLoads
+from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import Block, CachedRequests, KVBlocks, NewRequest, StepOutput
+from kvstore.connector.single_tier import PolicyManager
 from tests.connector.scripted import scheduler_over
 
 __all__ = ["TOKENS", "Request", "Server", "blocks_of", "open_scheduler"]

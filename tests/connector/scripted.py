@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput
+from kvstore.connector.contract import OffloadingManager, PrepareStoreOutput
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.connector.manager import KVStoreManager, ReqContext
-from kvstore.connector.manager.computing import MOST_STEPS, Computing
+from kvstore.connector.computing import MOST_STEPS, Computing
+from kvstore.connector.contract import ReqContext
+from kvstore.connector.manager import KVStoreManager
 from kvstore.testing.manager import keys_from
 from tests.connector.test_steps import leave_on_disk, open_manager, store
 

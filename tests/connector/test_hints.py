@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.connector.manager import KVStoreManager, ReqContext
+from kvstore.connector.contract import ReqContext
+from kvstore.connector.manager import KVStoreManager
 from tests.patience import until
 from tests.store.support import CHUNK, keys_of, small
 

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
+from kvstore.connector.contract import OffloadingManager
+from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.testing.bench import key_of, payload_of
 from tests.patience import PATIENCE, TOO_LONG, until
 

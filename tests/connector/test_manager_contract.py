@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.connector.backend import MappedFileBackend, PinnedBackend
-from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
+from kvstore.connector.contract import OffloadingManager
+from kvstore.connector.manager import KVStoreManager
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.policies import policy_names
 from kvstore.testing.manager import ManagerBench, ManagerContract, Places, keys_from
 

@@ -12,10 +12,9 @@ pytest.importorskip("torch")
 
 from kvstore.connector import published
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import OffloadingEvent, PrepareStoreOutput
-from kvstore.connector.manager.lists import knows_requests
+from kvstore.connector.contract import OffloadingEvent, PrepareStoreOutput, knows_requests
 from kvstore.connector.mediums import HostLoadStoreSpec
-from kvstore.connector.scheduler.group import key_of
+from kvstore.connector.tracked_request import key_of
 from kvstore.errors import ConfigError
 from tests.connector.published_server import Recent, Request, Server, Slots, SlotStatus
 

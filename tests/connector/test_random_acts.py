@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import KVStoreManager, OffloadingManager, PolicyManager
+from kvstore.connector.contract import OffloadingManager
+from kvstore.connector.manager import KVStoreManager
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.testing.manager import ManagerBench, keys_from, stored_in
 
 BLOCKS, BYTES = 24, 4096

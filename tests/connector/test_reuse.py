@@ -7,14 +7,10 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import (
-    OffloadingManager,
-    PolicyManager,
-    PrepareStoreOutput,
-    ReqContext,
-)
+from kvstore.connector.contract import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.errors import KVStoreError
 
 A, B, C = b"a", b"b", b"c"

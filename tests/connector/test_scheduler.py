@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.manager import PolicyManager
 from kvstore.connector.reuse import FilterReusedOffloadingManager
-from kvstore.connector.scheduler.group import key_of
 from kvstore.connector.server import Block, KVBlocks
+from kvstore.connector.single_tier import PolicyManager
+from kvstore.connector.tracked_request import key_of
 from kvstore.errors import KVStoreError
 from tests.connector.scheduling import TOKENS, Request, Server, blocks_of, open_scheduler, rows_of
 from tests.connector.scripted import scheduler_over

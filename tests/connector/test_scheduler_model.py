@@ -17,8 +17,8 @@ from kvstore.connector.mediums import (
     HostLoadStoreSpec,
     TransferJob,
 )
-from kvstore.connector.scheduler.tracked import GroupState
 from kvstore.connector.server import NewRequest, StepOutput
+from kvstore.connector.tracked_request import GroupState
 from tests.connector.bench import Server
 from tests.connector.chaos import Model, Setup
 from tests.connector.parts import Request

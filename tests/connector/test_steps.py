@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.connector.manager import KVStoreManager, ReqContext
+from kvstore.connector.contract import ReqContext
+from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.testing.manager import keys_from
 from tests.patience import PATIENCE, TOO_LONG, answered, until

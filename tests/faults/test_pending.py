@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.connector.manager import KVStoreManager, ReqContext
+from kvstore.connector.contract import ReqContext
+from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
 from tests.faults.conftest import FaultyDisk
 from tests.faults.support import CHUNK, HOST, config_of, keys_of, payload_of

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.kv_offload import base as theirs
 
-from kvstore.connector.manager import OffloadingManager, PrepareStoreOutput
+from kvstore.connector.contract import OffloadingManager, PrepareStoreOutput
 from kvstore.connector.mediums import LoadStoreSpec
 
 

@@ -325,7 +325,7 @@ def test_a_host_worker_that_ends_twice_ends_once(closed: list[PinnedRegion]) -> 
 @pytest.mark.parametrize(
     "broken",
     [
-        pytest.param("kvstore.connector.manager.tiered.assemble", id="tiers"),
+        pytest.param("kvstore.connector.manager.assemble", id="tiers"),
         pytest.param("kvstore.engine.scheduler_steps.EngineThread", id="engine"),
     ],
 )

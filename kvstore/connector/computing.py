@@ -1,4 +1,4 @@
-"""How fast the server computes chunks, as its calls show.
+"""Measure how fast the server computes chunks, from its calls.
 
 What a step computes of a request are the chunks that it offers to be stored, from the first
 that was a miss on: those before it were loaded, or the device had them. A step takes from its

@@ -25,21 +25,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvstore.connector.manager import OffloadingEvent, OffloadingManager
+from kvstore.connector.contract import OffloadingEvent, OffloadingManager
+from kvstore.connector.device_transfers import ConnectorStats, EndedLoads, Jobs, Loads, Stores
+from kvstore.connector.match import Matcher
 from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput, TransferJob
-from kvstore.connector.scheduler.group import groups_of
-from kvstore.connector.scheduler.jobs import Jobs
-from kvstore.connector.scheduler.loads import Loads
-from kvstore.connector.scheduler.match import Matcher
-from kvstore.connector.scheduler.stats import ConnectorStats, EndedLoads
-from kvstore.connector.scheduler.stores import Stores
-from kvstore.connector.scheduler.tracked import TrackedRequest
 from kvstore.connector.server import BlockIds, BlocksLike, RequestLike, StepOutputLike
 from kvstore.connector.spec import OffloadingSpec
+from kvstore.connector.tracked_request import TrackedRequest, groups_of
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["ConnectorScheduler"]
+__all__ = ["ConnectorScheduler", "ConnectorStats", "EndedLoads"]
 
 logger = logging.getLogger("kvstore")
 

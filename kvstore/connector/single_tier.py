@@ -1,12 +1,12 @@
-"""A small manager: one backend, one eviction policy."""
+"""Single-tier manager: one backend, one eviction policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from typing import overload
 
-from kvstore.connector.backend.base import Backend, BlockStatus
-from kvstore.connector.manager.base import (
+from kvstore.connector.backend import Backend, BlockStatus
+from kvstore.connector.contract import (
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,

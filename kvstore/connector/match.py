@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.connector.manager.base import OffloadingManager, RequestContext
-from kvstore.connector.scheduler.group import Group
+from kvstore.connector.contract import OffloadingManager, RequestContext
+from kvstore.connector.tracked_request import Group
 
 __all__ = ["Matcher"]
 

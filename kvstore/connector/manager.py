@@ -10,28 +10,38 @@ from typing import Any, overload
 from kvstore.api.arguments import check_keys
 from kvstore.assembly import assemble, rows_for
 from kvstore.config import Config
-from kvstore.connector.manager.base import (
+from kvstore.connector.computing import Computing
+from kvstore.connector.contract import (
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
+    ReqContext,
     RequestContext,
     asking,
     by_lists,
 )
-from kvstore.connector.manager.computing import Computing
-from kvstore.connector.manager.hinted import HintedRequests
-from kvstore.connector.manager.under_way import UnderWay
-from kvstore.connector.mediums import HostLoadStoreSpec
+from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
+from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import CoreStats
+from kvstore.core.hints import HintedRequests
 from kvstore.core.transfers import Transfer
 from kvstore.engine.scheduler_steps import Stepper, in_turns
-from kvstore.engine.unnamed_requests import Prompt, Prompts
+from kvstore.engine.unnamed_requests import Prompt, Prompts, UnderWay
 from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_with
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
 
-__all__ = ["KVStoreManager"]
+__all__ = [
+    "KVStoreManager",
+    "LoadStoreSpec",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "PolicyManager",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestContext",
+]
 
 logger = logging.getLogger("kvstore")
 

@@ -1,0 +1,223 @@
+"""Backends: a fixed number of blocks of one size, on one medium.
+
+A backend hands blocks out and takes them back. It decides nothing, and does not know what a block
+holds. The caller guarantees to allocate no more blocks than are free, and to free each once.
+
+`PinnedBackend` keeps blocks in host memory that CUDA knows as pinned, where there is a GPU.
+`MappedFileBackend` keeps them in a file that is mapped into memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import heapq
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
+from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.tiers.pinned import PinnedRegion, round_to_page
+
+__all__ = [
+    "Backend",
+    "BlockStatus",
+    "MappedFileBackend",
+    "PinnedBackend",
+    "RowBackend",
+    "RowStatus",
+]
+
+
+class BlockStatus(ctypes.Structure):
+    """An offloaded block, in a few bytes; backends extend it by ``_fields_`` of their own.
+
+    Attributes:
+        ref_cnt: loads under way; -1 until the block has been stored.
+    """
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("ref_cnt", ctypes.c_int32)]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ref_cnt = -1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the block can be loaded."""
+        return self.ref_cnt >= 0
+
+
+class Backend(ABC):
+    """See the module's text.
+
+    Attributes:
+        block_size: tokens of an offloaded block.
+        medium: the medium's name, as in events.
+    """
+
+    def __init__(self, block_size: int, medium: str) -> None:
+        self.block_size = block_size
+        self.medium = medium
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """How many blocks can be allocated."""
+
+    @abstractmethod
+    def allocate_blocks(self, keys: Sequence[bytes]) -> list[BlockStatus]:
+        """One block for each of `keys`, which are not stored yet.
+
+        Raises:
+            ValueError: if fewer are free; then none was allocated.
+        """
+
+    @abstractmethod
+    def free(self, block: BlockStatus) -> None:
+        """Take a block back."""
+
+    def get_load_store_spec(
+        self, keys: Iterable[bytes], blocks: Iterable[BlockStatus]
+    ) -> LoadStoreSpec:
+        """Where `blocks` lie, which hold `keys`, for a worker.
+
+        Raises:
+            NotImplementedError: if the backend does not say; its manager then has to know.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of the medium."""
+
+
+class RowStatus(BlockStatus):
+    """A block in a row.
+
+    Attributes:
+        block_id: the row.
+    """
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("block_id", ctypes.c_int64)]
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__()
+        self.block_id = block_id
+
+
+class RowBackend(Backend):
+    """Hands out the rows of `array`, the lowest first: neighbours are copied together.
+
+    Attributes:
+        array: uint8, of shape (blocks, bytes of a block).
+    """
+
+    def __init__(self, block_size: int, medium: str, array: npt.NDArray[np.uint8]) -> None:
+        super().__init__(block_size, medium)
+        self.array = array
+        self._free = list(range(len(array)))
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate_blocks(self, keys: Sequence[bytes]) -> list[BlockStatus]:
+        if len(keys) > len(self._free):
+            raise ValueError(f"{len(keys)} blocks were asked for, {len(self._free)} are free")
+        return [RowStatus(heapq.heappop(self._free)) for _ in keys]
+
+    def free(self, block: BlockStatus) -> None:
+        heapq.heappush(self._free, _row(block))
+
+    def get_load_store_spec(
+        self, keys: Iterable[bytes], blocks: Iterable[BlockStatus]
+    ) -> HostLoadStoreSpec:
+        return HostLoadStoreSpec([_row(block) for block in blocks])
+
+
+def _row(block: BlockStatus) -> int:
+    assert isinstance(block, RowStatus), "a block of another backend"
+    return block.block_id
+
+
+class PinnedBackend(RowBackend):
+    """Rows of a region of host memory.
+
+    Attributes:
+        region: the memory; workers register it with CUDA.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, block_bytes: int) -> None:
+        """
+        Args:
+            block_bytes: bytes of a block; a row is as long, rounded up to a page.
+
+        Raises:
+            ConfigError: if the machine has not that much memory, or a number is below 1.
+        """
+        self.region = PinnedRegion.private(num_blocks, round_to_page(block_bytes))
+        super().__init__(block_size, "host", self.region.array)
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            del self.array
+        self.region.close()
+
+
+class MappedFileBackend(RowBackend):
+    """Rows of a file, which the system writes back and reads ahead as it likes.
+
+    For a medium that is memory (tmpfs, DAX) or larger than memory. What the file holds is worth
+    nothing without the manager that knows it: it is made anew, and removed at the end.
+    """
+
+    def __init__(
+        self, block_size: int, num_blocks: int, block_bytes: int, path: str | os.PathLike[str]
+    ) -> None:
+        """
+        Args:
+            block_bytes: bytes of a block; a row is as long, rounded up to a page.
+            path: the file, which must not exist. All its space is allocated.
+
+        Raises:
+            ConfigError: if a number is below 1.
+            PathUnusableError: if the file exists or cannot be made; then none is left.
+        """
+        if num_blocks < 1 or block_bytes < 1:
+            raise ConfigError(
+                f"a file of {num_blocks} blocks of {block_bytes} bytes: both must be at least 1"
+            )
+        row_bytes = round_to_page(block_bytes)
+        self.path = Path(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(self.path, flags, 0o600)
+        except (OSError, ValueError) as error:
+            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
+        try:
+            os.posix_fallocate(fd, 0, num_blocks * row_bytes)
+            self._memory = mmap.mmap(fd, num_blocks * row_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            self.path.unlink()
+            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
+        finally:
+            os.close(fd)
+        array = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, row_bytes)
+        super().__init__(block_size, "mapped file", array)
+
+    def close(self) -> None:
+        """Remove the file. Arrays made from it keep its memory until they go."""
+        with contextlib.suppress(AttributeError):
+            del self.array
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _said(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)

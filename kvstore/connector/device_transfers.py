@@ -1,0 +1,322 @@
+"""Transfers that were handed to the workers, and the device blocks that they use.
+
+`Loads` says which chunks of a request go to which of its blocks. `Stores` offers what a request has
+computed to the manager, chunk by chunk. `ConnectorStats` counts both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from kvstore.connector.contract import OffloadingManager
+from kvstore.connector.mediums import ConnectorOutput, DeviceLoadStoreSpec, TransferJob
+from kvstore.connector.server import BlockLike, BlocksLike
+from kvstore.connector.tracked_request import GroupState, TrackedRequest
+from kvstore.errors import KVStoreError
+
+__all__ = ["ConnectorStats", "EndedLoads", "Job", "Jobs", "Loads", "Stores"]
+
+
+@dataclass(slots=True)
+class Job:
+    """A transfer under way.
+
+    Attributes:
+        block_ids: blocks of the device that it reads or writes.
+        awaited: workers that have not ended it yet.
+        failed: some worker could not do it.
+    """
+
+    number: int
+    tracked: TrackedRequest
+    keys: list[bytes]
+    block_ids: list[int]
+    is_store: bool
+    awaited: int
+    failed: bool = field(default=False)
+
+
+class Jobs:
+    """Numbers transfers, and knows which of them stand in the way of a new use of blocks.
+
+    A block may be given to somebody else while a transfer uses it. That one has then to end
+    before the block is written again.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._made = 0
+        self._jobs: dict[int, Job] = {}
+        self._users: dict[int, set[int]] = {}
+        """Block -> the jobs that use it."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._jobs
+
+    def begin(
+        self, tracked: TrackedRequest, keys: list[bytes], block_ids: list[int], *, is_store: bool
+    ) -> Job:
+        """A new job."""
+        job = Job(self._made, tracked, keys, block_ids, is_store, self._workers)
+        self._made += 1
+        self._jobs[job.number] = job
+        for block in block_ids:
+            self._users.setdefault(block, set()).add(job.number)
+        return job
+
+    def ended(self, number: int, workers: int, *, failed: bool) -> Job | None:
+        """`workers` more have ended a job; returns it once all have, or None.
+
+        Raises:
+            KeyError: if there is no such job under way.
+        """
+        job = self._jobs[number]
+        job.failed |= failed
+        job.awaited -= workers
+        if job.awaited > 0:
+            return None
+        del self._jobs[number]
+        for block in set(job.block_ids):
+            users = self._users[block]
+            users.discard(number)
+            if not users:
+                del self._users[block]
+        return job
+
+    def using(self, blocks: Set[int]) -> set[int]:
+        """The jobs that use one of `blocks` at least."""
+        users = self._users
+        return {number for block in users.keys() & blocks for number in users[block]}
+
+
+@dataclass(slots=True)
+class EndedLoads:
+    """Requests whose loads have ended.
+
+    Attributes:
+        loaded: their tokens are in their blocks.
+        failed: what was to be loaded has to be computed.
+    """
+
+    loaded: list[str]
+    failed: list[str]
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Counters since the beginning.
+
+    Attributes:
+        loads, stores: transfers that were begun.
+        failed_loads, failed_stores: those that did not succeed.
+        refused_stores: stores that found no room, each time they were offered.
+        deferred: lookups that were to be asked again.
+        matched_tokens: tokens of the loads that were begun.
+        loaded_bytes, stored_bytes, loading_seconds, storing_seconds: of all workers together.
+        unknown_jobs: ends of transfers that were reported and not under way.
+    """
+
+    loads: int = 0
+    stores: int = 0
+    failed_loads: int = 0
+    failed_stores: int = 0
+    refused_stores: int = 0
+    deferred: int = 0
+    matched_tokens: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    loading_seconds: float = 0.0
+    storing_seconds: float = 0.0
+    unknown_jobs: int = 0
+
+    def count_copies(self, output: ConnectorOutput) -> None:
+        """What workers have copied."""
+        self.loaded_bytes += output.loaded.bytes
+        self.stored_bytes += output.stored.bytes
+        self.loading_seconds += output.loaded.seconds
+        self.storing_seconds += output.stored.seconds
+
+
+class Loads:
+    """Begins loads, and knows what is being loaded."""
+
+    def __init__(self, manager: OffloadingManager, jobs: Jobs, *, shares_blocks: bool) -> None:
+        """
+        Args:
+            shares_blocks: a request can use the blocks into which another one loads.
+        """
+        self._manager = manager
+        self._jobs = jobs
+        self._shares_blocks = shares_blocks
+        self._loading: dict[bytes, int] = {}
+        """Key -> the job that loads it, where requests share blocks."""
+        self._begun: dict[int, TransferJob] = {}
+
+    def take_begun(self) -> dict[int, TransferJob]:
+        """Those that have begun since the last call."""
+        begun, self._begun = self._begun, {}
+        return begun
+
+    def begin(self, tracked: TrackedRequest, blocks: BlocksLike, tokens: int) -> None:
+        """Load the next `tokens` tokens of a request.
+
+        Raises:
+            KVStoreError: if it has too few blocks.
+            KeyError: if some of it was not found in this step.
+        """
+        end = tracked.computed + tokens
+        keys: list[bytes] = []
+        block_ids: list[int] = []
+        sizes: list[int] = []
+        begins: list[int] = []
+        for state in tracked.groups:
+            group = state.group
+            its = blocks.blocks[group.index]
+            begin, count = _to_load(tracked, state, its, end)
+            if begin < count:
+                keys += state.keys[begin // group.blocks_per_chunk : group.chunks_to(end)]
+            block_ids += [block.block_id for block in its[begin:count]]
+            sizes.append(count - begin)
+            begins.append(begin)
+        source = self._manager.prepare_load(keys, tracked.context)
+        target = DeviceLoadStoreSpec(block_ids, sizes, begins)
+        job = self._jobs.begin(tracked, keys, block_ids, is_store=False)
+        tracked.load_begins(job.number, end)
+        self._begun[job.number] = TransferJob(tracked.context.req_id, source, target)
+        if self._shares_blocks:
+            self._loading.update(dict.fromkeys(keys, job.number))
+
+    def end(self, job: Job) -> None:
+        """A load has ended."""
+        self._manager.complete_load(job.keys, job.tracked.context)
+        for key in job.keys:
+            if self._loading.get(key) == job.number:
+                del self._loading[key]
+        job.tracked.load_ends(failed=job.failed)
+
+    def under_way(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether some of a request's next `tokens` tokens are being loaded for another."""
+        if not self._loading:
+            return False
+        end = tracked.computed + tokens
+        for state in tracked.groups:
+            group = state.group
+            last = group.chunks_to(end)
+            first = tracked.computed // group.tokens_per_chunk
+            if group.window is not None:
+                first = max(first, last - group.window_chunks(end))
+            if any(key in self._loading for key in state.keys[first:last]):
+                return True
+        return False
+
+
+def _to_load(
+    tracked: TrackedRequest, state: GroupState, blocks: Sequence[BlockLike], end: int
+) -> tuple[int, int]:
+    """The first of a group's blocks that is to be loaded, and how many there are up to `end`."""
+    group = state.group
+    count = group.blocks_to(end)
+    if len(blocks) < count or len(state.keys) < group.chunks_to(end):
+        raise KVStoreError(
+            f"request {tracked.context.req_id} has {len(blocks)} blocks and {len(state.keys)} "
+            f"whole chunks in group {group.index}: too few to load {end} tokens"
+        )
+    for place in range(group.blocks_to(tracked.computed), count):
+        block = blocks[place]
+        if not block.is_null and block.block_hash is None:
+            return place, count
+    return count, count
+
+
+class Stores:
+    """Begins stores.
+
+    Attributes:
+        refused: stores that found no room, each time they were offered.
+    """
+
+    def __init__(self, manager: OffloadingManager, jobs: Jobs, *, prompt_only: bool) -> None:
+        self._manager = manager
+        self._jobs = jobs
+        self._prompt_only = prompt_only
+        self.refused = 0
+
+    def offer(
+        self, tracked: TrackedRequest, scheduled: int | None
+    ) -> tuple[Job, TransferJob] | None:
+        """Offer what a request will have computed in this step and was not offered yet.
+
+        Where nothing finds room, it is offered again in its next step. Where a part finds some, the
+        rest is not. None if nothing is to be copied.
+
+        Args:
+            scheduled: tokens that it computes in this step, or None if it has finished.
+        """
+        if tracked.loading is not None:
+            return None
+        tracked.name_chunks()
+        tokens = tracked.computed_after(scheduled)
+        if self._prompt_only:
+            tokens = min(tokens, tracked.request.num_prompt_tokens)
+        ends = [max(state.next_chunk, state.storable(tokens)) for state in tracked.groups]
+        offered: dict[bytes, list[int]] = {}
+        """Key -> blocks."""
+        for state, end in zip(tracked.groups, ends, strict=True):
+            offered.update(_to_store(state, end))
+        begun = None
+        if offered:
+            out = self._manager.prepare_store(list(offered), tracked.context)
+            if out is None:
+                self.refused += 1
+                return None
+            if out.keys_to_store:
+                chosen = {key: offered[key] for key in out.keys_to_store}
+                source, block_ids = _source(tracked, chosen, ends)
+                job = self._jobs.begin(tracked, list(chosen), block_ids, is_store=True)
+                tracked.store_begins(job.number)
+                begun = job, TransferJob(tracked.context.req_id, source, out.store_spec)
+        tracked.offered_up_to(ends)
+        return begun
+
+    def end(self, job: Job) -> None:
+        """A store has ended."""
+        self._manager.complete_store(job.keys, job.tracked.context, not job.failed)
+        job.tracked.store_ends(job.number)
+
+
+def _to_store(state: GroupState, end: int) -> dict[bytes, list[int]]:
+    """Chunks up to `end` that were not offered yet, and the blocks in which they are."""
+    found: dict[bytes, list[int]] = {}
+    for chunk in range(state.next_chunk, end):
+        blocks = state.blocks_of(chunk)
+        # A transfer can begin in the middle of a chunk, and has no gap after that.
+        if blocks and (len(blocks) == state.group.blocks_per_chunk or not found):
+            found[state.keys[chunk]] = blocks
+    return found
+
+
+def _source(
+    tracked: TrackedRequest, chosen: dict[bytes, list[int]], ends: list[int]
+) -> tuple[DeviceLoadStoreSpec, list[int]]:
+    """The blocks of the chunks that are stored, group by group."""
+    block_ids: list[int] = []
+    sizes: list[int] = []
+    begins: list[int] = []
+    for state, end in zip(tracked.groups, ends, strict=True):
+        its: list[int] = []
+        begin = 0
+        for chunk in range(state.next_chunk, end):
+            blocks = chosen.get(state.keys[chunk])
+            if blocks is None:
+                continue
+            if not its:
+                begin = (chunk + 1) * state.group.blocks_per_chunk - len(blocks)
+            its += blocks
+        block_ids += its
+        sizes.append(len(its))
+        begins.append(begin)
+    return DeviceLoadStoreSpec(block_ids, sizes, begins), block_ids
