@@ -1,4 +1,4 @@
-"""The configuration: one typed model for Python, TOML and vLLM's extra_config.
+"""Configuration: one typed model for Python, TOML and vLLM's extra_config.
 
 Every value is checked at once. What cannot be used is refused with a message
 that names the key, the value and what is allowed.

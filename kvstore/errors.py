@@ -1,4 +1,4 @@
-"""Errors that kvstore raises, each naming the thing at fault and what is allowed.
+"""Errors that kvstore raises. Each names what is wrong and what is allowed.
 
 Faults at run time (a slow disk, a failed write, a flipped byte) are not here:
 they are misses, counted in the statistics and logged once.

@@ -1,4 +1,4 @@
-"""Who stays: eviction policies and admission filters, by name, for every tier alike."""
+"""Eviction policies and admission filters, by name, for every tier alike."""
 
 # Under two names there would be two registries.
 if __name__ != "kvstore.policies":

@@ -1,4 +1,4 @@
-"""The contract of an admission filter: may a chunk enter a tier at all?
+"""Admission filter: the contract. It decides whether a chunk enters a tier.
 
 A filter stands before a tier and works with any eviction policy. It is asked
 before room is made, so that a chunk which it refuses costs nothing. It holds no

@@ -1,4 +1,4 @@
-"""The contract of an eviction policy.
+"""Eviction policy: the contract.
 
 A policy orders keys. It holds no bytes, does no I/O, knows no time and is
 owned by one thread. Host memory and disk use the same contract.

@@ -1,4 +1,4 @@
-"""Hit density by class and age, estimated from what was seen.
+"""Hit density by class and age, estimated from past hits and evictions.
 
 The age of a key is the number of accesses since its own last one. For each class
 and each bin of ages it is counted how many keys were used again at that age, and

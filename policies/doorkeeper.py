@@ -1,4 +1,4 @@
-"""Admission of what was seen before, at a byte or two per key.
+"""Doorkeeper: admit keys that were seen before, at a byte or two per key.
 
 Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
 Admission Policy", ACM Transactions on Storage 13 (4), 2017, sections 3.3 (reset)

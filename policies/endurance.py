@@ -1,4 +1,4 @@
-"""A budget for the bytes that wear a disk out."""
+"""Endurance: a budget for bytes written to a disk."""
 
 from __future__ import annotations
 

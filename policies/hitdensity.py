@@ -1,4 +1,4 @@
-"""Prefix hit density: our own policy, made for chains of blocks.
+"""Prefix hit density: a policy made for chains of blocks.
 
 It estimates, from what similar chunks did before, how many hits per unit of time a
 chunk will still bring. It evicts the chunk with the fewest, from the ends of chains

@@ -1,4 +1,4 @@
-"""The parameters that a policy or filter takes: the keyword-only arguments of its constructor."""
+"""Parameters of a policy or filter: the keyword-only arguments of its constructor."""
 
 from __future__ import annotations
 

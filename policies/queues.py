@@ -1,4 +1,4 @@
-"""Queues from which victims are taken, shared by the policies that have several.
+"""Queues of candidates for eviction, shared by the policies that have several.
 
 A queue is an `OrderedTable` from key to whatever its policy notes, coldest first.
 """

@@ -1,4 +1,4 @@
-"""Eviction policies and admission filters by name.
+"""Registry of eviction policies and admission filters by name.
 
 Each is found by its name in the configuration. Built-in ones are registered
 here; a package adds its own by decorator, or without being imported first, by

@@ -1,4 +1,4 @@
-"""Admission of what was asked for before."""
+"""Reuse threshold: admit keys that were asked for before."""
 
 from __future__ import annotations
 

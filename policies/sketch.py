@@ -1,4 +1,4 @@
-"""Approximate counts of how often keys were seen of late.
+"""Sketch: approximate counts of recent uses of keys.
 
 Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
 Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 3: a count-min

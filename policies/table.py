@@ -1,4 +1,4 @@
-"""A table that keeps its order and never makes anybody wait.
+"""Ordered table: a dictionary in order, without pauses for rebuilding.
 
 Python's `dict` and `OrderedDict` are rebuilt when insertions have used up their space, which
 deletions do not give back. With 100,000 entries that takes 8 ms, with a million 60 to 130, in the

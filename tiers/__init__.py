@@ -1,4 +1,4 @@
-"""Where bytes live: host memory and slower tiers, one place per medium."""
+"""Tiers: host memory and slower media, one module or folder each."""
 
 # Under two names there would be two registries.
 if __name__ != "kvstore.tiers":

@@ -1,4 +1,4 @@
-"""The contract of a slower tier.
+"""Tier: the contract of a slower tier.
 
 A tier stores chunks of one fixed size in numbered slots and copies them to
 and from rows of one host region. It decides nothing: it is told which key goes

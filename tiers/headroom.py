@@ -1,4 +1,4 @@
-"""How much memory this process may still take.
+"""Headroom: how much memory this process may still take.
 
 The machine's free memory, and the limit of every control group on the way up,
 version 1 and 2. Clean page cache counts as free: the kernel gives it back when

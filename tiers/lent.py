@@ -1,4 +1,4 @@
-"""Rows of memory that belong to somebody else, who lends them for copies."""
+"""Lent memory: rows that belong to a server, which lends them for copies."""
 
 from __future__ import annotations
 

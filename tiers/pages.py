@@ -1,4 +1,4 @@
-"""Memory that is really there: huge pages where the system has them, no page fault left.
+"""Pages: populate memory ahead of use, with huge pages where the system has them.
 
 Memory of 4 KiB pages costs direct I/O 40 to 60 % of its speed against huge pages.
 """

@@ -1,4 +1,4 @@
-"""Host memory: one region of rows, allocated once.
+"""Pinned memory: one region of rows, allocated once.
 
 A private region is anonymous memory. A shared region is a memfd: it has no name
 in any file system, so a killed process leaves nothing behind. How processes find

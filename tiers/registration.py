@@ -1,4 +1,4 @@
-"""Memory made known to CUDA, so that a device copies to and from it at full speed.
+"""Registration: pin memory for CUDA, so that a device copies at full speed.
 
 All of it or nothing: where CUDA refuses a part, what was registered before is taken back
 and the memory stays usable, by slow copies.

@@ -1,4 +1,4 @@
-"""Where the processes of one server meet over shared memory.
+"""Rendezvous: the processes of one server find their shared memory.
 
 The memory is a memfd, which has no name in any file system. Processes find each
 other by a name in the system's abstract socket namespace. The process that binds

@@ -1,4 +1,4 @@
-"""``kvstore simulate --replicas``: several servers behind a router, over a store or none."""
+"""``kvstore simulate --replicas``: several servers behind a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kind of ``kvstore simulate`` asks for, and how it tells what came of it."""
+"""Options and output that every kind of ``kvstore simulate`` shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvstore simulate``: what other sizes, policies and flows would have brought."""
+"""``kvstore simulate``: hit ratios for other sizes, policies and flows."""
 
 from __future__ import annotations
 

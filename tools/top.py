@@ -1,4 +1,4 @@
-"""``kvstore top``: how a server's tiers do, or what a cache on disk takes in, again and again."""
+"""``kvstore top``: watch a server's tiers, or a cache on disk."""
 
 from __future__ import annotations
 

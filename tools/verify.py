@@ -1,4 +1,4 @@
-"""``kvstore verify``: is every payload what its record says."""
+"""``kvstore verify``: check every payload against its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who moves the bytes of a transfer, in the worker's process."""
+"""Handlers: move the bytes of a transfer, in the worker's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager over the core, with all its tiers."""
+"""Tiered manager: the contract of a manager over the core, with all its tiers."""
 
 from __future__ import annotations
 

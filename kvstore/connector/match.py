@@ -1,4 +1,4 @@
-"""How many tokens of a request can be loaded.
+"""Match: count the tokens of a request that can be loaded.
 
 The answer is the largest boundary that every group can supply. A group that attends to all tokens
 supplies a boundary if all chunks before it are there; one with a sliding window, if those are

@@ -1,4 +1,4 @@
-"""The names and calls of published integrations, over kvstore's own.
+"""Published names: the calls of published integrations, over kvstore's own.
 
 A server that was written for them changes its imports. Requests are named instead of transfers: a
 store has ended once its request has finished and all of its blocks are copied, which keeps them

@@ -1,4 +1,4 @@
-"""A manager that stores only what is asked for again."""
+"""Reuse manager: store only what is asked for again."""
 
 from __future__ import annotations
 

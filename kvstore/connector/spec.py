@@ -1,4 +1,4 @@
-"""What a server builds from its configuration: a manager, and handlers for its workers."""
+"""Spec: build a manager and handlers for workers from a server's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that torch does not offer.
+"""CUDA driver calls that torch does not offer.
 
 Errors come back as codes: unlike those of the runtime they leave nothing pending that a later call
 of torch would take for its own.

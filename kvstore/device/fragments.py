@@ -1,4 +1,4 @@
-"""A transfer as a list of plain copies between addresses."""
+"""Fragments: a transfer as a list of plain copies between addresses."""
 
 from __future__ import annotations
 

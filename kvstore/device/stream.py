@@ -1,4 +1,4 @@
-"""One direction of copies: a stream, and what its ways need."""
+"""Stream: the copies of one direction, and what its ways need."""
 
 from __future__ import annotations
 

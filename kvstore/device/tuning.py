@@ -1,4 +1,4 @@
-"""How fast each way is on this machine, and whether it copies right.
+"""Tuning: measure how fast each way is on this machine, and check that it copies right.
 
 Only scratch memory is used, on the device and in the host: no KV cache and no row is touched.
 """

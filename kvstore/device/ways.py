@@ -1,4 +1,4 @@
-"""Which way a transfer goes, by its direction and the size of its fragments."""
+"""Ways: choose how a transfer goes, by its direction and the size of its fragments."""
 
 from __future__ import annotations
 

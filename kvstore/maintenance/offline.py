@@ -1,4 +1,4 @@
-"""Changing a cache on disk that nobody uses: compaction and purging.
+"""Offline maintenance: compact and purge a cache on disk that nobody uses.
 
 Each function takes the lanes that it changes, one at a time. It refuses lanes
 that a living process owns, and lanes that another user could have filled. A

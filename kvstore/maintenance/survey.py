@@ -1,4 +1,4 @@
-"""What is on disk, seen from outside: for operators, and beside a running server.
+"""Survey: read what is on disk from outside, also beside a running server.
 
 Nothing here takes a lane, writes a byte or trusts a file. Records are
 self-validating, so a lane may be read while a process writes to it.

@@ -1,4 +1,4 @@
-"""Lines of parts that write none themselves, in Python's log."""
+"""Log lines of modules that have no logger of their own."""
 
 from __future__ import annotations
 

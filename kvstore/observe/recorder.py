@@ -1,4 +1,4 @@
-"""Recording what requests asked for, beside a running engine.
+"""Recorder: write down what requests ask for, beside a running engine.
 
 `Recorder.add` only puts a reference into a queue. Hashing is done by a thread
 and writing by aiofiles, so that neither holds up the loop. The queue and the

@@ -1,4 +1,4 @@
-"""Recordings: what requests asked for, to be replayed against other sizes and policies.
+"""Recordings: what requests asked for, to be replayed with other sizes and policies.
 
 A recording holds times and 64-bit hashes of keys: no prompt can be read from
 it. `kvstore.observe.recorder` writes it, in two files, ``PATH`` and ``PATH.old``.

@@ -1,4 +1,4 @@
-"""Waits and moves as OpenTelemetry's spans.
+"""Tracing: waits and moves as OpenTelemetry spans.
 
 The core tells what has begun and ended, see `kvstore.core.reports`. Here each becomes a span, on
 the engine's loop, so that no step of a scheduler pays for it. Whoever runs the server sets up the

@@ -1,4 +1,4 @@
-"""What other sizes, policies and flows would have brought: traces replayed through the core."""
+"""Simulation: replay traces through the core with other sizes, policies and flows."""
 
 from kvstore.simulation.curve import LRUCurve, sizes_between
 from kvstore.simulation.fleet import ROUTERS, Fleet, FleetOutcome, replay_fleet

@@ -1,4 +1,4 @@
-"""Hits of leaf-first LRU for every size at once.
+"""Hit curve: hits of leaf-first LRU for every size at once.
 
 LRU fed tail first is a stack algorithm (Mattson et al. 1970): after a request
 its prompt lies on top, head first, above what was there in its old order, and a

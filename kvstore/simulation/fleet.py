@@ -1,4 +1,4 @@
-"""A trace replayed by several servers behind a router, each with a cache, over one store or none.
+"""Fleet: replay a trace over several servers behind a router, with a store or without.
 
 Each server is a real core, as in `replay`; behind its host memory and its disk it knows of a store.
 Only that is simulated: it does at once what it is asked, and evicts by LRU.

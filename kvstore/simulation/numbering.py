@@ -1,4 +1,4 @@
-"""Small numbers in place of 64-bit hashes, in little memory."""
+"""Numbering: small numbers in place of 64-bit hashes, in little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hit ratios over sizes, drawn. Needs matplotlib (``pip install kvstore[plot]``)."""
+"""Picture: draw hit ratios over sizes. Needs matplotlib (``pip install kvstore[plot]``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace replayed through the real core.
+"""Replay: a trace through the real core.
 
 The core is the one that serves: `kvstore.core.Core` with its pool, directories,
 policies and filters. Only the server and the disk are simulated: the server handles

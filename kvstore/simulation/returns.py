@@ -1,4 +1,4 @@
-"""What clients could have told of their conversations: when each goes on, or that it is over."""
+"""Returns: hints that clients could have given, when a conversation goes on or ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a trace that behaves like the whole, for caches that are smaller in proportion.
+"""Sample: a part of a trace that behaves like the whole, for proportionally smaller caches.
 
 SHARDS (Waldspurger et al., FAST'15) keeps what hashes below a threshold. To keep
 chains whole, the hash is not of a chunk but of the conversation that a request

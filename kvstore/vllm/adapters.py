@@ -1,4 +1,4 @@
-"""Which LoRA weights each request is computed with.
+"""LoRA adapters: which weights each request is computed with, and the keys that follow from them.
 
 vLLM's block hashes know an adapter by name and path. Its weights may be others in the next
 process, or after a request with `load_inplace`; kvstore keeps their chunks apart by a fingerprint
@@ -12,8 +12,6 @@ of the files. What is in doubt is neither looked up nor stored:
   is known again.
 
 Fingerprints are taken elsewhere, one after the other in the order of the calls.
-
-The keys of requests with a LoRA adapter: those of the adapter's own weights.
 """
 
 from __future__ import annotations

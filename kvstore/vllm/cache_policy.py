@@ -1,4 +1,4 @@
-"""An eviction policy of ours behind vLLM's `CachePolicy`, for vLLM 0.32 and 0.33.
+"""Cache policy: a policy of ours behind vLLM's `CachePolicy`, for vLLM 0.32 and 0.33.
 
 vLLM's manager owns the chunks and counts their references; what it tells a policy,
 and when, differs from our contract in three ways:

@@ -1,4 +1,4 @@
-"""The page formats in use: the spec of each KV cache group, and the backend of each layer.
+"""Page formats in use: the spec of each KV cache group, and the backend of each layer.
 
 A configuration says what was asked for, and "auto" is a possible answer. What vLLM has resolved
 stands in the specs of its KV cache groups, of which every field counts, also those that nobody has

@@ -1,4 +1,4 @@
-"""How the KV pages of a vLLM worker lie in a row of host memory.
+"""Layout: how the KV pages of a vLLM worker lie in a row of host memory.
 
 row:   | rank 0 | rank 1 | ... | padding to a page |
 rank:  | tensor 0: blocks_per_chunk pages | tensor 1 | ... |
@@ -8,10 +8,7 @@ With `canonical_layout` there are no ranks in a row, and its bytes do not tell h
 row:   | tensor 0: blocks_per_chunk canonical pages | tensor 1 | ... | padding to a page |
 
 A canonical page is what a block would have in one worker alone; each rank has its heads in it.
-
-The host memory of one vLLM engine, as its processes find it.
-
-Which bytes of a worker's pages go where in the pages of a row.
+`worker_region` and `manager_region` find the host memory of one engine in each of its processes.
 
 With the canonical layout a page of a row holds the heads of all ranks, in an order that does not
 depend on how many ranks there are; vLLM certifies where each rank has its own (`mapping`).

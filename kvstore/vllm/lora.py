@@ -1,4 +1,4 @@
-"""The manager of an engine with LoRA: each adapter's chunks under keys of its own weights."""
+"""LoRA manager: keep each adapter's chunks under keys of its own weights."""
 
 from __future__ import annotations
 

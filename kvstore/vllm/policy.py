@@ -1,4 +1,4 @@
-"""kvstore's eviction policies in vLLM's own CPU tier, without the rest of kvstore.
+"""Policies for vLLM's own CPU tier, without the rest of kvstore.
 
     "kv_connector_extra_config": {"cpu_bytes_to_use": N,
       "eviction_policy": "hit-density", "cache_policy_module_path": "kvstore.vllm.policy"}

@@ -1,4 +1,4 @@
-"""kvstore's disk tier as a secondary tier of vLLM's own `TieringOffloadingSpec`.
+"""Secondary tier: kvstore's disk tier below vLLM's own `TieringOffloadingSpec`.
 
     "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.vllm",
                          "path": "/nvme/kv", "capacity_bytes": "2TiB"}]
@@ -16,8 +16,6 @@ at a time:
   so a job cannot end while a copy from or to its rows may still run.
 * As long as a job has not ended, vLLM goes on making steps.
 * `drain_jobs` waits for all jobs: vLLM resets its host memory then, and keeps what tiers hold.
-
-What the operator may say of kvstore as one of vLLM's own secondary tiers.
 """
 
 from __future__ import annotations
@@ -57,9 +55,9 @@ from kvstore.vllm.adapters import AdapterKeys
 from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
-from kvstore.vllm.log import join_server_log
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.spec import check_engine_with_tiers
+from kvstore.vllm.version import join_server_log
 from kvstore.vllm.vllm_internals import vllm_config_of
 
 __all__ = ["KVStoreTier", "TierOptions"]

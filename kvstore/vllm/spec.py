@@ -1,4 +1,4 @@
-"""The offloading spec: what vLLM builds in its scheduler and in every worker."""
+"""Offloading spec: what vLLM builds in its scheduler and in every worker."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
-from kvstore.vllm.log import join_server_log
 from kvstore.vllm.metrics_report import LABELS, definitions
-from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last
+from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_log
 from kvstore.vllm.vllm_internals import vllm_config_of
 
 __all__ = ["KVStoreOffloadingSpec", "check_continues", "check_engine_with_tiers"]

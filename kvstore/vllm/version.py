@@ -1,7 +1,6 @@
-"""Which vLLM this is, and what it has: the one place that asks.
+"""The version of vLLM, and what it offers: the one module that asks.
 
-Stands between `kvstore.vllm` and releases that lack something: a name that they do not have is
-given here in its place, or a flag says that they do without.
+A name that an older release lacks is given here in its place, or a flag says that it is absent.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ __all__ = [
     "group_number",
     "hashes_last",
     "hints_of",
+    "join_server_log",
     "keep_position",
     "mediums",
     "position_of",
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("kvstore")
+
 
 Version = tuple[int, int]
 
@@ -160,3 +161,13 @@ def keep_position(context: Any, key: Any, named: Any) -> None:
         position = context.get_offload_key_position(key)
         if position is not None:
             context.set_offload_key_position(named, position)
+
+
+def join_server_log() -> None:
+    """Let kvstore's log lines appear in the server's log."""
+    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False

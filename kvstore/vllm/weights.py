@@ -1,4 +1,4 @@
-"""Whether the weights that an engine computes with are those that it started with.
+"""Weights: check that an engine still computes with those that it started with.
 
 An engine that sleeps, or pauses to take new weights, asks its connector to forget everything. What
 is kept outside of the device is as right as before, unless the weights have become others. vLLM

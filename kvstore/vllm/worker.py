@@ -1,4 +1,4 @@
-"""The workers' side: copies between the device's KV cache and rows of host memory."""
+"""Worker: copy between the device's KV cache and rows of host memory."""
 
 from __future__ import annotations
 

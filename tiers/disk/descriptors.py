@@ -1,4 +1,4 @@
-"""How many files this process may hold open: a large lane needs two per segment."""
+"""File descriptors: raise the limit. A large lane needs two per segment."""
 
 from __future__ import annotations
 

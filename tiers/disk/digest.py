@@ -1,4 +1,4 @@
-"""The digest of a payload: XXH3 of 128 bits, in the canonical (big-endian) form."""
+"""Digest of a payload: XXH3 of 128 bits, in canonical (big-endian) form."""
 
 from __future__ import annotations
 

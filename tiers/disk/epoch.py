@@ -1,4 +1,4 @@
-"""The epoch of a namespace: chunks of different epochs are not exchanged.
+"""Epoch of a namespace: chunks of different epochs are not exchanged.
 
 A reset says that chunks stored so far may be wrong from now on, because weights
 have changed. It moves its process to a newer epoch, and each record carries the

@@ -1,4 +1,4 @@
-"""Extents: neighbouring slots, moved by one vectored call and verified one by one."""
+"""Extents: runs of slots, moved by one vectored call and verified one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found to be wrong on disk, in the words of whoever reports it."""
+"""Faults found on disk, in the words of whoever reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Format 1: what a segment file looks like, byte by byte.
+"""Format 1: the layout of a segment file, byte by byte.
 
 A segment is a safetensors file of fixed size:
 

@@ -1,4 +1,4 @@
-"""The index of a segment file: the one place where records are read and written.
+"""Index of a segment file: the one module that reads and writes records.
 
 Records go through the page cache by plain calls, never through a mapping. A
 thread that touches a mapping waits in a page fault while the file system is

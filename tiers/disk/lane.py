@@ -1,4 +1,4 @@
-"""Lanes: one writing process at a time."""
+"""Lane: a folder with one writing process at a time."""
 
 from __future__ import annotations
 

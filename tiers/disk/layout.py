@@ -1,4 +1,4 @@
-"""How well the chunks of a lane lie."""
+"""Layout of a lane: how many runs its chunks lie in."""
 
 from __future__ import annotations
 

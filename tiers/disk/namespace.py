@@ -1,4 +1,4 @@
-"""Namespaces: bytes that may be exchanged, and a folder that says whose they are."""
+"""Namespace: the folder of bytes that may be exchanged, with its identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes of other processes, read beside their owners: many replicas, one warm cache.
+"""Peer lanes: read the lanes of other processes, so that replicas share one warm cache.
 
 The owners are never asked and never disturbed. What their lanes hold is
 learned from the index tensors: records are self-validating, and what is read

@@ -1,4 +1,4 @@
-"""Where chunks lie that several lanes may keep at once."""
+"""Places: where each key lies, when several lanes may keep it."""
 
 from __future__ import annotations
 

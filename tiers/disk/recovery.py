@@ -1,4 +1,4 @@
-"""Opening a lane: from files to entries, reading only headers and index tensors."""
+"""Recovery: open a lane, reading only headers and index tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying chunks from slot to slot, records and all."""
+"""Relocation: copy chunks from slot to slot, with their records."""
 
 from __future__ import annotations
 

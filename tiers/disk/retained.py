@@ -1,4 +1,4 @@
-"""Word on disk of what the owner of a lane retains, for whoever looks from outside.
+"""Retained chunks: a record beside the lane of what its owner has pinned.
 
 What is retained is known to the owner's memory only. While anything is, the owner keeps a small
 file beside its lane up to date: ``retained-<n>`` in the namespace's folder. It is replaced as a

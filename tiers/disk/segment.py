@@ -1,4 +1,4 @@
-"""One segment file: made whole or not at all, opened only when it is ours."""
+"""Segment file: created whole or not at all, opened only when it is ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few plain threads that do blocking I/O, loads before stores.
+"""I/O threads: a few threads for blocking calls, loads before stores.
 
 One of them does nothing but loads, so that a load begins at once, however long the stores are
 that the others have begun.

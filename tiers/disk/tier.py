@@ -1,4 +1,4 @@
-"""The disk tier: chunks in slots of segment files, moved in extents, on one path or several."""
+"""Disk tier: chunks in slots of segment files, on one path or several."""
 
 from __future__ import annotations
 

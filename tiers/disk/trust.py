@@ -1,4 +1,4 @@
-"""Whose files are used: anybody who can write to a cache can forge what it serves.
+"""Trust: use only files that no other user can write. Whoever can write can forge.
 
 Digests tell damage from data, not a stranger's data from one's own. So every
 folder on the way to a cache, and every file in it, has to belong to the user

@@ -1,4 +1,4 @@
-"""Lanes that nobody uses any more, on the path of one that is in use: they give way to it.
+"""Unowned lanes: lanes on our path that nobody uses, and that give way to ours.
 
 Versions of a model come and go, and each leaves a lane that no process takes again. Together
 with the lane of a running process they take no more than its capacity: as that grows, their

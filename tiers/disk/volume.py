@@ -1,4 +1,4 @@
-"""One path of a disk tier: the lane that this process owns there, its files and its threads."""
+"""Volume: one path of a disk tier, with its lane, files and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at the lanes of other processes on one path, cheaply.
+"""Watch: find changes in the lanes of other processes on one path, cheaply.
 
 Whoever writes to a lane touches its lock file afterwards. So a lane whose lock
 and folder have not changed is left alone, whatever its size, except for a few

@@ -1,4 +1,4 @@
-"""Stores: tiers over remote engines that exist, which several hosts share."""
+"""Remote tiers: stores that several hosts share."""
 
 from kvstore.tiers.remote.client import StoreClient, StoreError
 from kvstore.tiers.remote.tier import StoreTier

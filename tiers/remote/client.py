@@ -1,4 +1,4 @@
-"""What a store tier asks of the client of an engine."""
+"""Client: what a store tier asks of a remote engine."""
 
 from __future__ import annotations
 

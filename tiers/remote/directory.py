@@ -1,4 +1,4 @@
-"""A directory that several hosts share, through NFS or a parallel file system, as a store.
+"""Shared directory: a store on NFS or a parallel file system.
 
 Each value is a file, in one of 256 folders by its key, as a single folder ends at some millions of
 names. It is written under another name and renamed, so that nobody sees a part of it.
@@ -20,10 +20,10 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.tiers.remote.client import StoreError, Unread, in_waves
+from kvstore.tiers.remote.loop import in_thread
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.slices import copy
-from kvstore.tiers.remote.thread import in_thread
 
 __all__ = ["DirectoryClient"]
 

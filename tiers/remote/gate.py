@@ -1,4 +1,4 @@
-"""Calls to a store that may be under way at once; the others wait for their turn."""
+"""Gate: bound the calls to a store that are under way at once."""
 
 from __future__ import annotations
 

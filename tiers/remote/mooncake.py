@@ -1,4 +1,4 @@
-"""Mooncake Store: memory of many hosts as one pool, read and written without a copy in between.
+"""Mooncake Store: memory of many hosts as one pool, without a copy in between.
 
 Rows of host memory are registered with its transfer engine once; payloads go from them, and into
 them, as they are. See `kvstore.tiers.remote.slices` for the records.
@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.tiers.remote.thread import in_thread, to_the_end
-
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
+from kvstore.tiers.remote.loop import in_thread, to_the_end
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.session import Session
 from kvstore.tiers.remote.slices import Slices, values_of

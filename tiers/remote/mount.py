@@ -1,4 +1,4 @@
-"""A directory that several hosts share: whether it is still the one that was mounted, and whose."""
+"""Mount: check that a shared directory is still the one that was mounted, and whose it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object stores: S3 and what speaks it, Google Cloud Storage, Azure, a directory that hosts share.
+"""Object stores: S3 and compatible, Google Cloud Storage, Azure, a shared directory.
 
 All through `obstore`. A value is one object. Large ones are read in ranges, several at once.
 """

@@ -1,4 +1,4 @@
-"""What stands beside a payload in a store, so that nobody takes it for anything else.
+"""Record of a value in a store: says what the payload is, so that nothing else is taken for it.
 
 128 bytes, little-endian:
 

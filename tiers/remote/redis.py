@@ -1,4 +1,4 @@
-"""Redis and Valkey, through `redis.asyncio`."""
+"""Redis and Valkey, by `redis.asyncio`."""
 
 from __future__ import annotations
 

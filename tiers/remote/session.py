@@ -1,4 +1,4 @@
-"""A connection of Mooncake's client, and the threads that use it."""
+"""Session: a connection of Mooncake's client, and the threads that use it."""
 
 from __future__ import annotations
 

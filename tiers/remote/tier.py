@@ -1,4 +1,4 @@
-"""A tier over the client of a remote engine: names, records, digests, deadlines.
+"""Store tier: names, records, digests and deadlines over the client of a remote engine.
 
 A chunk is a value named by namespace, epoch and key: a record and the payload. The record and the
 digest are checked before a chunk is used, so whatever the engine hands out, it is the right bytes
@@ -25,8 +25,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.tiers.remote.gate import Gate
-
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
@@ -40,6 +38,7 @@ from kvstore.tiers.remote.client import (
     Unread,
     epoch_of,
 )
+from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop
 from kvstore.tiers.remote.record import decode, encode, seed_of
 from kvstore.types import RecoveredTier, TierPlace

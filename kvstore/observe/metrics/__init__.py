@@ -1,4 +1,4 @@
-"""Watching a store: what is counted, and how Prometheus hears of it."""
+"""Metrics of a store, and their collector for Prometheus."""
 
 from kvstore.observe.metrics.collector import Collector
 from kvstore.observe.metrics.table import METRICS, TIER_LABEL, Metric

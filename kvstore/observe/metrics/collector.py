@@ -1,4 +1,4 @@
-"""A collector of `prometheus_client`: the metrics of a store, for any server."""
+"""Collector for `prometheus_client`: the metrics of a store, for any server."""
 
 from __future__ import annotations
 

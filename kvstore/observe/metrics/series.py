@@ -1,4 +1,4 @@
-"""The series of a store: each metric with every set of labels that it has there."""
+"""Series: each metric with every set of labels that a store has."""
 
 from __future__ import annotations
 

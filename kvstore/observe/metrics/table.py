@@ -1,4 +1,4 @@
-"""Every metric of a store, with its meaning, whoever reports it.
+"""Table of metrics: the name, kind and help of each, whoever reports it.
 
 Those of slower tiers have a label for the tier.
 """

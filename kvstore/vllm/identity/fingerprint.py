@@ -1,4 +1,4 @@
-"""Fingerprints of weight files: cheap to take, and different when the content is different.
+"""Fingerprints of weight files: cheap, and different when the content differs.
 
 The name, the size and some bytes of each file count; never its times, owner or place.
 A file of up to `WHOLE_BYTES` is read whole. Of a larger file these parts are read:
@@ -11,7 +11,7 @@ So a change is noticed unless it keeps names, sizes and headers and touches noth
 values inside large tensors, between the pages that are read. No training step is like that; an
 edit of single values by hand may be.
 
-Which files hold a model's weights, and where they lie.
+`model_files` and `adapter_files` find the files that hold weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What decides the KV bytes of a vLLM engine: engines with equal answers may share a cache.
+"""Identity: what decides the KV bytes of a vLLM engine. Equal identities may share a cache.
 
 Every setting counts unless it is known not to matter. A new setting of vLLM thus costs hits at
 worst. The answers are flat, so that a difference can be told in one line.

@@ -1,4 +1,4 @@
-"""Which settings of vLLM decide KV bytes, and which are known not to.
+"""Settings of vLLM: which decide KV bytes, and which are known not to.
 
 In every section each setting counts except those named here, and so does a section that is not
 named, so a setting that nobody has thought of costs hits, but never yields wrong bytes. Variables

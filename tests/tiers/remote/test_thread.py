@@ -7,9 +7,9 @@ import os
 import threading
 
 import pytest
-from kvstore.tiers.remote.thread import in_thread, to_the_end
 
 from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.loop import in_thread, to_the_end
 
 pytestmark = pytest.mark.asyncio
 

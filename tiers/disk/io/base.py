@@ -1,4 +1,4 @@
-"""How bytes are moved between a file and memory: one small interface."""
+"""I/O backend: the interface for moving bytes between a file and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through the page cache: where O_DIRECT is refused."""
+"""Buffered I/O: through the page cache, where O_DIRECT is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""O_DIRECT with vectored calls: the fast way on a real disk."""
+"""Direct I/O: O_DIRECT with vectored calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory-mapped files: for file systems that are memory already (tmpfs, ramfs).
+"""Mapped I/O: for file systems that are memory already (tmpfs, ramfs).
 
 A mapping of any other file is a trap: every page is a fault, which waits for the
 medium while it holds the lock of the address space, and a medium error is a

@@ -1,4 +1,4 @@
-"""Through Python's own files, by aiofiles: on any operating system and file system.
+"""Portable I/O: Python's own files by aiofiles, on any system.
 
 No call of a particular system is made: a run is a seek and reads or writes
 of one buffer after the other, unbuffered. Runs of one batch are under way at

@@ -1,4 +1,4 @@
-"""Which I/O backend a folder can take."""
+"""Probe: find the I/O backends that work in a folder."""
 
 from __future__ import annotations
 
