@@ -56,7 +56,7 @@ class BlockStatus(ctypes.Structure):
 
 
 class Backend(ABC):
-    """See the module's text.
+    """Blocks that are rows of one region of memory.
 
     Attributes:
         block_size: tokens of an offloaded block.

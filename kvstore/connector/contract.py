@@ -181,7 +181,7 @@ def by_lists(
 
 
 class OffloadingManager(ABC):
-    """See the module's text.
+    """Lets callers name requests to a manager that is called by lists only.
 
     Attributes:
         loads_are_uses: `prepare_load` counts as a use, and `touch` is called for what was used

@@ -220,7 +220,7 @@ class _Hinted:
 
 
 class HintedRequests:
-    """See the module's text.
+    """Requests with hints, and what becomes of their chunks when they end.
 
     Attributes:
         taken: hints that were followed, or will be.

@@ -210,7 +210,7 @@ class _Chain:
 
 
 class Chains:
-    """See the module's text."""
+    """Tells policies the uses of chunks: whole prompts, tail first, a part in each step."""
 
     def __init__(
         self, pool: HostPool, tiers: Sequence[TierView], positions: Positions, uses: Uses
