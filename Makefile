@@ -21,26 +21,41 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py)
 
-.PHONY: demo test check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
+.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
 
+# A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
+# Every target with what it does.
+help:
+	@awk '/^#/ {text = text substr($$0, 2); next} \
+	    /^[a-z0-9-]+:/ {if (text) printf "%-14s%s\n", substr($$1, 1, index($$1, ":") - 1), text} \
+	    /^$$/ {text = ""}' Makefile
+
+# Every check and test, on vLLM 0.32 and 0.33.
 test: check
 	@$(TESTS) -m "not slow"
 	@$(MAKE) --no-print-directory vllm33
+
+# What starts no engine and no server: under two minutes.
+QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
+QUICK += tests/test_logs.py tests/connector/test_scheduler.py tests/connector/test_matching.py tests/store/test_store.py
+QUICK += tests/tiers/test_disk_contract.py tests/tiers/test_io.py tests/test_bad_input.py
+quick: check
+	@$(TESTS) $(wildcard $(QUICK)) -m "not slow and not vllm"
 
 # Everything but the tests that start a vLLM engine.
 unit: check
 	@$(TESTS) -m "not slow and not vllm"
 
+# The tests with a real vLLM engine.
 vllm: $(READY)
 	@$(BIN)/python -m pytest -m vllm
 
 # What meets vLLM, with 0.33 in the place of 0.32, but for the long matrix of identities and for what
 # imports nothing of vLLM.
 NOT_TWICE := $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,identity_matrix adapters fingerprint verdict))
-
 vllm33: $(READY)
 	@$(OVERLAY) 0.33.0 $(VLLM33)
 	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
@@ -57,6 +72,7 @@ native: $(READY)
 	@$(BIN)/python -m tests.vllm.native 0.32.0
 	@$(BIN)/python -m tests.vllm.native 0.33.0
 
+# ruff and mypy.
 check: $(READY)
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check . || { echo "ruff format: run $(BIN)/ruff format"; exit 1; }
@@ -107,6 +123,7 @@ flapping: $(READY)
 fuzz: $(READY)
 	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py --timeout 3600 -o faulthandler_timeout=3700
 
+# Remove what was set up.
 clean:
 	rm -rf $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
