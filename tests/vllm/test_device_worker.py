@@ -18,7 +18,7 @@ import kvstore.tiers.pinned  # noqa: E402
 from kvstore.engine import host_memory as held  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
 from kvstore.tiers.pinned import PinnedRegion, RegionShape  # noqa: E402
-from kvstore.vllm import region as regions  # noqa: E402
+from kvstore.vllm import layout as regions  # noqa: E402
 from kvstore.vllm import worker as workers  # noqa: E402
 from kvstore.vllm.worker import DeviceCopyWorker, HostCopyWorker, create_worker  # noqa: E402
 from tests.vllm.parts import make_spec  # noqa: E402
