@@ -6,18 +6,29 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
+from kvstore.api.lease import Chunks
+from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError, LeaseEndedError
 
-if TYPE_CHECKING:
-    from kvstore.api.lease import Chunks, Lease
-    from kvstore.api.store import Store
-    from kvstore.api.sync import SyncLease, SyncStore
-    from kvstore.core import CoreStats
-
 __all__ = ["SyncWindows", "Windows"]
+
+_L = TypeVar("_L", covariant=True)
+
+
+class _Store(Protocol[_L]):
+    """What windows need of a store, whose leases are `_L`."""
+
+    def stats(self) -> CoreStats: ...
+
+    def lookup_prefix(self, keys: Sequence[bytes], request: str, /) -> int | None: ...
+
+    def get(self, keys: Sequence[bytes], request: str, /) -> _L: ...
+
+    def release(self, request: str, /) -> object: ...
 
 
 class _Portions:
@@ -76,14 +87,16 @@ class _Portions:
 class Windows:
     """What `Store.windows` returns: for ``async with``, and in the block for ``async for``."""
 
-    def __init__(self, store: Store, keys: Sequence[bytes], size: int) -> None:
+    def __init__(
+        self, store: _Store[AbstractAsyncContextManager[Chunks]], keys: Sequence[bytes], size: int
+    ) -> None:
         """
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
         self._store = store
         self._portions = _Portions(keys, size)
-        self._lease: Lease | None = None
+        self._lease: AbstractAsyncContextManager[Chunks] | None = None
 
     async def __aenter__(self) -> Windows:
         return self
@@ -137,14 +150,16 @@ class Windows:
 class SyncWindows:
     """What `SyncStore.windows` returns: for ``with``, and in the block for ``for``."""
 
-    def __init__(self, store: SyncStore, keys: Sequence[bytes], size: int) -> None:
+    def __init__(
+        self, store: _Store[AbstractContextManager[Chunks]], keys: Sequence[bytes], size: int
+    ) -> None:
         """
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
         self._store = store
         self._portions = _Portions(keys, size)
-        self._lease: SyncLease | None = None
+        self._lease: AbstractContextManager[Chunks] | None = None
 
     def __enter__(self) -> SyncWindows:
         return self

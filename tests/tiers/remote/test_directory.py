@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore.tiers.remote.directory import DirectoryClient
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.mount import MARK, Mount
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.types import TierPlace

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvstore.tiers.remote.gate import Gate
 
 from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.gate import Gate
 
 pytestmark = pytest.mark.asyncio
 

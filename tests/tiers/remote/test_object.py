@@ -19,10 +19,10 @@ from tests.tiers.remote.servers import Azurite, CephGateway, azurite, ceph_gatew
 
 obstore = pytest.importorskip("obstore")
 
-from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from obstore.store import AzureStore, S3Store  # noqa: E402
 
 from kvstore.tiers.remote.client import StoreError  # noqa: E402
+from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from kvstore.tiers.remote.mount import MARK, Mount  # noqa: E402
 from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 
