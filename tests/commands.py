@@ -20,7 +20,7 @@ SCRIPT = re.compile(r"[a-z_]+\.py( |$)")
 
 def documents() -> list[Path]:
     """Every document of the project that people read."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     found += [*ROOT.glob("benchmarks/**/README.md"), *ROOT.glob("examples/**/README.md")]
     return sorted(found)
 
