@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from tests.commands import ROOT, documents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -98,3 +99,18 @@ def test_every_module_of_the_core_is_in_the_table() -> None:
     told = set(re.findall(r"`(\w+)`", rooms))
     modules = {path.stem for path in (Path(kvstore.__file__).parent / "core").rglob("*.py")}
     assert modules - {"__init__"} == told
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name in a page: its headings, as GitHub writes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
+        if not name.startswith("http"):
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), name
+            assert not anchor or anchor[1:] in anchors(target), f"{name}{anchor}"
