@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,15 +25,11 @@ from kvstore.sizes import format_size
 from kvstore.tiers import Tier
 from kvstore.tiers.disk import DiskTier, PeerLanes
 from kvstore.tiers.disk.namespace import Namespace
-from kvstore.tiers.pinned import PAGE, RegionShape, round_to_page
+from kvstore.tiers.pinned import PAGE, PinnedRegion, RegionShape, round_to_page
 from kvstore.types import RecoveredTier
 
 if TYPE_CHECKING:
     from kvstore.observe.tracing import SpanWriter
-import asyncio
-import threading
-
-from kvstore.tiers.pinned import PinnedRegion
 
 __all__ = [
     "Assembly",

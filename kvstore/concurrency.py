@@ -15,6 +15,8 @@ from kvstore.errors import KVStoreError
 
 __all__ = ["DETACH_SECONDS", "Daemons", "Home", "LoopThread", "new_event_loop", "outlast", "within"]
 
+_T = TypeVar("_T")
+
 DETACH_SECONDS = 0.25
 """How long tasks that are left behind get to notice it."""
 
@@ -160,10 +162,7 @@ async def outlast(task: asyncio.Future[None], on_cancel: Callable[[], None]) -> 
     task.result()
 
 
-T = TypeVar("T")
-
-
-async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, T]) -> T:
+async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of `work`; None as `seconds` waits for it forever.
 
     Raises:
@@ -178,9 +177,6 @@ async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, T])
         if not limit.expired():
             raise
         raise TimeoutError(f"{call} took longer than {seconds:g} s") from None
-
-
-_T = TypeVar("_T")
 
 
 class Daemons(Executor):

@@ -16,15 +16,12 @@ They come in either of two forms:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstore.core import Core
-from collections.abc import Iterable
-
-from kvstore.core import Core
 
 __all__ = ["NO_HINTS", "PARAMS_KEY", "HintedRequests", "Hints", "follow", "read_hints"]
 

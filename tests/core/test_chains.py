@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, usage
-from kvstore.core import request as positions
+from kvstore.core import Core, HostPool, request, usage
 from kvstore.policies import AdmissionFilter, create_policy
 from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
@@ -349,7 +348,7 @@ def test_groups_are_stored_shed_and_loaded_together_where_positions_are_told() -
 def test_what_is_known_of_requests_that_never_end_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(positions, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(request, "MOST_REQUESTS", 10)
     rig = Rig(rows=8)
     for number in range(100):
         rig.core.on_new_request(f"r{number}", lambda key: 0)
