@@ -17,7 +17,6 @@ from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError
-from kvstore.observe.notice import Notice
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
@@ -59,13 +58,12 @@ class Assembly:
     tiers: list[Tier]
     description: str
     recorder: Recorder | None = None
-    notice: Notice | None = None
     spans: SpanWriter | None = None
 
     @property
     def beside(self) -> list[Beside]:
         """What is to run beside the engine."""
-        return [one for one in (self.recorder, self.notice, self.spans) if one is not None]
+        return [one for one in (self.recorder, self.spans) if one is not None]
 
     def recency(self) -> list[ColdestFirst]:
         """What each tier holds, coldest first."""
@@ -160,15 +158,8 @@ def _assemble(
             "installed without a C compiler: steps over large tiers have pauses, "
             "and fast disks are slower"
         )
-    lanes = [
-        (volume.lane.folder, view)
-        for tier, view in zip(tiers, views, strict=True)
-        if isinstance(tier, DiskTier)
-        for volume in tier.volumes
-    ]
-    notice = Notice(core, lanes) if lanes else None
     spans = spans_of(config, views, core.spans, chunk_bytes)
-    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, notice, spans)
+    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, spans)
 
 
 def spans_of(
