@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -38,7 +38,7 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
 from kvstore.types import about
-from kvstore.vllm.layout import manager_region, release_region
+from kvstore.vllm.layout import EngineShape, manager_region, release_region
 from kvstore.vllm.metrics_report import Reporter, facts_of
 from kvstore.vllm.version import (
     PENDING_IS_HOST,
@@ -49,10 +49,6 @@ from kvstore.vllm.version import (
 )
 from kvstore.vllm.vllm_internals import executor_of, request_of, resets_for_pause
 from kvstore.vllm.weights import LiveWeights
-
-if TYPE_CHECKING:
-    from kvstore.vllm.spec import KVStoreOffloadingSpec
-
 
 __all__ = ["KVStoreOffloadingManager", "Scans"]
 
@@ -107,7 +103,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     A step of the core begins with the first call after `on_schedule_end`.
     """
 
-    def __init__(self, spec: KVStoreOffloadingSpec) -> None:
+    def __init__(self, spec: EngineShape) -> None:
         super().__init__()
         self._spec = spec
         engine = spec.config.engine_id
@@ -126,12 +122,12 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._below = RETRY if self._uncounted else PENDING
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
         # rest as if it were whole.
-        self._offered_again = self._single_group or spec.blocks_per_chunk == 1
+        self._offered_again = self._single_group or spec.config.cache.blocks_per_chunk == 1
         config = replace(
             spec.store_config,
             chunk_bytes=spec.layout.chunk_bytes,
             identity=spec.identity,
-            keep_events=spec.kv_events_config.enable_kv_cache_events,
+            keep_events=spec.config.enable_kv_cache_events,
         )
         parallel = spec.config.parallel
         region = manager_region(
