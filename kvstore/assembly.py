@@ -151,7 +151,7 @@ def _assemble(
     recorder = None
     if config.record_trace is not None:
         recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
-        core.chains.listen(recorder.add)
+        core.on_prompt_end(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
         parts.append(

@@ -459,7 +459,7 @@ class Store:
             return 0
         prompt = self._prompts.storing(keys, request, time.monotonic())
         # Also what finds no room is a part of the prompt.
-        self._core.chains.extend(prompt.id, keys)
+        self._core.extend_prompt(prompt.id, keys)
         prompt.busy += 1
         try:
             stored = await self._puts.put(keys, sources, prompt.id, wait=wait)

@@ -342,7 +342,7 @@ class KVStoreManager(OffloadingManager):
             return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
         else:
             prompt = self._prompts.storing(keys, None, time.monotonic())
-            self._core.chains.extend(prompt.id, keys)
+            self._core.extend_prompt(prompt.id, keys)
             grant = self._core.prepare_store(keys, prompt.id)
             if grant is not None:
                 self._storing.add(grant.keys, prompt, self._core.era)

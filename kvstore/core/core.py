@@ -32,7 +32,7 @@ from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.promotion import Grants, Prefetches
 from kvstore.core.removal import Removal, Removals
 from kvstore.core.reports import Log, Spans
-from kvstore.core.request import Positions, Requests, RequestState
+from kvstore.core.request import MOST_REQUESTS, Requests, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.recompute import Average
 from kvstore.core.statistics import CoreStats
@@ -105,10 +105,9 @@ class Core:
         self._requests = Requests()
         self.spans = Spans()
         self.queue = WaitQueue(pool, self.spans, deadline=deadline, max_wait=max_wait, lease=lease)
-        self._positions = Positions()
         self._victims = Victims(pool, self.budget)
         self._uses = Uses(pool, self.tiers, self._victims, self.budget)
-        self.chains = Chains(pool, self.tiers, self._positions, self._uses)
+        self.chains = Chains(pool, self.tiers, self._requests, self._uses)
         self._removals = Removals(pool, self.tiers, self.queue, self._victims)
         self.hidden: Mapping[bytes, object] = self._removals.hidden
         self.cascades = Cascades(pool, self.tiers, self._log, self.budget, self.hidden)
@@ -142,7 +141,6 @@ class Core:
             self._requests,
             self.queue,
             self.chains,
-            self._positions,
             self.budget,
             self.hidden,
         )
@@ -206,6 +204,10 @@ class Core:
             self.queue.all_moved(now)
         for request in self.queue.expire(now):
             self._requests.drop_if_idle(request)
+        for _ in range(len(self._requests) - MOST_REQUESTS):
+            oldest = self._requests.oldest(lambda request: not request.busy)
+            if oldest is not None:
+                self.on_request_finished(oldest.id)
         self._stores.expire(now)
         self.pins.expire(now)
         if Life.ever_illegal:
@@ -301,7 +303,7 @@ class Core:
         """Requests that got "ask again" begin to wait; what others asked is forgotten."""
         for request in self._lookups.take_asked():
             if self.chains.filters and request.keys:
-                self.chains.count(request.id, request.keys)
+                self.chains.count(request, request.keys)
             if request.deferring:
                 request.defer(False)
                 self._deferrals += request.since is None
@@ -363,7 +365,7 @@ class Core:
         Raises:
             KeyError: if one of them cannot be loaded; then nothing was pinned.
         """
-        ordered = self._positions.ordered(request_id, keys)
+        ordered = self._ordered(request_id, keys)
         rows = self._loads.prepare(ordered, request_id)
         if self.demotions:
             self.demotions.used(keys)
@@ -416,7 +418,7 @@ class Core:
         self._lookups.pause()
         if self.hidden:
             keys = [key for key in keys if key not in self.hidden]
-        ordered = self._positions.ordered(request_id, keys)
+        ordered = self._ordered(request_id, keys)
         grant = self._stores.prepare(ordered, request_id, self.now)
         if grant is not None and ordered is not keys:
             grant = grant.in_order_of(keys)
@@ -461,22 +463,31 @@ class Core:
         """
         self.on_request_finished(request_id)
         if position is not None:
-            self._positions.tell(request_id, position, one_group=one_group)
+            self._requests.open(request_id).tell_positions(position, one_group=one_group)
 
     def on_request_finished(self, request_id: str) -> None:
         """The request asks no more: its wait and its leases end. Loads under way go on."""
         request = self._requests.get(request_id)
-        if request is not None:
-            if self.chains.filters and request.keys:
-                self.chains.count(request_id, request.keys)
-            self.queue.remove(request)
-            request.defer(False)
-            self._stores.forget_deferred(request)
-            self._requests.drop_if_idle(request)
-            self._lookups.pause()
-        self._uses.end(request_id)
-        self.chains.end(request_id)
-        self._positions.forget(request_id)
+        if request is None:
+            return
+        if self.chains.filters and request.keys:
+            self.chains.count(request, request.keys)
+        self.queue.remove(request)
+        request.defer(False)
+        self._stores.forget_deferred(request)
+        self._lookups.pause()
+        self._uses.end(request)
+        self.chains.end(request)
+        request.forget_positions()
+        self._requests.drop_if_idle(request)
+
+    def extend_prompt(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """`keys` are the next ones of the request's prompt, although it does not load them."""
+        self.chains.extend(self._requests.open(request_id), keys)
+
+    def on_prompt_end(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
+        """`listener` is told the keys of each request that ends, one sequence for each group."""
+        self.chains.listen(listener)
 
     def lapse(self, request_id: str) -> None:
         """What was fetched for the request is kept for it no longer; its answer stands."""
@@ -635,6 +646,10 @@ class Core:
         )
 
     # -- inside --------------------------------------------------------------------------
+
+    def _ordered(self, request_id: str, keys: Collection[bytes]) -> Collection[bytes]:
+        request = self._requests.get(request_id)
+        return keys if request is None else request.ordered(keys)
 
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool

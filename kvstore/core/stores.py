@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -92,20 +93,20 @@ class Stores:
         self._cascades = cascades
         self._budget = budget
         # Requests whose last store was deferred, and when that was, longest ago first.
-        self._deferred: dict[str, tuple[Request, float]] = {}
+        self._deferred: deque[tuple[Request, float]] = deque()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
         """See `Core.prepare_store`."""
         pool = self._pool
-        request = self._requests.get(request_id)
-        if request is not None and request.state is not RequestState.SCANNING:
+        request = self._requests.open(request_id)
+        if request.state is not RequestState.SCANNING:
             self._queue.remove(request)
-        again = request is not None and request.store_deferred
+        again = request.store_deferred is not None
         offered = list(dict.fromkeys(keys))
-        self._chains.extend(request_id, offered)
+        self._chains.extend(request, offered)
         new = [key for key in offered if key not in pool.chunks]
-        self._tell_uses(request_id, offered, again)
+        self._tell_uses(request, offered, again)
         unwanted: list[bytes] = []
         if new and pool.admission is not None:
             answers = pool.admission.admit(new, now)
@@ -122,16 +123,15 @@ class Stores:
             # A search that was broken off goes on in the next step: nothing is cut for it.
             wait = chunks is None and ((may_fit and not again) or self._budget.cut_short)
             if room == 0 or wait:
-                self._defer(request_id, now)
+                self._defer(request, now)
                 return None
             self.refused += len(new) - room
-        if request is not None:
-            self.forget_deferred(request)
-            self._requests.drop_if_idle(request)
+        self.forget_deferred(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1, request_id)
-        set_depths(chunks, self._chains.depths(request_id))
-        self._chains.storing(request_id, len(chunks))
+        set_depths(chunks, self._chains.depths(request))
+        self._chains.storing(request, len(chunks))
+        self._requests.drop_if_idle(request)
         unwanted += entered.declined
         self.declined += len(unwanted)
         keys, rows = [chunk.key for chunk in chunks], [chunk.row for chunk in chunks]
@@ -157,7 +157,10 @@ class Stores:
             for chunk in ended:
                 self._queue.failed(chunk, now)
                 self._pool.discard(chunk)
-        self._chains.storing(request_id, -len(ended))
+        request = self._requests.get(request_id)
+        if request is not None and ended:
+            self._chains.storing(request, -len(ended))
+            self._requests.drop_if_idle(request)
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
         """Request, key and row of every chunk that is being stored."""
@@ -169,35 +172,34 @@ class Stores:
 
     def expire(self, now: float) -> None:
         """Forget those that were deferred and never offered again."""
-        while self._deferred:
-            request, since = next(iter(self._deferred.values()))
-            if now - since < FORGET_AFTER * self._queue.lease:
-                break
-            self.forget_deferred(request)
-            self._requests.drop_if_idle(request)
+        deferred = self._deferred
+        while deferred:
+            request, since = deferred[0]
+            if request.store_deferred == since:
+                if now - since < FORGET_AFTER * self._queue.lease:
+                    break
+                self.forget_deferred(request)
+                self._requests.drop_if_idle(request)
+            deferred.popleft()
 
     def forget_deferred(self, request: Request) -> None:
         """The store of the request is not waited for any more."""
-        if request.store_deferred:
-            request.defer_store(False)
-            self._deferred.pop(request.id, None)
+        request.defer_store(None)
 
     def reset(self) -> None:
         """Forget every store that was deferred."""
         self._deferred.clear()
 
-    def _defer(self, request_id: str, now: float) -> None:
-        request = self._requests.open(request_id)
-        self._deferred.pop(request_id, None)
-        self._deferred[request_id] = (request, now)
-        request.defer_store(True)
+    def _defer(self, request: Request, now: float) -> None:
+        request.defer_store(now)
+        self._deferred.append((request, now))
         self.deferred += 1
 
     # -- entering --------------------------------------------------------------------------
 
-    def _tell_uses(self, request_id: str, offered: list[bytes], again: bool) -> None:
+    def _tell_uses(self, request: Request, offered: list[bytes], again: bool) -> None:
         """The policies hear of the prompt, of which the request may have loaded a part."""
-        host_keys, tier_keys = self._uses.take(request_id)
+        host_keys, tier_keys = self._uses.take(request)
         self._uses.tell_some()
         if again:
             # This is no second use, but chunks that are here shall not leave meanwhile.

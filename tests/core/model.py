@@ -373,14 +373,16 @@ class World:
         core = self.core
         before = core._requests.get(client.id)
         silence = self.now - client.asked
-        held = before is not None and silence < core.queue.lease
+        waits = before is not None and before.state is not RequestState.SCANNING
+        held = waits and silence < core.queue.lease
         if silence >= FORGET_AFTER * core.queue.lease:
             # Forgotten by now: it begins anew.
             client.forget()
         answered = before is not None and before.state is RequestState.ANSWERED
         answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
         client.asked = self.now
-        if answer is None and client.id in core._lookups._line.unseen:
+        asking = core._requests.get(client.id)
+        if answer is None and asking is not None and asking.unseen == core.pool.step:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
             if not held:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, request, usage
+from kvstore.core import Core, HostPool, usage
 from kvstore.policies import AdmissionFilter, create_policy
 from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
@@ -348,13 +348,14 @@ def test_groups_are_stored_shed_and_loaded_together_where_positions_are_told() -
 def test_what_is_known_of_requests_that_never_end_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request, "MOST_REQUESTS", 10)
+    monkeypatch.setattr("kvstore.core.core.MOST_REQUESTS", 10)
     rig = Rig(rows=8)
     for number in range(100):
         rig.core.on_new_request(f"r{number}", lambda key: 0)
-    assert len(rig.core._positions._of) == 10
+    rig.step()
+    assert [*rig.core._requests] == [f"r{number}" for number in range(90, 100)]
     rig.core.on_request_finished("r99")
-    assert len(rig.core._positions._of) == 9
+    assert len(rig.core._requests) == 9
 
 
 def test_what_a_store_brings_to_a_tier_is_not_used_there_by_that_store() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -115,20 +114,16 @@ class Counting(AdmissionFilter):
 
 
 def kept(rig: Rig) -> int:
-    """Everything that the core keeps by name of a request, and every key of it."""
-    core, chains = rig.core, rig.core.chains
-    rooms = (core, core.queue, core.chains, core._stores, core._uses)
-    by_name: list[dict[str, Any]] = [
-        value for room in rooms for value in vars(room).values() if isinstance(value, dict)
-    ]
-    used = [chain.known for chain in (*chains._chains.values(), *chains._ended.values())]
-    counted = [chain.counted for chain in chains._chains.values()]
-    sets = [*used, *counted, *chains._asked.values()]
-    return sum(map(len, by_name)) + sum(map(len, sets))
+    """Requests that the core remembers, and every key of them."""
+    core, requests = rig.core, rig.core._requests.values()
+    chains = [chain for one in requests for chain in (one.chain, one.ended) if chain is not None]
+    keys = sum(len(chain.known) for chain in chains) + sum(len(one.counted) for one in requests)
+    queues = (core.queue.waiting, core.queue.answered, core._stores._deferred, core._uses._loaded)
+    return len(requests) + keys + sum(map(len, queues))
 
 
 def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
-    monkeypatch.setattr("kvstore.core.usage.MAX_REQUESTS", 20)
+    monkeypatch.setattr("kvstore.core.core.MOST_REQUESTS", 100)
     monkeypatch.setattr("kvstore.core.usage.MAX_ASKED", 60)
     monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 60)
     monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)

@@ -119,7 +119,7 @@ def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> N
     grant = rig.core.prepare_store(keys, "w")
     assert grant is not None
     assert grant.keys == keys
-    assert not rig.core._requests
+    assert rig.core._requests["w"].store_deferred is None
 
 
 def test_a_request_that_loads_is_deferred_like_any_other() -> None:
