@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
-from kvstore.core.reports import Spans
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
@@ -158,14 +157,14 @@ def _assemble(
             "installed without a C compiler: steps over large tiers have pauses, "
             "and fast disks are slower"
         )
-    spans = spans_of(config, views, core.spans, chunk_bytes)
+    spans = spans_of(config, views, core.want_spans, chunk_bytes)
     return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, spans)
 
 
 def spans_of(
-    config: Config, views: Sequence[TierView], spans: Spans, chunk_bytes: int
+    config: Config, views: Sequence[TierView], want: Callable[[], None], chunk_bytes: int
 ) -> SpanWriter | None:
-    """Who tells OpenTelemetry of `spans`, if `config` wants it.
+    """Who tells OpenTelemetry of spans, if `config` wants it; then `want` is called.
 
     Raises:
         ConfigError: if OpenTelemetry is not installed.
@@ -175,7 +174,7 @@ def spans_of(
     # Imported where it is needed: most configurations want none.
     from kvstore.observe.tracing import SpanWriter
 
-    spans.want()
+    want()
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 

@@ -150,7 +150,7 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         self._driver.check()
-        coming = self._core.prefetches.begin(check_keys(keys))
+        coming = self._core.prefetch(check_keys(keys))
         self._driver.pump()
         return coming
 
@@ -174,7 +174,7 @@ class Store:
         """
         self._driver.check()
         keys, until = check_keys(keys), time.monotonic() + check_seconds(seconds)
-        pinned = self._core.pins.begin(keys, until, host=host)
+        pinned = self._core.pin(keys, until, host=host)
         self._driver.pump()
         return pinned
 
@@ -191,7 +191,7 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         self._driver.check()
-        leaving = self._core.demotions.begin(check_keys(keys), time.monotonic())
+        leaving = self._core.demote(check_keys(keys), time.monotonic())
         self._driver.pump()
         return leaving
 
@@ -207,9 +207,7 @@ class Store:
         """
         self._driver.check()
         keys = check_keys(keys)
-        ended = self._core.pins.end(keys)
-        if cold:
-            self._core.demotions.cool(keys)
+        ended = self._core.unpin(keys, cold=cold)
         self._driver.pump()
         return ended
 
@@ -451,7 +449,7 @@ class Store:
         wait: bool,
     ) -> int:
         self._driver.check()
-        if durable and not self._core.cascades.targets:
+        if durable and not self._core.targets:
             raise KVStoreError("durable: the store has no tier that chunks could be written to")
         keys, request = check_keys(keys), check_request(request)
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
@@ -493,7 +491,7 @@ class Store:
         self._driver.pump()
         core = self._core
         # Who looks on without a lease may do so for ever.
-        while core.clearing or len(core.overtaken) > self._onlookers.pins_before(core.era):
+        while core.clearing or core.late_transfers > self._onlookers.pins_before(core.era):
             await self._driver.moved()
         await self._cleared()
 

@@ -22,6 +22,8 @@ import enum
 import math
 from collections.abc import Callable, Collection, Iterable
 
+from kvstore.core.hints import Hints
+
 __all__ = ["MOST_REQUESTS", "Chain", "Loaded", "Request", "RequestState", "Requests"]
 
 MOST_REQUESTS = 2**16
@@ -121,6 +123,7 @@ class Request:
         ended: what it had used when it ended, while chunks of it are being written.
         storing: chunks of it that are being written by the device.
         loaded: what it has loaded, until the policies have heard of it.
+        hints: what its server knows of its future, or None.
     """
 
     __slots__ = (
@@ -133,6 +136,7 @@ class Request:
         "deferring",
         "ended",
         "granted",
+        "hints",
         "id",
         "keys",
         "leases",
@@ -189,6 +193,7 @@ class Request:
         self.ended: Chain | None = None
         self.storing = 0
         self.loaded: Loaded | None = None
+        self.hints: Hints | None = None
 
     @property
     def idle(self) -> bool:
@@ -197,6 +202,7 @@ class Request:
             self.state is RequestState.SCANNING
             and self.chain is None
             and self.position is None
+            and self.hints is None
             and not (self.loading or self.storing or self.counted)
             and self.store_deferred is None
             and not (self.deferring or self.put_off)
@@ -245,9 +251,18 @@ class Request:
         """From now on `position` says where in its prompt a key belongs."""
         self.position, self.one_group = position, one_group
 
-    def forget_positions(self) -> None:
-        """It has ended: no key of it is asked about any more."""
-        self.position = None
+    def hint(self, hints: Hints) -> None:
+        """What its server knows of its future."""
+        self.hints = hints
+
+    def end(self) -> None:
+        """It asks no more: where keys belong, and what was foreseen, counts no more."""
+        self.position = self.hints = None
+
+    @property
+    def used(self) -> list[bytes]:
+        """The keys that it has used, in the order in which it named them first."""
+        return [] if self.chain is None else list(self.chain.known)
 
     @property
     def reordered(self) -> bool:

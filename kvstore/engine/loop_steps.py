@@ -87,7 +87,7 @@ class Driver:
         """End the step: start what is due."""
         self.engine.start(self._core.flush(time.monotonic()))
         if self._spans is not None:
-            self._spans.write(self._core.spans.take())
+            self._spans.write(self._core.take_spans())
         if self._core.behind and not self._going_on:
             # What this step has left over is done as soon as others had their turn.
             self._going_on = True

@@ -146,7 +146,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._stepper = self._manager.stepper
         self._core = self._stepper.core
         self._lookup, self._is_waiting = self._core.lookup, self._core.is_waiting
-        self._streak, self._chunk_of = self._core.streak, self._core.pool.chunks.get
+        self._streak, self._chunk_of = self._core.streak, self._core.chunks.get
         self._missed = self._manager.computing.missed
         self._reporter = Reporter()
         self._scans = Scans()
@@ -256,7 +256,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             headers = getattr(request_of(name), "trace_headers", None)
         place = _place_in(req_context)
         self._manager.on_new_request(Request(name, place, params, envelope, headers))
-        if self._manager.hinted.wants_all(name):
+        if self._core.wants_all(name):
             # Hints speak of the whole prompt, also of what the device has itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
@@ -363,10 +363,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         """What is said of a key whose chunk is fetched, or will be."""
         # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
         uncounted = self._uncounted and key[-4:] in self._uncounted
-        return RETRY if uncounted and key not in self._core.pool.chunks else PENDING
+        return RETRY if uncounted and key not in self._core.chunks else PENDING
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
-        medium = MEDIUM.CPU if key in self._core.pool.chunks else MEDIUM.STORAGE
+        medium = MEDIUM.CPU if key in self._core.chunks else MEDIUM.STORAGE
         return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
 
 

@@ -19,9 +19,9 @@ def test_a_name_that_is_reused_in_the_same_step_is_another_request() -> None:
     assert rig.ask(keys) is None
     rig.settle()
     assert rig.ask(keys) == 4
-    assert rig.core.pool.busy == 4
+    assert rig.core._pool.busy == 4
     rig.core.on_request_finished("r")
-    assert rig.core.pool.busy == 0, "the leases of both have ended"
+    assert rig.core._pool.busy == 0, "the leases of both have ended"
 
 
 def test_a_name_that_is_reused_while_its_chunks_are_on_their_way_is_another_request() -> None:
@@ -33,7 +33,7 @@ def test_a_name_that_is_reused_while_its_chunks_are_on_their_way_is_another_requ
         rig.core.on_new_request("r")
         assert not rig.core.is_waiting("r")
     rig.settle()
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     assert rig.ask(keys) == 4
 
 
@@ -49,7 +49,7 @@ def test_a_finished_request_leaves_nothing_whatever_it_had_begun() -> None:
         rig.core.on_request_finished(f"r{steps}")
         rig.settle()
         assert not rig.core._requests
-        assert rig.core.pool.busy == 0
+        assert rig.core._pool.busy == 0
 
 
 def test_finishing_an_unknown_request_is_harmless() -> None:
@@ -64,9 +64,9 @@ def test_a_request_that_stores_is_answered_for_good() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=8, on=[keys])
     rig.resolve(keys)
-    assert rig.core.pool.busy == 4
+    assert rig.core._pool.busy == 4
     assert rig.core.prepare_store(chain("b", 1), "r") is not None
-    assert rig.core.pool.busy == 1
+    assert rig.core._pool.busy == 1
     assert rig.ask(keys) == 4
 
 
@@ -118,17 +118,17 @@ def kept(rig: Rig) -> int:
     core, requests = rig.core, rig.core._requests.values()
     chains = [chain for one in requests for chain in (one.chain, one.ended) if chain is not None]
     keys = sum(len(chain.known) for chain in chains) + sum(len(one.counted) for one in requests)
-    queues = (core.queue.waiting, core.queue.answered, core._stores._deferred, core._uses._loaded)
+    queues = (core._queue.waiting, core._queue.answered, core._stores._deferred, core._uses._loaded)
     return len(requests) + keys + sum(map(len, queues))
 
 
 def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
-    monkeypatch.setattr("kvstore.core.core.MOST_REQUESTS", 100)
+    monkeypatch.setattr("kvstore.core.step.MOST_REQUESTS", 100)
     monkeypatch.setattr("kvstore.core.usage.MAX_ASKED", 60)
     monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 60)
     monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
     rig = Rig(rows=rows, lease=0.5, deadline=0.1, max_wait=0.2)
-    rig.core.chains.filters.append(Counting())
+    rig.core._chains.filters.append(Counting())
     rig.core._lookups._counts = True
     return rig
 

@@ -92,7 +92,7 @@ def test_the_same_seed_is_the_same_world() -> None:
         seen: list[object] = []
         for _ in range(300):
             random_act(world, rng)
-            seen.append((world.now, sorted(world.core.pool.chunks), len(world.moves)))
+            seen.append((world.now, sorted(world.core._pool.chunks), len(world.moves)))
         return seen
 
     assert trace(7) == trace(7) != trace(8)
@@ -329,7 +329,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     transfers = Core.device_transfers
 
     def stores(self: Core) -> Any:
-        return [(t, row) for t, row in transfers(self) if self.pool.chunks[t[2]].state < READY]
+        return [(t, row) for t, row in transfers(self) if self.chunks[t[2]].state < READY]
 
     patch.setattr(Core, "device_transfers", stores)
 
@@ -388,7 +388,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Core) -> None:
         reset(self)
-        self.transfers.orphans.clear()
+        self._transfers.orphans.clear()
 
     patch.setattr(Core, "reset", forgetful)
 
