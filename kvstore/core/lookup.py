@@ -366,6 +366,8 @@ class Lookups:
         if not asked:
             return asked
         self._asked = []
+        for request in asked:
+            request.unlist()
         if self._deferred:
             self._put_in_order(asked)
         self._deferred = False

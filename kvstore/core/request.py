@@ -221,6 +221,10 @@ class Request:
         if step is not None:
             self.asked_step = step
 
+    def unlist(self) -> None:
+        """What it asks for next, in the same step perhaps, is a new round."""
+        self.asked_step = -1
+
     def defer(self, deferring: bool) -> None:
         """Whether it begins to wait when the step ends."""
         self.deferring = deferring

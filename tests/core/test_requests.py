@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.policies import AdmissionFilter
+from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
 
@@ -57,6 +58,19 @@ def test_finishing_an_unknown_request_is_harmless() -> None:
     rig.core.on_request_finished("never seen")
     rig.core.on_new_request("never seen")
     assert not rig.core._requests
+
+
+def test_what_is_asked_for_after_moves_were_handed_out_in_the_same_step_is_fetched_too() -> None:
+    here, below = chain("a", 2), chain("b", 2)
+    rig = Rig(on=[below])
+    rig.put(here)
+    rig.settle()
+    rig.load(here)
+    assert rig.ask(here) == 2
+    rig.flush()
+    assert rig.ask(below) is None
+    rig.step()
+    assert [move.keys for move in rig.under_way(Op.PROMOTE)] == [below]
 
 
 def test_a_request_that_stores_is_answered_for_good() -> None:
