@@ -225,7 +225,6 @@ class Puts:
                 source = sources[key]
                 np.copyto(array[row, : source.size], source)
 
-        self._driver.transfers += 1
         era = self._core.era
         ok = False
         try:
@@ -242,7 +241,6 @@ class Puts:
                     await outlast(copying, lambda: None)
             ok = True
         finally:
-            self._driver.transfers -= 1
             self._core.complete_store(keys, name, ok, era)
             self._driver.pump()
 

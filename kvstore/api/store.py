@@ -528,14 +528,19 @@ class Store:
             self._driver.flush()
         return prompt, answer
 
-    def _ask(self, keys: Sequence[bytes], prompt: Prompt) -> tuple[int | None, bool]:
+    def _ask(
+        self, keys: Sequence[bytes], prompt: Prompt, *, again: bool = False
+    ) -> tuple[int | None, bool]:
         """Look `keys` up, in a new step unless that could not tell the request anything new.
+
+        Args:
+            again: the request has waited for its answer, which came with the last step.
 
         Returns:
             The answer, and whether a step was begun, which is for the caller to flush.
         """
         waiting = self._core.is_waiting(prompt.id)
-        if self._driver.fresh and (prompt.told is not None or waiting):
+        if self._driver.fresh and (again or prompt.told is not None or waiting):
             answer = self._core.lookup_prefix(keys, prompt.id)
             # Who only waits since then came after a step had looked up enough: not the next.
             if answer is not None or (waiting and self._core.is_waiting(prompt.id)):
@@ -553,13 +558,12 @@ class Store:
         prompt = self._prompts.getting(keys, request, time.monotonic())
         prompt.busy += 1
         try:
-            while True:
-                count, stepped = self._ask(keys, prompt)
-                if count is not None:
-                    break
+            count, stepped = self._ask(keys, prompt)
+            while count is None:
                 if stepped:
                     self._driver.flush()
                 await self._driver.answered(prompt.id)
+                count, stepped = self._ask(keys, prompt, again=True)
             keys = keys[:count]
             rows = self._core.prepare_load(keys, prompt.id)
         except BaseException:
@@ -568,7 +572,6 @@ class Store:
             self._prompts.returned(prompt)
             raise
         held.append((prompt, self._core.era))
-        self._driver.transfers += 1
         self._prompts.had(prompt, count)
         if stepped:
             self._driver.flush()
@@ -578,13 +581,12 @@ class Store:
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
         def unpin(key: bytes) -> None:
             self._core.complete_load([key], prompt.id, era)
-            self._driver.pump()
+            self._driver.freed()
 
-        self._driver.transfers -= 1
         seen = self._onlookers.see(chunks, era, unpin)
         self._core.complete_load([key for key in chunks.keys if key not in seen], prompt.id, era)
         self._prompts.returned(prompt)
-        self._driver.pump()
+        self._driver.freed()
 
     async def _nothing(self) -> Chunks:
         self._driver.check()

@@ -321,6 +321,11 @@ class CoreSteps:
         )
 
     @property
+    def wants_room(self) -> bool:
+        """Whether a step could give rows that have become free to somebody, or make more free."""
+        return self.behind or self.waiting > 0 or self.unsaved > 0 or self._room.demotes
+
+    @property
     def illegal(self) -> int:
         """Transitions of chunks that were asked for and may not be."""
         return self._pool.life.illegal + sum(tier.index.life.illegal for tier in self.tiers)
