@@ -39,7 +39,7 @@ def rows_of(readme: str) -> list[tuple[str, str, float, float]]:
     """What, the ratio in words, and both its ends, of each row of the table."""
     table = readme[readme.index("## Measured") :].split("\n## ")[0]
     return [
-        (f"{what}, against {other}", told, *speed(told))
+        (f"{what}, against {other}".replace("`", ""), told, *speed(told))
         for what, other, told in ROWS.findall(table)
     ]
 
