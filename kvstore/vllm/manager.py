@@ -150,10 +150,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._missed = self._manager.computing.missed
         self._reporter = Reporter()
         self._scans = Scans()
-        self._requests: set[str] = set()
-        """Requests that go on."""
-        self._overtaken: set[str] = set()
-        """Those of them that went on at a reset."""
+        self._requests: dict[str, bool] = {}
+        """Requests that go on, and whether they did so at a reset."""
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
@@ -228,7 +226,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._look()
         if self._unsure and self._offered_again:
             return None
-        if self._unsure or req_context.req_id in self._overtaken:
+        if self._unsure or self._requests.get(req_context.req_id):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
@@ -250,7 +248,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         params, envelope = req_context.kv_transfer_params, hints_of(req_context)
         name = req_context.req_id
-        self._requests.add(name)
+        self._requests[name] = False
         headers = None
         if self._traced:
             headers = getattr(request_of(name), "trace_headers", None)
@@ -262,8 +260,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._requests.discard(req_context.req_id)
-        self._overtaken.discard(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -291,12 +288,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         # vLLM offers all chunks of these once more, from the blocks that it remembers. One that a
         # sliding window has left holds another request's tokens by now, and KV that was computed
         # before the weights changed is not theirs.
-        self._overtaken |= self._requests
-        if self._overtaken:
+        self._requests = dict.fromkeys(self._requests, True)
+        if self._requests:
             logger.info(
                 "a reset: %d requests go on and store no more",
-                len(self._overtaken),
-                extra=about("store.reset", requests=len(self._overtaken)),
+                len(self._requests),
+                extra=about("store.reset", requests=len(self._requests)),
             )
         # Weights may change between a reset and the next step, as they do in a pause.
         self._unsure = self._weights is not None
