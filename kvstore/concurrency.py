@@ -43,13 +43,21 @@ class LoopThread:
     Args:
         keeps: lives as long as the thread, which may outlive whoever began it: tasks that
             nobody refers to any more are destroyed, with a warning.
-        at_end: called in the thread when the loop will run nothing more.
+        at_end: called in the thread when nobody hands over anything to the loop any more.
+        grace: seconds that tasks get to end once they are cancelled.
     """
 
-    def __init__(self, name: str, keeps: object, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        keeps: object,
+        at_end: Callable[[], None] = lambda: None,
+        grace: float = DETACH_SECONDS,
+    ) -> None:
         self.loop = new_event_loop()
         self._keeps = keeps
         self._at_end = at_end
+        self._grace = grace
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
             self._thread.start()
@@ -93,7 +101,7 @@ class LoopThread:
             for task in left:
                 task.cancel()
             if left:
-                self.loop.run_until_complete(asyncio.wait(left, timeout=DETACH_SECONDS))
+                self.loop.run_until_complete(asyncio.wait(left, timeout=self._grace))
             self._at_end()
             # A task that waits for a call that never returns is destroyed without a warning.
             self.loop.set_exception_handler(lambda loop, context: None)
@@ -148,18 +156,26 @@ class Home:
         return "the store belongs to the loop on which it was opened, which does not run here"
 
 
-async def outlast(task: asyncio.Future[None], on_cancel: Callable[[], None]) -> None:
-    """Wait for `task`, however often the caller is cancelled; its cancellation comes afterwards."""
+async def outlast(
+    running: asyncio.Future[_T], on_cancel: Callable[[], object] = lambda: None
+) -> _T:
+    """The result of `running`, waited for however often the caller is cancelled.
+
+    The cancellation comes afterwards; what `running` raises then nobody asks for.
+    """
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not running.done():
         try:
-            await asyncio.wait({task})
+            # To await a task would pass the cancellation on to it.
+            await asyncio.wait({running})
         except asyncio.CancelledError as error:
             cancelled = error
             on_cancel()
     if cancelled is not None:
+        if not running.cancelled():
+            running.exception()
         raise cancelled
-    task.result()
+    return running.result()
 
 
 async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, _T]) -> _T:

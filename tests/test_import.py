@@ -134,8 +134,9 @@ def test_the_search_for_imports_finds_some() -> None:
     assert strangers("tiers", "kvstore.tiers") != []
 
 
-def test_tiers_know_only_the_types_and_errors_of_kvstore_and_the_table_of_policies() -> None:
-    known = ("kvstore.tiers", "kvstore.types", "kvstore.errors", "kvstore.policies.table")
+def test_tiers_know_only_what_all_share_and_the_table_of_policies() -> None:
+    shared = ("kvstore.types", "kvstore.errors", "kvstore.concurrency")
+    known = ("kvstore.tiers", *shared, "kvstore.policies.table")
     assert strangers("tiers", *known) == []
 
 

@@ -238,7 +238,7 @@ class Puts:
                     copy()
                 else:
                     # The rows are the thread's until it has ended, however often it is cancelled.
-                    await outlast(copying, lambda: None)
+                    await outlast(copying)
             ok = True
         finally:
             self._core.complete_store(keys, name, ok, era)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from kvstore.concurrency import LoopThread, outlast
 from kvstore.tiers.remote.client import StoreError
 
-__all__ = ["ClientLoop", "in_thread", "to_the_end"]
+__all__ = ["ClientLoop", "in_thread"]
 
 _T = TypeVar("_T")
 
@@ -34,14 +35,13 @@ class ClientLoop:
     """
 
     def __init__(self, name: str, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._loop = asyncio.new_event_loop()
         self._at_end = at_end
         self._lock = threading.Lock()
         self._ended = False
         # A loop itself does not keep its tasks.
         self._unawaited: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(name, self, self._finish, JOIN_SECONDS)
+        self._loop = self._thread.loop
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run `work` there, and wait for its end, cancelled or not: it may use memory until then.
@@ -69,19 +69,12 @@ class ClientLoop:
                 work.close()
                 raise StoreError("the client is closed")
             self._loop.call_soon_threadsafe(begin)
-        cancelled: asyncio.CancelledError | None = None
-        while not ended.done():
-            try:
-                await asyncio.wait([ended])
-            except asyncio.CancelledError as error:
-                cancelled = error
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-        if cancelled is not None:
-            # What it raised, if it did, nobody asks for.
-            ended.exception()
-            raise cancelled
-        return ended.result()
+
+        def cancel() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+
+        return await outlast(ended, cancel)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` there, for whose end nobody waits."""
@@ -104,27 +97,17 @@ class ClientLoop:
         """Cancel what runs and end; False if the thread has not ended within a minute."""
         with self._lock:
             self._ended = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.stop()
         self._thread.join(JOIN_SECONDS)
-        return not self._thread.is_alive()
+        return not self._thread.running
 
     def _cancel(self) -> None:
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._cancel()
-            left = asyncio.all_tasks(self._loop)
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=JOIN_SECONDS))
-            with contextlib.suppress(Exception):
-                self._loop.run_until_complete(asyncio.wait_for(self._at_end(), LAST_SECONDS))
-        finally:
-            self._loop.close()
+    def _finish(self) -> None:
+        with contextlib.suppress(Exception):
+            self._loop.run_until_complete(asyncio.wait_for(self._at_end(), LAST_SECONDS))
 
 
 def _pass_on(task: asyncio.Task[_T], ended: asyncio.Future[_T]) -> None:
@@ -168,19 +151,3 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
 
     threading.Thread(target=work, name="kvstore-client", daemon=True).start()
     return ended
-
-
-async def to_the_end(running: asyncio.Future[_T]) -> _T:
-    """What a call in a thread returns, cancelled or not: it uses memory until it has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            # Of a task everybody could be cancelled; a future only its thread ends.
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        # What it raised, if it did, nobody asks for.
-        running.exception()
-        raise cancelled
-    return running.result()

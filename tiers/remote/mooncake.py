@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.concurrency import outlast
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
-from kvstore.tiers.remote.loop import in_thread, to_the_end
+from kvstore.tiers.remote.loop import in_thread
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.session import Session
 from kvstore.tiers.remote.slices import Slices, values_of
@@ -207,7 +208,7 @@ class _Client:
 
         try:
             with contextlib.suppress(StoreError):
-                await to_the_end(in_thread(end))
+                await outlast(in_thread(end))
         finally:
             self._values.close()
 
@@ -311,7 +312,7 @@ async def _moved(
             if not over:
                 session.end()
 
-    return await to_the_end(in_thread(move, NICE))
+    return await outlast(in_thread(move, NICE))
 
 
 def _lacking(code: int) -> bytes | str | None:

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from kvstore.concurrency import outlast
 from kvstore.tiers.remote.client import StoreError
-from kvstore.tiers.remote.loop import in_thread, to_the_end
+from kvstore.tiers.remote.loop import in_thread
 
 pytestmark = pytest.mark.asyncio
 
@@ -21,7 +22,7 @@ def priority() -> int:
 async def test_a_call_that_gives_way_leaves_everybody_else_where_they_were() -> None:
     before = priority()
     assert await in_thread(priority, before + 3) == before + 3
-    assert await to_the_end(in_thread(priority, before + 3)) == before + 3
+    assert await outlast(in_thread(priority, before + 3)) == before + 3
     assert await in_thread(priority) == before
     assert priority() == before
 
@@ -34,7 +35,7 @@ async def test_what_a_call_raises_is_an_error_of_the_store() -> None:
         raise StoreError("as it is")
 
     with pytest.raises(StoreError, match="^as it is$"):
-        await to_the_end(in_thread(refuses))
+        await outlast(in_thread(refuses))
 
 
 async def test_a_call_that_uses_memory_is_awaited_though_it_is_cancelled() -> None:
@@ -44,7 +45,7 @@ async def test_a_call_that_uses_memory_is_awaited_though_it_is_cancelled() -> No
         goes_on.wait(60)
         ended.set()
 
-    task = asyncio.create_task(to_the_end(in_thread(work)))
+    task = asyncio.create_task(outlast(in_thread(work)))
     await asyncio.sleep(0)
     for _ in range(3):
         task.cancel()
