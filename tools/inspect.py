@@ -14,12 +14,12 @@ __all__ = ["inspect"]
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print the survey; 1 when it met something wrong."""
+    """Print the survey; return 1 if it found a fault."""
     namespaces = survey(options.path)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        told = {"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]}
-        print(json.dumps(told, indent=2))
+        report = {"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]}
+        print(json.dumps(report, indent=2))
     else:
         for namespace in namespaces:
             _print(namespace)
@@ -48,15 +48,18 @@ def _print(namespace: NamespaceSurvey) -> None:
 
 
 def _print_retained(lane: LaneSurvey) -> None:
-    told = lane.retained
-    if told is None:
+    retained = lane.retained
+    if retained is None:
         return
     if lane.retained_stale:
-        print(f"    retained: unknown; process {told.process} spoke last {_when(told.written_ms)}")
+        print(
+            f"    pinned: unknown; process {retained.process} last reported "
+            f"{_when(retained.written_ms)}"
+        )
         return
     print(
-        f"    retained: {told.chunks} chunks on this tier, {told.host_chunks} in host memory, "
-        f"{told.keys} keys"
+        f"    pinned: {retained.chunks} chunks on this tier, {retained.host_chunks} in host "
+        f"memory, {retained.keys} keys"
     )
 
 

@@ -1,8 +1,8 @@
 """Publish which chunks this process has pinned.
 
-The record lies beside each lane of the process while anything is pinned, so that `kvstore inspect`
-can show it; see `kvstore.tiers.disk.retained`. A file system that hangs or is full costs the
-record alone.
+While anything is pinned, a file in each lane of the process says how much, so that `kvstore
+inspect` can show it: see `kvstore.tiers.disk.retained`. If the file system hangs or is full, only
+this file is affected.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvstore.types import about
 __all__ = ["Notice"]
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether other chunks are retained."""
+"""Seconds between two checks of what is pinned."""
 
 END_SECONDS = 1.0
-"""How long the file system gets to remove the word at the end."""
+"""How long to wait at the end for the files to be removed."""
 
 logger = logging.getLogger("kvstore")
 
 
 class Notice:
-    """Keeps the word up to date while `run` runs, and removes it at the end.
+    """Keeps the files up to date while `run` runs, and removes them at the end.
 
     Args:
-        lanes: the folder of each lane, with what the core knows of its tier.
+        lanes: the folder of each lane, with the core's view of its tier.
     """
 
     def __init__(self, core: Core, lanes: Sequence[tuple[Path, TierView]]) -> None:
@@ -44,14 +44,14 @@ class Notice:
         self._lanes = lanes
         self._threads = Daemons("kvstore-notice")
         self._stopped = asyncio.Event()
-        # What was said last, by lane, and the call that has not ended.
-        self._said: dict[Path, Retained] = {}
+        # What was written last, by lane, and the call under way.
+        self._written: dict[Path, Retained] = {}
         self._call: asyncio.Future[None] | None = None
-        self._complained = False
+        self._warned = False
 
     async def run(self) -> None:
-        """Look again and again, until `stop`."""
-        # One that was killed may have left its word, and its process id may be ours now.
+        """Check what is pinned every `LOOK_SECONDS`, until `stop`."""
+        # A killed process may have left its file, and may have had our process id.
         self._begin([partial(forget_retained, lane) for lane, _ in self._lanes])
         while not self._stopped.is_set():
             stopped = asyncio.ensure_future(self._stopped.wait())
@@ -59,11 +59,11 @@ class Notice:
             stopped.cancel()
             if self._call is None or self._call.done():
                 self._begin(self._calls())
-        if self._said:
+        if self._written:
             if self._call is not None:
                 await asyncio.wait({self._call}, timeout=END_SECONDS)
             if self._call is None or self._call.done():
-                self._begin([partial(forget_retained, lane) for lane in self._said])
+                self._begin([partial(forget_retained, lane) for lane in self._written])
         if self._call is not None:
             await asyncio.wait({self._call}, timeout=END_SECONDS)
 
@@ -72,22 +72,23 @@ class Notice:
         self._stopped.set()
 
     def _calls(self) -> list[Callable[[], None]]:
-        """What is to be done on disk. The core may be at work in another thread: only numbers
-        are read.
+        """Return the calls that bring the files up to date.
+
+        The core may be at work in another thread, so only counts are read.
         """
         keys, calls = len(self._pins), list[Callable[[], None]]()
         now = time.time_ns() // 1_000_000
         for lane, tier in self._lanes:
-            before = self._said.get(lane)
+            before = self._written.get(lane)
             if not keys:
-                if self._said.pop(lane, None) is not None:
+                if self._written.pop(lane, None) is not None:
                     calls.append(partial(forget_retained, lane))
                 continue
             pinned = len(tier.index.pinned)
-            told = Retained(os.getpid(), now, pinned, self._pins.rows, keys)
-            if before is None or told.differs(before) or told.is_due(before):
-                self._said[lane] = told
-                calls.append(partial(write_retained, lane, told))
+            retained = Retained(os.getpid(), now, pinned, self._pins.rows, keys)
+            if before is None or retained.differs(before) or retained.is_due(before):
+                self._written[lane] = retained
+                calls.append(partial(write_retained, lane, retained))
         return calls
 
     def _begin(self, calls: Sequence[Callable[[], None]]) -> None:
@@ -100,10 +101,10 @@ class Notice:
             try:
                 call()
             except OSError as error:
-                if not self._complained:
-                    self._complained = True
+                if not self._warned:
+                    self._warned = True
                     logger.warning(
-                        "kvstore inspect cannot be told what is retained: %s",
+                        "cannot write what is pinned for kvstore inspect: %s",
                         error.strerror,
                         extra=about("notice.failed", error=error.strerror),
                     )

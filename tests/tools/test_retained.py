@@ -103,7 +103,7 @@ def test_what_a_running_process_retains_is_shown(tmp_path: Path) -> None:
         assert not lane.retained_stale
         done = command("inspect", str(tmp_path))
         assert done.returncode == 0
-        assert "retained: 5 chunks on this tier, 5 in host memory, 5 keys" in done.stdout
+        assert "pinned: 5 chunks on this tier, 5 in host memory, 5 keys" in done.stdout
         owner.pin(3)
         until(lambda: (told := lane_of(tmp_path).retained) is not None and told.chunks == 3)
         owner.pin(0)
@@ -124,7 +124,7 @@ def test_word_of_a_process_that_was_killed_is_stale_and_the_next_one_removes_it(
     assert lane.retained_stale
     done = command("inspect", str(tmp_path))
     assert done.returncode == 0
-    assert f"retained: unknown; process {owner.process.pid} spoke last" in done.stdout
+    assert f"pinned: unknown; process {owner.process.pid} last reported" in done.stdout
     told = json.loads(command("inspect", str(tmp_path), "--json").stdout)
     assert told["namespaces"][0]["lanes"][0]["retained_stale"] is True
     with owner_of(tmp_path, KEYS[:4]):
