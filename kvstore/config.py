@@ -471,7 +471,7 @@ def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
             continue
         common = {key: rest.pop(key) for key in list(rest) if key in _TIER}
         table = {"type": tier.get("type"), "parameters": rest, **common}
-        tiers.append(_build(TierConfig, {**_TIER, "type": _anything}, table, where))
+        tiers.append(_build(TierConfig, {**_TIER, "type": lambda value: value}, table, where))
     for index, tier in enumerate(tiers):
         taken = {path for other in tiers[:index] for path in other.paths}
         for path in taken.intersection(tier.paths):
@@ -485,10 +485,6 @@ def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
                 "list disks first, stores last"
             )
     return tuple(tiers)
-
-
-def _anything(value: object) -> object:
-    return value
 
 
 def _table(value: object) -> Mapping[str, Any]:

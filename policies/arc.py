@@ -98,12 +98,8 @@ class ARC(EvictionPolicy):
                     (self._held1 if from_t1 else self._held2)[key] = None
         # If fewer leave than come, there is already room for the first that come.
         early = max(0, len(incoming) - count)
-        entered1 = entered2 = 0
-        for first in incoming[:early]:
-            if self._learn(first):
-                entered2 += 1
-            else:
-                entered1 += 1
+        # Keys that will have entered T1.
+        entered1 = sum(not self._learn(first) for first in incoming[:early])
         t1, t2, held1, held2 = self._t1, self._t2, self._held1, self._held2
         victims: list[tuple[_List, bytes]] = []
         in_use1: list[tuple[bytes, None]] = []
@@ -125,10 +121,7 @@ class ARC(EvictionPolicy):
                 break
             if entry is None:
                 break
-            if ghost:
-                entered2 += 1
-            elif arriving is not None:
-                entered1 += 1
+            entered1 += arriving is not None and not ghost
         complete = len(victims) == count
         if complete:
             for queue, victim in victims:

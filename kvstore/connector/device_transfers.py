@@ -277,7 +277,7 @@ class Stores:
                 chosen = {key: offered[key] for key in out.keys_to_store}
                 source, block_ids = _source(tracked, chosen, ends)
                 job = self._jobs.begin(tracked, list(chosen), block_ids, is_store=True)
-                tracked.store_begins(job.number)
+                tracked.jobs.add(job.number)
                 begun = job, TransferJob(tracked.context.req_id, source, out.store_spec)
         tracked.offered_up_to(ends)
         return begun
@@ -285,7 +285,7 @@ class Stores:
     def end(self, job: Job) -> None:
         """Finish a store."""
         self._manager.complete_store(job.keys, job.tracked.context, not job.failed)
-        job.tracked.store_ends(job.number)
+        job.tracked.jobs.discard(job.number)
 
 
 def _to_store(state: GroupState, end: int) -> dict[bytes, list[int]]:

@@ -295,12 +295,6 @@ class TrackedRequest:
             self.load_failed = True
             self.store_anew()
 
-    def store_begins(self, job: int) -> None:
-        self.jobs.add(job)
-
-    def store_ends(self, job: int) -> None:
-        self.jobs.discard(job)
-
     def offered_up_to(self, ends: Sequence[int]) -> None:
         """Set, for each group, the first chunk that was neither offered nor loaded."""
         for state, end in zip(self.groups, ends, strict=True):

@@ -162,7 +162,7 @@ class StoreTier(Tier):
         try:
             return Transfer(await self._loop.run(ask()))
         except StoreError as fault:
-            return _nothing(len(keys), str(fault))
+            return Transfer([False] * len(keys), str(fault), range(len(keys)))
 
     async def read(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
@@ -391,8 +391,3 @@ async def _two_at_once(
 
 async def _remove(names: Sequence[str], client: StoreClient) -> None:
     await client.remove(names)
-
-
-def _nothing(count: int, error: str) -> Transfer:
-    """Return the outcome of a call that failed as a whole."""
-    return Transfer([False] * count, error, range(count))

@@ -18,6 +18,10 @@ TIER_LABEL = "tier"
 store. `disk:others` stands for the lanes of other processes on the paths of `disk`."""
 
 
+_Kind = Literal["counter", "gauge", "histogram"]
+_Of = Literal["core", "tier", "target", "owned tier", "store"]
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One metric.
@@ -31,8 +35,8 @@ class Metric:
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    of: Literal["core", "tier", "target", "owned tier", "store"]
+    kind: _Kind
+    of: _Of
     take: Callable[[Any], Any]
     text: str
     bounds: tuple[float, ...] = ()
@@ -43,45 +47,19 @@ class Metric:
         return () if self.of == "core" else (TIER_LABEL,)
 
 
-def _core(name: str, take: Callable[[CoreStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "core", take, text)
+def _of_core(kind: _Kind) -> Callable[[str, Callable[[CoreStats], float], str], Metric]:
+    return lambda name, take, text: Metric(name, kind, "core", take, text)
 
 
-def _tier(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "tier", take, text)
+def _of_tier(kind: _Kind, of: _Of) -> Callable[[str, Callable[[TierStats], float], str], Metric]:
+    return lambda name, take, text: Metric(name, kind, of, take, text)
 
 
-def _target(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "target", take, text)
-
-
-def _owned(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "owned tier", take, text)
-
-
-def _core_now(name: str, take: Callable[[CoreStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "core", take, text)
-
-
-def _tier_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "tier", take, text)
-
-
-def _target_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "target", take, text)
-
-
-def _store(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "store", take, text)
-
-
-def _store_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "store", take, text)
-
-
-def _owned_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "owned tier", take, text)
-
+_core, _core_now = _of_core("counter"), _of_core("gauge")
+_tier, _tier_now = _of_tier("counter", "tier"), _of_tier("gauge", "tier")
+_target, _target_now = _of_tier("counter", "target"), _of_tier("gauge", "target")
+_owned, _owned_now = _of_tier("counter", "owned tier"), _of_tier("gauge", "owned tier")
+_store, _store_now = _of_tier("counter", "store"), _of_tier("gauge", "store")
 
 METRICS: tuple[Metric, ...] = (
     # -- is it hitting, and from where? --------------------------------------------------
@@ -317,7 +295,7 @@ METRICS: tuple[Metric, ...] = (
     _core_now(
         "compute_seconds_per_chunk",
         lambda s: s.compute_pace,
-        "Average seconds in which the server computes a chunk, of late; 0 while unknown.",
+        "Average seconds in which the server recently computed a chunk; 0 while unknown.",
     ),
     _tier_now(
         "disk_slow",
@@ -394,7 +372,7 @@ METRICS: tuple[Metric, ...] = (
     _core(
         "events_lost",
         lambda s: s.events_lost,
-        "KV events that were dropped because nobody collected them in time.",
+        "KV events that were dropped because no client collected them in time.",
     ),
     _core(
         "internal_errors",
