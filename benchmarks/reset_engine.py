@@ -117,7 +117,7 @@ def trial(
     if first:
         other.tell("reset")
     server.reset(running=rng.random() < 0.3)
-    left = server.manager._core.pool.held
+    left = server.manager._core._pool.held
     if not first:
         time.sleep(0.1)
         other.tell("reset")
@@ -180,7 +180,7 @@ def main() -> int:
             wrong += sum(tokens != right[seed] for seed, tokens in rest)
             done += rest
             sources = server.manager._core.stats().loaded_from
-            held = server.manager._core.pool.held
+            held = server.manager._core._pool.held
             server.end()
         finally:
             other.end()

@@ -140,7 +140,7 @@ class Server:
         Linux 6.18 has been seen to keep the kernel's threads that complete writes waiting for
         seconds meanwhile, where the workers have every core: after a while steps are rare.
         """
-        begin, pool = time.monotonic(), self.manager._core.pool
+        begin, pool = time.monotonic(), self.manager._core._pool
         # What a reset has overtaken holds rows until it has ended, too.
         while (self.manager.has_pending_work() or pool.held) and (
             passed := time.monotonic() - begin

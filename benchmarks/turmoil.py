@@ -148,7 +148,7 @@ class Turmoil:
 
     def _reset(self) -> None:
         self.server.reset(running=self._rng.random() < 0.5)
-        held = self.server.manager._core.pool.held
+        held = self.server.manager._core._pool.held
         self.happened["resets amid copies" if held else "resets"] += 1
 
 
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace, folder: Path, right: dict[Case, list[int]])
             print(f"{number + 1} episodes: {dict(turmoil.happened)}", file=sys.stderr, flush=True)
     server.drain()
     core = server.manager._core
-    stats, held = core.stats(), core.pool.held
+    stats, held = core.stats(), core._pool.held
     server.end()
     wrong = [
         case

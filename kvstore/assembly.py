@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
-from kvstore.core.reports import Spans
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError
-from kvstore.observe.notice import Notice
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
@@ -59,13 +57,12 @@ class Assembly:
     tiers: list[Tier]
     description: str
     recorder: Recorder | None = None
-    notice: Notice | None = None
     spans: SpanWriter | None = None
 
     @property
     def beside(self) -> list[Beside]:
         """What is to run beside the engine."""
-        return [one for one in (self.recorder, self.notice, self.spans) if one is not None]
+        return [one for one in (self.recorder, self.spans) if one is not None]
 
     def recency(self) -> list[ColdestFirst]:
         """What each tier holds, coldest first."""
@@ -153,28 +150,21 @@ def _assemble(
     recorder = None
     if config.record_trace is not None:
         recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
-        core.chains.listen(recorder.add)
+        core.on_prompt_end(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
         parts.append(
             "installed without a C compiler: steps over large tiers have pauses, "
             "and fast disks are slower"
         )
-    lanes = [
-        (volume.lane.folder, view)
-        for tier, view in zip(tiers, views, strict=True)
-        if isinstance(tier, DiskTier)
-        for volume in tier.volumes
-    ]
-    notice = Notice(core, lanes) if lanes else None
-    spans = spans_of(config, views, core.spans, chunk_bytes)
-    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, notice, spans)
+    spans = spans_of(config, views, core.want_spans, chunk_bytes)
+    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, spans)
 
 
 def spans_of(
-    config: Config, views: Sequence[TierView], spans: Spans, chunk_bytes: int
+    config: Config, views: Sequence[TierView], want: Callable[[], None], chunk_bytes: int
 ) -> SpanWriter | None:
-    """Who tells OpenTelemetry of `spans`, if `config` wants it.
+    """Who tells OpenTelemetry of spans, if `config` wants it; then `want` is called.
 
     Raises:
         ConfigError: if OpenTelemetry is not installed.
@@ -184,7 +174,7 @@ def spans_of(
     # Imported where it is needed: most configurations want none.
     from kvstore.observe.tracing import SpanWriter
 
-    spans.want()
+    want()
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 

@@ -69,6 +69,13 @@ def test_the_program_without_asyncio_runs_as_it_stands() -> None:
     assert done.stdout == "[0, 0, 0, 0]\n[8, 8, 8, 8]\n"
 
 
+def test_the_picture_of_ratios_is_drawn_from_the_table_of_the_readme() -> None:
+    program = runpy.run_path(str(DOCS / "ratios.py"))
+    rows = program["rows_of"]((DOCS.parent / "README.md").read_text())
+    assert len(rows) >= 8
+    assert program["draw"](rows) == (DOCS / "ratios.svg").read_text(), "run python docs/ratios.py"
+
+
 def test_the_tables_of_a_chunks_life_are_those_of_the_code() -> None:
     program = runpy.run_path(str(DOCS / "life.py"))
     text = (DOCS / "design.md").read_text()

@@ -75,7 +75,7 @@ async def test_buckets_count_all_that_took_no_longer(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         registry = registered(store)
         for seconds in (0.0004, 0.0015, 0.0015, 100.0):
-            store._core.queue.waits.add(seconds)
+            store._core._queue.waits.add(seconds)
         told = scraped(registry)
     counts = [told[f"wait_seconds_bucket,{bound}"] for bound in ("0.0005", "0.001", "0.002")]
     assert counts == [1, 1, 3]

@@ -215,7 +215,7 @@ async def test_a_slot_that_a_neighbour_rewrites_after_its_reset_is_a_miss_before
         async with second.get(KEYS[:1]):
             pass
         # The second keeps nothing in host memory but still believes in the first's slots.
-        second._core.pool.reset(())
+        second._core._pool.reset(())
         await first.reset()
         others = [payload(key)[::-1] for key in KEYS[:20]]
         assert await first.put(KEYS[:20], others) == 20

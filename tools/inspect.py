@@ -35,32 +35,16 @@ def _print(namespace: NamespaceSurvey) -> None:
         owner = f"in use by process {lane.owner}" if lane.owner else "not in use"
         live = sum(segment.live for segment in lane.segments)
         size = sum(segment.file_bytes for segment in lane.segments)
+        outdated = sum(segment.outdated for segment in lane.segments)
         held = sum(segment.live_bytes for segment in lane.segments)
         print(
             f"  lane {lane.number}, {owner}: {live} chunks, {format_size(held)} "
             f"in {format_size(size)}"
-            + (f", of epoch {lane.epoch}" if lane.epoch not in (None, namespace.epoch) else "")
+            + (f", {outdated} of them from before a reset" if outdated else "")
         )
-        _print_retained(lane)
         _print_segments(lane)
     for fault in namespace.faults:
         print(f"  WRONG {fault}")
-
-
-def _print_retained(lane: LaneSurvey) -> None:
-    retained = lane.retained
-    if retained is None:
-        return
-    if lane.retained_stale:
-        print(
-            f"    pinned: unknown; process {retained.process} last reported "
-            f"{_when(retained.written_ms)}"
-        )
-        return
-    print(
-        f"    pinned: {retained.chunks} chunks on this tier, {retained.host_chunks} in host "
-        f"memory, {retained.keys} keys"
-    )
 
 
 def _print_segments(lane: LaneSurvey) -> None:

@@ -176,7 +176,7 @@ class Lease:
         chunks, self._chunks = self._chunks, None
         if chunks is None:
             return True
-        released = chunks._end()
+        released = chunks._end()  # noqa: SLF001
         self._end(chunks)
         return released
 
@@ -187,7 +187,7 @@ class Lease:
     def drop(self) -> bool:
         """End the lease of a store that has ended, as `give_back` does. From any thread."""
         chunks, self._chunks = self._chunks, None
-        return chunks is None or chunks._end()
+        return chunks is None or chunks._end()  # noqa: SLF001
 
 
 LINGER_SECONDS = 1.0

@@ -31,13 +31,13 @@ class Copies:
     """
 
     def __init__(self, core: Core, due: Iterable[tuple[CopyTarget, int, set[bytes]]]) -> None:
-        self._pool = core.pool
+        self._chunks = core.chunks
         self._due = list(due)
 
     @classmethod
     def all(cls, core: Core) -> Copies:
         """Those to every tier."""
-        targets = core.cascades.targets
+        targets = core.targets
         return cls(core, [(t, t.copies_queued, t.unsaved_keys()) for t in targets])
 
     @classmethod
@@ -57,7 +57,7 @@ class Copies:
         return not keys
 
     def _under_way(self, tier: CopyTarget, key: bytes) -> bool:
-        chunk = self._pool.chunks.get(key)
+        chunk = self._chunks.get(key)
         waits = chunk is not None and chunk.unsaved >> tier.number & 1
         return bool(waits) or key in tier.index.writing
 
@@ -135,7 +135,7 @@ class Puts:
         Raises:
             KVStoreError: if the store is closed meanwhile.
         """
-        target = self._core.cascades.targets[0]
+        target = self._core.targets[0]
         self._core.save_first(keys)
         self._driver.pump()
         copies = Copies.of(self._core, target, keys)
@@ -158,14 +158,14 @@ class Puts:
         """Whether the store has the chunk, whole."""
         if key in self._core.hidden:
             return False
-        chunk = self._core.pool.chunks.get(key)
+        chunk = self._core.chunks.get(key)
         return (chunk is not None and chunk.stored_by is None) or any(
             not tier.index.lacks(key) for tier in self._core.tiers
         )
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
         """Rows that may hold `keys` and others: not those that are pinned for others."""
-        return self._region.rows - self._core.pins.rows_besides(frozenset(keys))
+        return self._region.rows - self._core.rows_pinned_besides(frozenset(keys))
 
     async def _portion(
         self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str, wait: bool
@@ -184,7 +184,7 @@ class Puts:
                 if era != self._core.era:
                     return False
                 # What this call has stored and others have displaced is not stored again.
-                pool = self._core.pool.chunks
+                pool = self._core.chunks
                 grant = self._core.prepare_store([k for k in keys if k in left or k in pool], name)
                 self._driver.flush()
                 if grant is not None:
@@ -225,7 +225,6 @@ class Puts:
                 source = sources[key]
                 np.copyto(array[row, : source.size], source)
 
-        self._driver.transfers += 1
         era = self._core.era
         ok = False
         try:
@@ -242,7 +241,6 @@ class Puts:
                     await outlast(copying, lambda: None)
             ok = True
         finally:
-            self._driver.transfers -= 1
             self._core.complete_store(keys, name, ok, era)
             self._driver.pump()
 

@@ -150,7 +150,7 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         self._driver.check()
-        coming = self._core.prefetches.begin(check_keys(keys))
+        coming = self._core.prefetch(check_keys(keys))
         self._driver.pump()
         return coming
 
@@ -174,7 +174,7 @@ class Store:
         """
         self._driver.check()
         keys, until = check_keys(keys), time.monotonic() + check_seconds(seconds)
-        pinned = self._core.pins.begin(keys, until, host=host)
+        pinned = self._core.pin(keys, until, host=host)
         self._driver.pump()
         return pinned
 
@@ -191,7 +191,7 @@ class Store:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
         """
         self._driver.check()
-        leaving = self._core.demotions.begin(check_keys(keys), time.monotonic())
+        leaving = self._core.demote(check_keys(keys), time.monotonic())
         self._driver.pump()
         return leaving
 
@@ -207,9 +207,7 @@ class Store:
         """
         self._driver.check()
         keys = check_keys(keys)
-        ended = self._core.pins.end(keys)
-        if cold:
-            self._core.demotions.cool(keys)
+        ended = self._core.unpin(keys, cold=cold)
         self._driver.pump()
         return ended
 
@@ -451,7 +449,7 @@ class Store:
         wait: bool,
     ) -> int:
         self._driver.check()
-        if durable and not self._core.cascades.targets:
+        if durable and not self._core.targets:
             raise KVStoreError("durable: the store has no tier that chunks could be written to")
         keys, request = check_keys(keys), check_request(request)
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
@@ -459,7 +457,7 @@ class Store:
             return 0
         prompt = self._prompts.storing(keys, request, time.monotonic())
         # Also what finds no room is a part of the prompt.
-        self._core.chains.extend(prompt.id, keys)
+        self._core.extend_prompt(prompt.id, keys)
         prompt.busy += 1
         try:
             stored = await self._puts.put(keys, sources, prompt.id, wait=wait)
@@ -493,7 +491,7 @@ class Store:
         self._driver.pump()
         core = self._core
         # Who looks on without a lease may do so for ever.
-        while core.clearing or len(core.overtaken) > self._onlookers.pins_before(core.era):
+        while core.clearing or core.late_transfers > self._onlookers.pins_before(core.era):
             await self._driver.moved()
         await self._cleared()
 
@@ -530,14 +528,19 @@ class Store:
             self._driver.flush()
         return prompt, answer
 
-    def _ask(self, keys: Sequence[bytes], prompt: Prompt) -> tuple[int | None, bool]:
+    def _ask(
+        self, keys: Sequence[bytes], prompt: Prompt, *, again: bool = False
+    ) -> tuple[int | None, bool]:
         """Look `keys` up, in a new step unless that could not tell the request anything new.
+
+        Args:
+            again: the request has waited for its answer, which came with the last step.
 
         Returns:
             The answer, and whether a step was begun, which is for the caller to flush.
         """
         waiting = self._core.is_waiting(prompt.id)
-        if self._driver.fresh and (prompt.told is not None or waiting):
+        if self._driver.fresh and (again or prompt.told is not None or waiting):
             answer = self._core.lookup_prefix(keys, prompt.id)
             # Who only waits since then came after a step had looked up enough: not the next.
             if answer is not None or (waiting and self._core.is_waiting(prompt.id)):
@@ -555,13 +558,12 @@ class Store:
         prompt = self._prompts.getting(keys, request, time.monotonic())
         prompt.busy += 1
         try:
-            while True:
-                count, stepped = self._ask(keys, prompt)
-                if count is not None:
-                    break
+            count, stepped = self._ask(keys, prompt)
+            while count is None:
                 if stepped:
                     self._driver.flush()
                 await self._driver.answered(prompt.id)
+                count, stepped = self._ask(keys, prompt, again=True)
             keys = keys[:count]
             rows = self._core.prepare_load(keys, prompt.id)
         except BaseException:
@@ -570,7 +572,6 @@ class Store:
             self._prompts.returned(prompt)
             raise
         held.append((prompt, self._core.era))
-        self._driver.transfers += 1
         self._prompts.had(prompt, count)
         if stepped:
             self._driver.flush()
@@ -580,13 +581,12 @@ class Store:
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
         def unpin(key: bytes) -> None:
             self._core.complete_load([key], prompt.id, era)
-            self._driver.pump()
+            self._driver.freed()
 
-        self._driver.transfers -= 1
         seen = self._onlookers.see(chunks, era, unpin)
         self._core.complete_load([key for key in chunks.keys if key not in seen], prompt.id, era)
         self._prompts.returned(prompt)
-        self._driver.pump()
+        self._driver.freed()
 
     async def _nothing(self) -> Chunks:
         self._driver.check()

@@ -23,7 +23,6 @@ from kvstore.connector.contract import (
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import CoreStats
-from kvstore.core.hints import HintedRequests
 from kvstore.core.transfers import Transfer
 from kvstore.engine.scheduler_steps import Stepper, in_turns
 from kvstore.engine.unnamed_requests import Prompt, Prompts, UnderWay
@@ -88,10 +87,9 @@ class KVStoreManager(OffloadingManager):
 
     Attributes:
         region: host memory; the specs of loads and stores name its rows.
-        description: short description of host memory and tiers.
-        stepper: drives the core.
-        hinted: requests that came with hints.
-        computing: measures how fast the server computes.
+        description: host memory and tiers in a few words.
+        stepper: who drives the core.
+        computing: how fast the server computes.
     """
 
     loads_are_uses = True
@@ -152,7 +150,6 @@ class KVStoreManager(OffloadingManager):
         self._core = assembly.core
         self._core.log_to(warn_with(logger))
         self.description = assembly.description
-        self.hinted = HintedRequests(self._core)
         self.computing = Computing(self._core.computed)
         self._prompts = Prompts(self._core, checked.lease_s)
         self.stepper.on_begin = self._expire
@@ -294,8 +291,6 @@ class KVStoreManager(OffloadingManager):
         keys = check_keys(list(keys))
         if req_context is not None:
             rows = self._core.prepare_load(keys, req_context.req_id)
-            if self.hinted:
-                self.hinted.named(req_context.req_id, keys)
             self._loads(req_context.req_id)
             return HostLoadStoreSpec(rows)
         if not keys:
@@ -336,17 +331,13 @@ class KVStoreManager(OffloadingManager):
         self.stepper.absorb()
         keys = check_keys(list(keys))
         if req_context is not None:
-            if self.hinted:
-                self.hinted.named(req_context.req_id, keys)
-                if not self.hinted.stores(req_context.req_id):
-                    return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
             self.computing.offered(req_context.req_id, keys)
             grant = self._core.prepare_store(keys, req_context.req_id)
         elif not keys:
             return PrepareStoreOutput([], HostLoadStoreSpec([]), [])
         else:
             prompt = self._prompts.storing(keys, None, time.monotonic())
-            self._core.chains.extend(prompt.id, keys)
+            self._core.extend_prompt(prompt.id, keys)
             grant = self._core.prepare_store(keys, prompt.id)
             if grant is not None:
                 self._storing.add(grant.keys, prompt, self._core.era)
@@ -380,24 +371,25 @@ class KVStoreManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: RequestContext) -> None:
-        params = getattr(req_context, "kv_transfer_params", None)
-        envelope = getattr(req_context, "kv_hints", None)
-        if params is not None or envelope is not None:
-            self.hinted.begin(req_context.req_id, params, envelope)
         if self._spans is not None:
             headers = getattr(req_context, "trace_headers", None) or {}
             self._spans.belongs_to(req_context.req_id, headers.get("traceparent"))
-        position = getattr(req_context, "position", None)
-        self._core.on_new_request(req_context.req_id, position, one_group=self._one_group)
+        self._core.on_new_request(
+            req_context.req_id,
+            getattr(req_context, "position", None),
+            one_group=self._one_group,
+            params=getattr(req_context, "kv_transfer_params", None),
+            envelope=getattr(req_context, "kv_hints", None),
+        )
 
     def on_request_finished(self, req_context: RequestContext) -> None:
-        self.computing.finished(req_context.req_id)
-        self._core.on_request_finished(req_context.req_id)
-        if self.hinted:
-            self.hinted.end(req_context.req_id, time.monotonic())
-            if self.stepper.ends_told and not self.stepper.begun:
-                # An idle server takes no step that would apply the hints.
-                self.stepper.hand_over()
+        request = req_context.req_id
+        self.computing.finished(request)
+        hinted = self._core.wants_all(request)
+        self._core.on_request_finished(request, time.monotonic())
+        if hinted and self.stepper.ends_told and not self.stepper.begun:
+            # A server that has nothing else to do need not take a step for it.
+            self.stepper.hand_over()
 
     def on_schedule_end(self, context: object = None) -> None:
         self._asked.clear()
@@ -419,11 +411,8 @@ class KVStoreManager(OffloadingManager):
         ]
 
     def stats(self) -> CoreStats:
-        """Return counters and gauges."""
-        stats, hinted = self._core.stats(), self.hinted
-        stats.hints, stats.hints_ignored = hinted.taken, hinted.ignored
-        stats.hints_refused = hinted.refused
-        return stats
+        """Counters and gauges."""
+        return self._core.stats()
 
     def abandon_transfers(self) -> None:
         """Abandon the loads and stores under way: the server will not report their ends.
@@ -472,10 +461,10 @@ class KVStoreManager(OffloadingManager):
     def _eras(
         self, keys: list[bytes], request: str, *, stores: bool
     ) -> Iterable[tuple[int | None, list[bytes]]]:
-        """Group `keys` by the era in which their transfers were prepared; None is the present."""
-        if not self._late_completions or not self._core.overtaken:
+        """When the transfers of `keys` were prepared that end now; None for the present era."""
+        if not self._late_completions or not self._core.late_transfers:
             return [(None, keys)]
-        late = self._core.overtaken.eras(request, stores=stores)
+        late = self._core.late_eras(request, stores=stores)
         found: dict[int | None, list[bytes]] = {}
         for key in keys:
             found.setdefault(late.get(key), []).append(key)

@@ -5,355 +5,61 @@ The core does no I/O and has no clock, lock, thread or await. Calls go in,
 `poll`. It is owned by one thread. Time is passed to `poll` and `flush`, in
 seconds of any monotonic clock.
 
-A *step* is what lies between two calls of `poll`. A key that answered "hit"
-stays loadable until its step ends.
-
-This module says in which order things happen in a step. What happens is said in the
-rooms that it calls. This module is long because it is the core's face: most of it is
-what each call guarantees.
+This module is what servers call; `kvstore.core.step` is what happens in which order.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvstore.core.async_lookup import Questions
-from kvstore.core.cascade import Cascades
-from kvstore.core.chunk import FILLING, Life
-from kvstore.core.eviction import Demotions, Room, Victims
-from kvstore.core.host import HostPool
-from kvstore.core.loads import Loads
-from kvstore.core.lookup import Lookups
-from kvstore.core.pins import PINNED_SHARE, Pins
-from kvstore.core.promotion import Grants, Prefetches
-from kvstore.core.removal import Removal, Removals
-from kvstore.core.reports import Log, Spans
-from kvstore.core.request import Positions, Requests, RequestState
-from kvstore.core.residency.base import TierView
-from kvstore.core.residency.recompute import Average
+from kvstore.core.chunk import FILLING
+from kvstore.core.hints import Hints, read_hints
+from kvstore.core.removal import Removal
 from kvstore.core.statistics import CoreStats
-from kvstore.core.step_budget import Budget, Pace
-from kvstore.core.stores import StoreGrant, Stores
-from kvstore.core.transfers import Overtaken, Transfer, Transfers
-from kvstore.core.usage import Chains, Uses
-from kvstore.core.wait_queue import WaitQueue
-from kvstore.types import Completion, Event, LogLine, Move
+from kvstore.core.step import CoreSteps
+from kvstore.core.stores import StoreGrant
+from kvstore.core.transfers import Transfer
+from kvstore.types import Event
 
 __all__ = ["Core"]
 
-DEFAULT_PACE = Pace()
 
-
-class Core:
-    """See the module's text.
+class Core(CoreSteps):
+    """Answers lookups, and decides on loads, stores, promotions, copies and evictions.
 
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
         streak: answers for one request in a row, for callers that call `go_on`: see `Streak`.
         hidden: keys that are being removed.
-        pins: chunks that stay for a while. prefetches: those that are fetched unasked.
-        demotions: those that shall leave host memory.
-        spans: waits and moves, one by one, once they are wanted.
+        chunks: the chunks of host memory, by key. Nobody else writes into it.
+        tiers: what is known of each slower tier, fastest first.
         era: counts resets. A report of a transfer that may be older names its era.
-
-    Args:
-        pool: host memory.
-        tiers: slower tiers, fastest first. A chunk is promoted from the first
-            that has it and copied to each, when its flow says.
-        deadline: seconds without movement after which a deferred request is answered.
-        max_wait: seconds after which it is answered in any case.
-        lease: seconds without being asked after which a request's leases end.
-        events: whether `take_events` will be called.
-        pace: how much one step does at most.
-        pinned_share: how much of host memory, and of each tier, may be pinned.
-        recompute: seconds that the server takes to compute a chunk; None: as `computed` tells, 0:
-            nobody asks whether computing is sooner than reading.
-        chunk_bytes: size of a chunk, for `stats`.
     """
 
-    lookup: Callable[[bytes, str], bool | None]
+    # -- lookups -------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        pool: HostPool,
-        tiers: Sequence[TierView] = (),
-        *,
-        deadline: float = 2.0,
-        max_wait: float = 30.0,
-        lease: float = 10.0,
-        events: bool = True,
-        pace: Pace = DEFAULT_PACE,
-        pinned_share: float = PINNED_SHARE,
-        recompute: float | None = None,
-        chunk_bytes: int = 0,
-    ) -> None:
-        self.pool = pool
-        self.tiers = list(tiers)
-        self.now = 0.0
-        self.era = 0
-        self._chunk_bytes = chunk_bytes
-        self._log = Log()
-        efforts = [tier.index.policy.effort for tier in self.tiers]
-        self._compute = Average()
-        self._compute_pace = recompute
-        self.budget = Budget(pace, pool.policy.effort, efforts)
-        self._requests = Requests()
-        self.spans = Spans()
-        self.queue = WaitQueue(pool, self.spans, deadline=deadline, max_wait=max_wait, lease=lease)
-        self._positions = Positions()
-        self._victims = Victims(pool, self.budget)
-        self._uses = Uses(pool, self.tiers, self._victims, self.budget)
-        self.chains = Chains(pool, self.tiers, self._positions, self._uses)
-        self._removals = Removals(pool, self.tiers, self.queue, self._victims)
-        self.hidden: Mapping[bytes, object] = self._removals.hidden
-        self.cascades = Cascades(pool, self.tiers, self._log, self.budget, self.hidden)
-        self.room = Room(pool, self._victims, self.cascades, self.budget)
-        self.pins = Pins(pool, self.tiers, pinned_share, self.hidden)
-        self.grants = Grants(
-            pool,
-            self.tiers,
-            self.queue,
-            self.room,
-            self.chains,
-            self.budget,
-            self.pins,
-            self.hidden,
-        )
-        self.prefetches = Prefetches(pool, self.tiers, self.queue, self.grants)
-        self.demotions = Demotions(pool, self.tiers, self.cascades, self._victims, self.pins)
-        self.transfers = Transfers(
-            pool,
-            self.tiers,
-            self.queue,
-            self.cascades,
-            self._log,
-            self._removals,
-            self.pins,
-            self.spans,
-        )
-        self._lookups = Lookups(
-            pool,
-            self.tiers,
-            self._requests,
-            self.queue,
-            self.chains,
-            self._positions,
-            self.budget,
-            self.hidden,
-        )
-        self._loads = Loads(pool, self._requests, self.queue, self.chains, self._uses)
-        self._stores = Stores(
-            pool,
-            self._victims,
-            self.room,
-            self._requests,
-            self.queue,
-            self._lookups,
-            self.chains,
-            self._uses,
-            self.cascades,
-            self.budget,
-            self.pins,
-        )
-        self._questions = Questions(pool, self.tiers, self.queue, self.hidden)
-        self.overtaken = Overtaken(pool)
-        self.lookup = self._lookups.lookup
-        self.go_on, self.streak = self._lookups.go_on, self._lookups.streak
-        self.lookup_prefix = self._lookups.lookup_prefix
-        self.contains_prefix = self._lookups.contains_prefix
-        self.is_waiting = self._lookups.is_waiting
-        self.renew = self._lookups.renew
-        self._ended: deque[Completion] = deque()
-        # What others have done to their tiers, and how much of the first is taken in.
-        self._news: deque[Completion] = deque()
-        self._learned = 0
-        self._polled = 0.0
-        self._stray = self._deferrals = self._illegal = self._loss_told = 0
-        pool.history.want(events)
-        for tier in self.tiers:
-            tier.index.history.want(events, tier.entries)
-        self._ages = [pool.ages, *(tier.index.ages for tier in self.tiers)]
-        pool.begin_step()
+    def go_on(self, context: object) -> None:
+        """The request that was looked up last goes on by itself: see `Streak`."""
+        self._lookups.go_on(context)
 
-    def log_to(self, write: Callable[[LogLine], None]) -> None:
-        """Where one line per change of a tier's health goes; nowhere by default."""
-        self._log.write_to(write)
+    def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
+        """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
+        return self._lookups.lookup_prefix(keys, request_id)
 
-    # -- the edges of a step ---------------------------------------------------------
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """Number of leading `keys` that host memory or a tier holds; nothing is fetched or kept."""
+        return self._lookups.contains_prefix(keys)
 
-    def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
-        """Begin a step: take in what was completed, end what has expired."""
-        elapsed, self._polled = now - self._polled, now
-        self.now = now
-        self.pool.begin_step()
-        for ages in self._ages:
-            ages.begin_step(now)
-        self.budget.begin_step()
-        self.spans.begin_step(now)
-        if completions or self._ended or self._news:
-            self.absorb(completions)
-        queue = self.queue
-        self.transfers.watch(now, elapsed, queue.deadline, queue.max_wait, self.compute_pace)
-        self._lookups.begin_step(now)
-        if self._questions:
-            self._questions.watch(now)
-        if self._ended:
-            self.queue.all_moved(now)
-        for request in self.queue.expire(now):
-            self._requests.drop_if_idle(request)
-        self._stores.expire(now)
-        self.pins.expire(now)
-        if Life.ever_illegal:
-            self._tell_illegal()
-        if self._events_lost > self._loss_told:
-            self._tell_lost_events()
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether every lookup of this request is "ask again" for now."""
+        return self._lookups.is_waiting(request_id)
 
-    def absorb(self, completions: Iterable[Completion]) -> None:
-        """Take in completions without beginning a step, as many as this step may."""
-        self._lookups.pause()
-        ended = self._ended
-        for completion in completions:
-            self.transfers.hear(completion)
-            ended.append(completion)
-        if not (ended or self._news):
-            return
-        budget = self.budget
-        while ended and budget.absorbed > 0:
-            completion = ended.popleft()
-            if completion.changes is not None:
-                # Nobody waits for these. Of a tier that is being cleared they are out of date.
-                if self.tiers[completion.tier].clearing:
-                    completion.changes.end()
-                else:
-                    self._news.append(completion)
-                continue
-            budget.absorb(len(completion.ok))
-            self._stray += not self.transfers.complete(completion, self.now)
-        if self._news and not ended:
-            self._learn()
-        if self._questions and self.queue.waiting:
-            self._questions.pass_over(self.now)
-        self.queue.pass_on(self.now)
-
-    def _learn(self) -> None:
-        """Take in what others have done to their tiers, as much as this step may."""
-        news, budget = self._news, self.budget
-        while news and budget.news > 0:
-            changes = news[0].changes
-            assert changes is not None
-            part = changes.part(self._learned, budget.news)
-            self.transfers.complete(replace(news[0], changes=part), self.now)
-            budget.learn(len(part))
-            self._learned += len(part)
-            if self._learned >= len(changes):
-                self._drop_first()
-
-    def _drop_first(self) -> None:
-        """The first of the news is taken in, or not needed."""
-        changes = self._news.popleft().changes
-        assert changes is not None
-        changes.end()
-        self._learned = 0
-
-    def flush(self, now: float) -> list[Move]:
-        """The moves that are due, to be handed to the engine in this order."""
-        self.now = now
-        self._queue_deferred(now)
-        if self.budget.bounded:
-            self.budget.shorten(self._lookups.wanted)
-        if self.queue.waiting:
-            self.grants.link_some()
-        moves: list[Move] = []
-        if self._questions:
-            moves += [self.transfers.ask(*due, now) for due in self._questions.take()]
-        if self.hidden:
-            self._lookups.keep_hits()
-            self._removals.go_on()
-            moves += self.transfers.erase(now)
-        uses = self._uses
-        if uses.due or (uses and (self.queue.waiting or self.room.demotes or self.unsaved)):
-            uses.tell_some()
-        if self.queue.waiting:
-            self._lookups.keep_hits()
-            for tier, chunks, slots in self.grants.grant(now):
-                moves += self.transfers.promote(tier, chunks, slots, now)
-        if self.prefetches:
-            self._lookups.keep_hits()
-            for tier, chunks, slots in self.prefetches.go_on(now):
-                moves += self.transfers.promote(tier, chunks, slots, now)
-        if self.demotions:
-            self._lookups.keep_hits()
-            self.demotions.go_on()
-        if self.room.demotes:
-            self._lookups.keep_hits()
-            self.room.make_ahead(now)
-        if self.tiers:
-            moves += self.transfers.due(now)
-            self.chains.settle(self.budget.settled)
-        return moves
-
-    def _queue_deferred(self, now: float) -> None:
-        """Requests that got "ask again" begin to wait; what others asked is forgotten."""
-        for request in self._lookups.take_asked():
-            if self.chains.filters and request.keys:
-                self.chains.count(request.id, request.keys)
-            if request.deferring:
-                request.defer(False)
-                self._deferrals += request.since is None
-                self.queue.join(request, now)
-                self.grants.link(request)
-                if self._questions:
-                    self._questions.add(request, now, self.compute_pace)
-            elif request.state is not RequestState.WAITING:
-                request.forget_keys()
-                self._requests.drop_if_idle(request)
-
-    @property
-    def behind(self) -> bool:
-        """Whether the next step has something to do although nothing new will have happened."""
-        return (
-            bool(self._ended or self._news)
-            or self.budget.behind
-            or self._removals.behind
-            or self.pins.behind
-            or self.demotions.behind
-            or (self.budget.cut_short and self.waiting > 0)
-        )
-
-    @property
-    def illegal(self) -> int:
-        """Transitions of chunks that were asked for and may not be."""
-        return self.pool.life.illegal + sum(tier.index.life.illegal for tier in self.tiers)
-
-    @property
-    def in_flight(self) -> int:
-        """Moves that were handed out and not completed."""
-        return len(self.transfers.moves)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are deferred."""
-        return len(self.queue.waiting)
-
-    @property
-    def clearing(self) -> bool:
-        """Whether a tier is still to be cleared after a reset, and has not failed to be."""
-        return self.transfers.clearing
-
-    @property
-    def uncleared(self) -> list[str]:
-        """Tiers that are to be cleared after a reset, by name; `clearing` of those that can be."""
-        return self.transfers.uncleared
-
-    @property
-    def unsaved(self) -> int:
-        """Chunks that wait for a copy to a slower tier, or are being copied."""
-        return self.cascades.unsaved
+    def renew(self, request_id: str) -> None:
+        """The request waits still: its leases last as if it had asked again."""
+        self._lookups.renew(request_id)
 
     # -- loads and stores ----------------------------------------------------------------
 
@@ -363,16 +69,16 @@ class Core:
         Raises:
             KeyError: if one of them cannot be loaded; then nothing was pinned.
         """
-        ordered = self._positions.ordered(request_id, keys)
+        ordered = self._ordered(request_id, keys)
         rows = self._loads.prepare(ordered, request_id)
-        if self.demotions:
-            self.demotions.used(keys)
+        if self._demotions:
+            self._demotions.used(keys)
         if ordered is not keys:
             row_of = dict(zip(ordered, rows, strict=True))
             rows = [row_of[key] for key in keys]
         # Should it ask again in this step, its keys are listed anew.
         self._lookups.pause()
-        self.budget.want(len(rows))
+        self._budget.want(len(rows))
         return rows
 
     def complete_load(
@@ -393,7 +99,7 @@ class Core:
 
     def load_source(self, key: bytes) -> str:
         """Medium from which a loadable chunk reached host memory: "host" or a tier's."""
-        chunk = self.pool.chunks.get(key)
+        chunk = self._pool.chunks.get(key)
         return self._medium(chunk.origin) if chunk is not None else "host"
 
     def touch(self, keys: Collection[bytes]) -> None:
@@ -416,12 +122,16 @@ class Core:
         self._lookups.pause()
         if self.hidden:
             keys = [key for key in keys if key not in self.hidden]
-        ordered = self._positions.ordered(request_id, keys)
+        ordered = self._ordered(request_id, keys)
+        request = self._requests.get(request_id)
+        if request is not None and request.hints is not None and not request.hints.store:
+            self._chains.extend(request, list(ordered))
+            return StoreGrant([], [], [], list(keys))
         grant = self._stores.prepare(ordered, request_id, self.now)
         if grant is not None and ordered is not keys:
             grant = grant.in_order_of(keys)
         if grant is not None:
-            self.budget.want(len(grant.keys), stored=True)
+            self._budget.want(len(grant.keys), stored=True)
         return grant
 
     def complete_store(
@@ -440,7 +150,7 @@ class Core:
             self._ended_late(keys, request_id, era, stores=True)
         else:
             self._stores.complete(keys, request_id, self.now, ok)
-            self.pins.arrived(keys)
+            self._pins.arrived(keys)
 
     # -- requests ------------------------------------------------------------------------
 
@@ -450,6 +160,8 @@ class Core:
         position: Callable[[bytes], int] | None = None,
         *,
         one_group: bool = False,
+        params: object = None,
+        envelope: object = None,
     ) -> None:
         """A request was seen for the first time. An earlier one of that name ends.
 
@@ -458,66 +170,126 @@ class Core:
                 that name keys in another order. Called only for keys that the request has named.
             one_group: all its keys are of one KV cache group. They are then named in the order
                 of the prompt, except in lookups, which may begin at its end.
+            params, envelope: what may hold hints of its future: see `kvstore.core.hints`.
         """
         self.on_request_finished(request_id)
+        if params is not None or envelope is not None:
+            hints, taken, ignored = read_hints(params, envelope)
+            self._hints += taken
+            self._hints_ignored += ignored
+            if taken:
+                self._requests.open(request_id).hint(hints)
         if position is not None:
-            self._positions.tell(request_id, position, one_group=one_group)
+            self._requests.open(request_id).tell_positions(position, one_group=one_group)
 
-    def on_request_finished(self, request_id: str) -> None:
-        """The request asks no more: its wait and its leases end. Loads under way go on."""
+    def on_request_finished(self, request_id: str, now: float | None = None) -> None:
+        """The request asks no more: its wait and its leases end. Loads under way go on.
+
+        What its hints say is done with all that it has loaded and offered to be stored.
+
+        Args:
+            now: by default the time of the step.
+        """
         request = self._requests.get(request_id)
-        if request is not None:
-            if self.chains.filters and request.keys:
-                self.chains.count(request_id, request.keys)
-            self.queue.remove(request)
-            request.defer(False)
-            self._stores.forget_deferred(request)
-            self._requests.drop_if_idle(request)
-            self._lookups.pause()
-        self._uses.end(request_id)
-        self.chains.end(request_id)
-        self._positions.forget(request_id)
+        if request is None:
+            return
+        hints, keys = request.hints, request.used
+        self._end_request(request)
+        if hints is not None and keys:
+            self._hints_refused += self.follow(hints, keys, self.now if now is None else now)
+
+    def wants_all(self, request_id: str) -> bool:
+        """Whether its hints speak of its whole prompt, also of what the device has itself."""
+        request = self._requests.get(request_id)
+        return request is not None and request.hints is not None and request.hints.at_end
+
+    def follow(self, hints: Hints, keys: Sequence[bytes], now: float) -> int:
+        """Do what the hints of a request say, which has ended and whose prompt is `keys`.
+
+        Returns:
+            Chunks that were to be retained or fetched, and are not: more may not be.
+        """
+        refused = 0
+        if hints.release:
+            self.unpin(keys, cold=True)
+        if hints.retain_s is not None:
+            host = hints.retain_host or not self.targets
+            refused += len(keys) - self.pin(keys, now + hints.retain_s, host=host, yields=True)
+        if hints.demote:
+            self.demote(keys, now)
+        after = hints.prefetch_after_s
+        if after is not None and not self._prefetches.plan(keys, now + after):
+            refused += len(keys)
+        return refused
+
+    def extend_prompt(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """`keys` are the next ones of the request's prompt, although it does not load them."""
+        self._chains.extend(self._requests.open(request_id), keys)
+
+    def on_prompt_end(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
+        """`listener` is told the keys of each request that ends, one sequence for each group."""
+        self._chains.listen(listener)
 
     def lapse(self, request_id: str) -> None:
         """What was fetched for the request is kept for it no longer; its answer stands."""
         request = self._requests.get(request_id)
         if request is not None:
-            self.queue.lapse(request)
+            self._queue.lapse(request)
+
+    # -- what a server foresees --------------------------------------------------------
+
+    def prefetch(self, keys: Sequence[bytes]) -> int:
+        """Fetch leading `keys` to host memory before anybody asks: see `Prefetches.begin`."""
+        return self._prefetches.begin(keys)
+
+    def pin(
+        self, keys: Sequence[bytes], until: float, *, host: bool = True, yields: bool = False
+    ) -> int:
+        """Keep the chunks of `keys` until then: see `Pins.begin`."""
+        return self._pins.begin(keys, until, host=host, yields=yields)
+
+    def unpin(self, keys: Sequence[bytes], *, cold: bool = False) -> int:
+        """End the pins of `keys`, `cold` ones leave before others; returns how many were pinned."""
+        ended = self._pins.end(keys)
+        if cold:
+            self._demotions.cool(keys)
+        return ended
+
+    def rows_pinned_besides(self, keys: Collection[bytes]) -> int:
+        """Rows of host memory that are pinned, those of `keys` not counted."""
+        return self._pins.rows_besides(keys)
+
+    def demote(self, keys: Sequence[bytes], now: float) -> int:
+        """Let the chunks of `keys` leave host memory: see `Demotions.begin`."""
+        return self._demotions.begin(keys, now)
 
     # -- the rest ------------------------------------------------------------------------
 
-    @property
-    def compute_pace(self) -> float:
-        """Seconds that the server takes to compute a chunk; 0 where that is not known."""
-        pace = self._compute_pace
-        return self._compute.per_chunk if pace is None else pace
-
-    def computed(self, chunks: int, seconds: float) -> None:
-        """The server has computed so many chunks of KV in so many seconds: see `recompute`."""
-        if chunks > 0 and seconds > 0:
-            self._compute.add(chunks, seconds)
-
     def may_go_below(self, key: bytes) -> bool:
         """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
-        chunk = self.pool.chunks.get(key)
+        chunk = self._pool.chunks.get(key)
         if chunk is not None and chunk.unsaved:
             return True
         return any(not tier.index.lacks(key) for tier in self.tiers) or (
-            chunk is not None and any(t.accepts(self.now) for t in self.cascades.demoting)
+            chunk is not None and any(t.accepts(self.now) for t in self._cascades.demoting)
         )
 
     def save(self) -> None:
         """Copy to every tier what it lacks, also what would only be copied when given up."""
         self._uses.tell_all()
-        if self.cascades.demoting:
-            chunks = [chunk for chunk in self.pool.chunks.values() if chunk.state != FILLING]
-            self.cascades.save(chunks, self.now)
+        if self._cascades.demoting:
+            chunks = [chunk for chunk in self._pool.chunks.values() if chunk.state != FILLING]
+            self._cascades.save(chunks, self.now)
+
+    def make_room(self, rows: int) -> None:
+        """Let chunks leave until so many rows are free, as far as that costs no last copy."""
+        self._room.make(rows, self.now, shed_unsaved=False)
 
     def save_first(self, keys: Collection[bytes]) -> None:
         """Copy those of `keys` that host memory has, and the first tier lacks, to that tier."""
-        chunks = filter(None, map(self.pool.chunks.get, keys))
+        chunks = filter(None, map(self._pool.chunks.get, keys))
         whole = [chunk for chunk in chunks if chunk.state != FILLING]
-        self.cascades.save_to(self.cascades.targets[0], whole, self.now)
+        self._cascades.save_to(self._cascades.targets[0], whole, self.now)
 
     def remove(self, keys: Collection[bytes]) -> Removal:
         """Take these chunks out of host memory and of every tier of this process.
@@ -527,8 +299,8 @@ class Core:
         again when the keys are no longer `hidden`.
         """
         self._lookups.pause()
-        self.pins.end(keys)
-        self.prefetches.drop(keys)
+        self._pins.end(keys)
+        self._prefetches.drop(keys)
         return self._removals.begin(keys)
 
     def reset(self, *, close_tiers: bool = False) -> None:
@@ -542,29 +314,33 @@ class Core:
         which it was prepared, or `transfers_ended` says that all have ended.
         """
         late = list(self.device_transfers())
-        self.overtaken.add(late)
+        self._overtaken.add(late)
         self.era += 1
         for request in self._requests.values():
-            self.queue.remove(request)
+            self._queue.remove(request)
         self._requests.clear()
         while self._news:
             self._drop_first()
         self._lookups.reset()
         self._stores.reset()
-        self.chains.reset()
+        self._chains.reset()
         self._uses.reset()
-        self.grants.reset()
-        self.pins.reset()
-        self.demotions.reset()
-        self.prefetches.reset()
+        self._grants.reset()
+        self._pins.reset()
+        self._demotions.reset()
+        self._prefetches.reset()
         self._removals.reset()
         self._questions.reset()
-        self.transfers.reset((row for _, row in late), close_tiers=close_tiers)
+        self._transfers.reset((row for _, row in late), close_tiers=close_tiers)
         self._victims.reset()
+
+    def late_eras(self, request_id: str, *, stores: bool) -> dict[bytes, int]:
+        """Keys that a request still stores, or loads, from before a reset, each with its era."""
+        return self._overtaken.eras(request_id, stores=stores)
 
     def transfers_ended(self) -> None:
         """Every transfer that was prepared before the last reset has ended, reported or not."""
-        self.overtaken.all_ended()
+        self._overtaken.all_ended()
 
     def device_transfers(self) -> Iterable[tuple[Transfer, int]]:
         """Loads and stores that were prepared and are not complete, and their rows."""
@@ -578,7 +354,7 @@ class Core:
 
         Of what is not taken for long the older part is lost: `CoreStats.events_lost`.
         """
-        histories = [("host", self.pool.history.take())]
+        histories = [("host", self._pool.history.take())]
         histories += [(tier.medium, tier.index.history.take()) for tier in self.tiers]
         return [
             Event([key for key, _ in run], medium, removed=left)
@@ -588,7 +364,7 @@ class Core:
 
     def stats(self) -> CoreStats:
         """A snapshot of counters and gauges."""
-        pool, queue, loads, stores = self.pool, self.queue, self._loads, self._stores
+        pool, queue, loads, stores = self._pool, self._queue, self._loads, self._stores
         loaded_from: dict[str, int] = {}
         for origin, count in loads.loaded_from.items():
             medium = self._medium(origin)
@@ -600,10 +376,13 @@ class Core:
             rows=pool.rows,
             free_rows=pool.free,
             busy_rows=pool.busy,
-            pinned_rows=self.pins.rows,
-            pins=len(self.pins),
-            prefetched=self.prefetches.begun,
-            demoted=self.demotions.demoted,
+            pinned_rows=self._pins.rows,
+            pins=len(self._pins),
+            prefetched=self._prefetches.begun,
+            demoted=self._demotions.demoted,
+            hints=self._hints,
+            hints_ignored=self._hints_ignored,
+            hints_refused=self._hints_refused,
             chunks=len(pool.chunks),
             waiting=len(queue.waiting),
             misses=self._lookups.misses,
@@ -611,7 +390,7 @@ class Core:
             compute_pace=self.compute_pace,
             deferrals=self._deferrals,
             timeouts=queue.timeouts,
-            truncations=self.grants.truncations,
+            truncations=self._grants.truncations,
             lapses=queue.lapses,
             loaded=loads.loaded,
             loaded_from=loaded_from,
@@ -636,30 +415,18 @@ class Core:
 
     # -- inside --------------------------------------------------------------------------
 
+    def _ordered(self, request_id: str, keys: Collection[bytes]) -> Collection[bytes]:
+        request = self._requests.get(request_id)
+        return keys if request is None else request.ordered(keys)
+
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool
     ) -> None:
         """Transfers from before a reset have ended: their rows are free."""
         for key in dict.fromkeys(keys):
-            ended = self.overtaken.ended(Transfer(era, request_id, key, stores))
+            ended = self._overtaken.ended(Transfer(era, request_id, key, stores))
             self._stray += not ended
-        self.queue.rows_moved(self.now)
+        self._queue.rows_moved(self.now)
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
-
-    @property
-    def _events_lost(self) -> int:
-        return self.pool.history.lost + sum(tier.index.history.lost for tier in self.tiers)
-
-    def _tell_lost_events(self) -> None:
-        if not self._loss_told:
-            text = "events are not taken: the oldest are dropped, and counted"
-            self._log(LogLine("events.lost", text))
-        self._loss_told = self._events_lost
-
-    def _tell_illegal(self) -> None:
-        new, self._illegal = self.illegal - self._illegal, self.illegal
-        if new:
-            text = f"{new} illegal transitions of chunks were asked for, and not made"
-            self._log(LogLine("core.illegal", text, {"count": new}))

@@ -1,4 +1,4 @@
-"""What a server, or whoever routes requests to it, knows of a request's future.
+"""Hints: what a server, or whoever routes requests to it, knows of a request's future.
 
 Hints come with a request and speak of its whole prompt. They are advice within bounds: what is
 retained takes its share of host memory and tiers and no more. Hints that are malformed or not
@@ -16,14 +16,11 @@ They come in either of two forms:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvstore.core import Core
-
-__all__ = ["NO_HINTS", "PARAMS_KEY", "HintedRequests", "Hints", "follow", "read_hints"]
+__all__ = ["NO_HINTS", "PARAMS_KEY", "Hints", "read_hints"]
 
 PARAMS_KEY = "kvstore"
 """Where hints are in the transfer parameters of a request."""
@@ -93,27 +90,6 @@ def read_hints(params: object, envelope: object = None) -> tuple[Hints, int, int
     elif envelope is not None:
         reader.ignored += 1
     return reader.hints, reader.taken, reader.ignored
-
-
-def follow(hints: Hints, core: Core, keys: Sequence[bytes], now: float) -> int:
-    """Do what the hints of a request say, which has ended and whose prompt is `keys`.
-
-    Returns:
-        Chunks that were to be retained or fetched, and are not: more may not be.
-    """
-    refused = 0
-    if hints.release:
-        core.pins.end(keys)
-        core.demotions.cool(keys)
-    if hints.retain_s is not None:
-        host = hints.retain_host or not core.cascades.targets
-        refused += len(keys) - core.pins.begin(keys, now + hints.retain_s, host=host, yields=True)
-    if hints.demote:
-        core.demotions.begin(keys, now)
-    after = hints.prefetch_after_s
-    if after is not None and not core.prefetches.plan(keys, now + after):
-        refused += len(keys)
-    return refused
 
 
 _Read = Callable[[Hints, Any], Hints]
@@ -203,65 +179,3 @@ _ACTIONS: Mapping[str, _Read] = {
     "prefetch": _prefetch,
     "do_not_store": _bare(store=False),
 }
-
-
-MOST_REQUESTS = 2**14
-"""Requests with hints that are remembered; hints of others are ignored."""
-
-
-class _Hinted:
-    def __init__(self, hints: Hints) -> None:
-        self.hints = hints
-        # In the order in which they were first named, which is that of the prompt, nearly.
-        self.keys: dict[bytes, None] = {}
-
-
-class HintedRequests:
-    """Requests with hints, and what becomes of their chunks when they end.
-
-    Attributes:
-        taken: hints that were followed, or will be.
-        ignored: hints that were malformed, not known or too many.
-        refused: chunks that were to be retained or fetched, beyond what may be.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._requests: dict[str, _Hinted] = {}
-        self.taken = self.ignored = self.refused = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def begin(self, request: str, params: object, envelope: object = None) -> None:
-        """A request has come, perhaps with hints: see `read_hints`."""
-        hints, taken, ignored = read_hints(params, envelope)
-        self._requests.pop(request, None)
-        if taken and len(self._requests) >= MOST_REQUESTS:
-            taken, ignored = 0, ignored + taken
-        self.taken += taken
-        self.ignored += ignored
-        if taken:
-            self._requests[request] = _Hinted(hints)
-
-    def wants_all(self, request: str) -> bool:
-        """Whether all of its prompt is to be named, also what the device has itself."""
-        hinted = self._requests.get(request)
-        return hinted is not None and hinted.hints.at_end
-
-    def stores(self, request: str) -> bool:
-        """Whether what the request computes may be stored."""
-        hinted = self._requests.get(request)
-        return hinted is None or hinted.hints.store
-
-    def named(self, request: str, keys: Iterable[bytes]) -> None:
-        """The request loads these, or offers to store them."""
-        hinted = self._requests.get(request)
-        if hinted is not None and hinted.hints.at_end:
-            hinted.keys.update(dict.fromkeys(keys))
-
-    def end(self, request: str, now: float) -> None:
-        """The request has ended: what its hints say of its chunks is done."""
-        hinted = self._requests.pop(request, None)
-        if hinted is not None and hinted.keys:
-            self.refused += follow(hinted.hints, self._core, list(hinted.keys), now)

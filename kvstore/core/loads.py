@@ -50,8 +50,8 @@ class Loads:
             chunks.append(chunk)
         request = self._requests.open(request_id)
         if self._chains.filters and request.keys:
-            self._chains.count(request_id, request.keys)
-        self._chains.extend(request_id, list(keys))
+            self._chains.count(request, request.keys)
+        self._chains.extend(request, list(keys))
         loading, leases = request.loading, request.leases
         wanted = list(dict.fromkeys(chunks))
         unleased: list[Chunk] = []
@@ -74,7 +74,7 @@ class Loads:
         self.loaded += len(chunks)
         self._queue.remove(request)
         # For chunks that were promoted for this load, the promotion was the use.
-        self._uses.loaded(request_id, used, list(keys))
+        self._uses.loaded(request, used, list(keys))
         return [chunk.row for chunk in chunks]
 
     def complete(self, keys: Collection[bytes], request_id: str, now: float) -> None:

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.host import HostPool
-from kvstore.core.request import Positions, Request, Requests, RequestState
+from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
@@ -55,40 +56,41 @@ class Streak:
 
 
 class Line:
-    """Requests that have asked in vain, longest first: the first has its turn in the next step.
+    """Requests that have asked in vain, longest first: the first has its turn in the next step."""
 
-    Attributes:
-        unseen: those that shall ask again in the next step.
-    """
-
-    def __init__(self) -> None:
-        self.unseen: set[str] = set()
-        self._line: dict[str, None] = {}
-        self._turn: str | None = None
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        # Some of them have had their turn by now.
+        self._line: deque[Request] = deque()
+        self._turn: Request | None = None
 
     def begin_step(self) -> None:
         """However many ask before it, the first has its turn."""
-        self.unseen.clear()
         if self._turn is not None:
             # It did not ask any more.
-            del self._line[self._turn]
-        self._turn = next(iter(self._line), None)
+            self._turn.take_turn()
+            self._requests.drop_if_idle(self._turn)
+        line = self._line
+        while line and not line[0].put_off:
+            line.popleft()
+        self._turn = line[0] if line else None
 
-    def has(self, request_id: str) -> bool:
+    def has(self, request: Request) -> bool:
         """Whether it is this one's turn."""
-        return request_id == self._turn
+        return request is self._turn
 
-    def take(self, request_id: str) -> None:
+    def take(self, request: Request) -> None:
         """The request is looked up: it has had its turn."""
-        if request_id in self._line:
-            del self._line[request_id]
-            if request_id == self._turn:
+        if request.put_off:
+            request.take_turn()
+            if request is self._turn:
                 self._turn = None
 
-    def put_off(self, request_id: str) -> None:
-        """The request has asked in vain."""
-        self.unseen.add(request_id)
-        self._line.setdefault(request_id)
+    def put_off(self, request: Request, step: int) -> None:
+        """The request has asked in vain in this step."""
+        if not request.put_off:
+            self._line.append(request)
+        request.queue_up(step)
 
     def reset(self) -> None:
         """Nobody has asked."""
@@ -124,7 +126,6 @@ class Lookups:
         requests: Requests,
         queue: WaitQueue,
         chains: Chains,
-        positions: Positions,
         budget: Budget,
         hidden: Collection[bytes] = (),
     ) -> None:
@@ -135,7 +136,6 @@ class Lookups:
         self._requests = requests
         self._queue = queue
         self._chains = chains
-        self._positions = positions
         self._counts = bool(chains.filters)
         self._budget = budget
         self.misses = self.outpaced = 0
@@ -149,7 +149,7 @@ class Lookups:
         self._outpaced: list[TierView] = []
         # Requests that were looked up in this step.
         self._asked: list[Request] = []
-        self._line = Line()
+        self._line = Line(requests)
         self._deferred = False
         # The request that asks at present; the keys, still growing, of the last that began.
         self._asking = _NOBODY
@@ -253,8 +253,9 @@ class Lookups:
         if request.id == request_id:
             return request.state is _WAITING
         known = self._requests.get(request_id)
-        waits = known is not None and known.state is _WAITING
-        return waits or request_id in self._line.unseen
+        if known is None:
+            return False
+        return known.state is _WAITING or known.unseen == self._pool.step
 
     def renew(self, request_id: str) -> None:
         """The request waits still: its leases last as if it had asked again."""
@@ -275,10 +276,10 @@ class Lookups:
         if request is None or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
-            if self._looked_up >= self._budget.asked and not self._line.has(request_id):
-                return self._answer_later(request_id, request)
-            self._line.take(request_id)
-            request = self._requests.open(request_id)
+            request = request or self._requests.open(request_id)
+            if self._looked_up >= self._budget.asked and not self._line.has(request):
+                return self._answer_later(request)
+            self._line.take(request)
             self._asking_keys = request.keys
             request.ask(self._now, step)
             self._asked.append(request)
@@ -288,12 +289,12 @@ class Lookups:
         self._asking = request
         return request
 
-    def _answer_later(self, request_id: str, request: Request | None) -> Request:
+    def _answer_later(self, request: Request) -> Request:
         """The request shall ask again in the next step: this one has looked up enough."""
-        if request is not None:
-            request.ask(self._now)
-        self._line.put_off(request_id)
-        self._asking = Request(request_id, _WAITING)
+        request.ask(self._now)
+        self._line.put_off(request, self._pool.step)
+        # Whatever else it asks for in this step has the same answer.
+        self._asking = Request(request.id, _WAITING)
         return self._asking
 
     def _lookup_elsewhere(self, key: bytes, chunk: Chunk | None, request: Request) -> bool | None:
@@ -332,17 +333,18 @@ class Lookups:
     def _miss(self, key: bytes, request: Request) -> bool:
         self.misses += 1
         if self._counts:
-            self._chains.count(request.id, (key,))
+            # One that shall ask again has a stand-in.
+            self._chains.count(self._requests[request.id], (key,))
         return False
 
     # -- what was asked --------------------------------------------------------------------
 
     def _put_in_order(self, asked: Sequence[Request]) -> None:
         for request in asked:
-            if request.deferring and self._positions.turned(request.id, request.keys):
+            if request.deferring and request.turned:
                 # Hits are kept by their place in the list, so before it changes.
                 self.keep_hits()
-                request.keys[:] = self._positions.sorted(request.id, request.keys)
+                request.keys[:] = request.sorted(request.keys)
 
     def keep_hits(self) -> None:
         """What has answered "hit" in this step stays until it ends.
@@ -364,7 +366,9 @@ class Lookups:
         if not asked:
             return asked
         self._asked = []
-        if self._deferred and self._positions:
+        for request in asked:
+            request.unlist()
+        if self._deferred:
             self._put_in_order(asked)
         self._deferred = False
         return asked

@@ -14,6 +14,7 @@ chunk that waits for a copy. Prefetched chunks are ordinary chunks: nobody holds
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -22,7 +23,7 @@ from kvstore.core.chunk import READY, Chunk
 from kvstore.core.eviction import Room
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.request import Request
+from kvstore.core.request import Request, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
@@ -83,30 +84,27 @@ class Grants:
         self._chains = chains
         self._budget = budget
         self.truncations = 0
-        # Requests whose chains policies do not know whole, each with the rest of its keys.
-        self._unlinked: dict[str, tuple[Request, list[bytes]]] = {}
+        # Requests whose chains policies may not know whole.
+        self._unlinked: deque[Request] = deque()
 
     def link(self, request: Request) -> None:
         """The request begins to wait: policies learn its chains, a bit in each step."""
-        self._unlinked.pop(request.id, None)
-        self._unlinked[request.id] = (request, request.keys)
+        self._unlinked.append(request)
 
     def link_some(self) -> None:
         """Tell as much of the chains of those who wait as this step may."""
         left = self._budget.linked
         unlinked = self._unlinked
         while unlinked and left > 0:
-            name, (request, keys) = next(iter(unlinked.items()))
-            if self._queue.waiting.get(name) is not request:
-                del unlinked[name]
+            request = unlinked[0]
+            keys, linked = request.keys, request.linked
+            if request.state is not RequestState.WAITING or linked >= len(keys):
+                unlinked.popleft()
                 continue
-            self._chains.extend(name, keys[:left])
-            if len(keys) > left:
-                # It stays the first in turn.
-                unlinked[name] = (request, keys[left:])
-            else:
-                del unlinked[name]
-            left -= len(keys)
+            some = keys[linked : linked + left]
+            self._chains.extend(request, some)
+            request.link(linked + len(some))
+            left -= len(some)
 
     def reset(self) -> None:
         """Nobody waits any more."""
@@ -190,9 +188,9 @@ class Grants:
                 # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
-        if room and request.id in self._unlinked:
+        if room and not unasked and request.linked < len(keys):
             # Policies learn what follows what before they see it.
-            self._chains.extend(request.id, keys[request.granted : missing[room - 1][0] + 1])
+            self._chains.extend(request, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []
         for tier in self._tiers:
             its = [keys[position] for position, holder in missing[:room] if holder is tier]

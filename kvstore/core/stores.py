@@ -1,14 +1,14 @@
-"""Stores: the device writes chunks to host memory."""
+"""Stores: the device writes chunks to host memory, and the policy says which ones enter."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.cascade import Cascades
-from kvstore.core.chunk import FILLING, Chunk, set_depths
-from kvstore.core.entrance import Entrance
+from kvstore.core.chunk import FILLING, READY, Chunk, set_depths
 from kvstore.core.eviction import Room, Victims
 from kvstore.core.host import HostPool
 from kvstore.core.lookup import Lookups
@@ -92,20 +92,20 @@ class Stores:
         self._cascades = cascades
         self._budget = budget
         # Requests whose last store was deferred, and when that was, longest ago first.
-        self._deferred: dict[str, tuple[Request, float]] = {}
+        self._deferred: deque[tuple[Request, float]] = deque()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
         """See `Core.prepare_store`."""
         pool = self._pool
-        request = self._requests.get(request_id)
-        if request is not None and request.state is not RequestState.SCANNING:
+        request = self._requests.open(request_id)
+        if request.state is not RequestState.SCANNING:
             self._queue.remove(request)
-        again = request is not None and request.store_deferred
+        again = request.store_deferred is not None
         offered = list(dict.fromkeys(keys))
-        self._chains.extend(request_id, offered)
+        self._chains.extend(request, offered)
         new = [key for key in offered if key not in pool.chunks]
-        self._tell_uses(request_id, offered, again)
+        self._tell_uses(request, offered, again)
         unwanted: list[bytes] = []
         if new and pool.admission is not None:
             answers = pool.admission.admit(new, now)
@@ -122,16 +122,15 @@ class Stores:
             # A search that was broken off goes on in the next step: nothing is cut for it.
             wait = chunks is None and ((may_fit and not again) or self._budget.cut_short)
             if room == 0 or wait:
-                self._defer(request_id, now)
+                self._defer(request, now)
                 return None
             self.refused += len(new) - room
-        if request is not None:
-            self.forget_deferred(request)
-            self._requests.drop_if_idle(request)
+        self.forget_deferred(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1, request_id)
-        set_depths(chunks, self._chains.depths(request_id))
-        self._chains.storing(request_id, len(chunks))
+        set_depths(chunks, self._chains.depths(request))
+        self._chains.storing(request, len(chunks))
+        self._requests.drop_if_idle(request)
         unwanted += entered.declined
         self.declined += len(unwanted)
         keys, rows = [chunk.key for chunk in chunks], [chunk.row for chunk in chunks]
@@ -157,7 +156,10 @@ class Stores:
             for chunk in ended:
                 self._queue.failed(chunk, now)
                 self._pool.discard(chunk)
-        self._chains.storing(request_id, -len(ended))
+        request = self._requests.get(request_id)
+        if request is not None and ended:
+            self._chains.storing(request, -len(ended))
+            self._requests.drop_if_idle(request)
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
         """Request, key and row of every chunk that is being stored."""
@@ -169,35 +171,34 @@ class Stores:
 
     def expire(self, now: float) -> None:
         """Forget those that were deferred and never offered again."""
-        while self._deferred:
-            request, since = next(iter(self._deferred.values()))
-            if now - since < FORGET_AFTER * self._queue.lease:
-                break
-            self.forget_deferred(request)
-            self._requests.drop_if_idle(request)
+        deferred = self._deferred
+        while deferred:
+            request, since = deferred[0]
+            if request.store_deferred == since:
+                if now - since < FORGET_AFTER * self._queue.lease:
+                    break
+                self.forget_deferred(request)
+                self._requests.drop_if_idle(request)
+            deferred.popleft()
 
     def forget_deferred(self, request: Request) -> None:
         """The store of the request is not waited for any more."""
-        if request.store_deferred:
-            request.defer_store(False)
-            self._deferred.pop(request.id, None)
+        request.defer_store(None)
 
     def reset(self) -> None:
         """Forget every store that was deferred."""
         self._deferred.clear()
 
-    def _defer(self, request_id: str, now: float) -> None:
-        request = self._requests.open(request_id)
-        self._deferred.pop(request_id, None)
-        self._deferred[request_id] = (request, now)
-        request.defer_store(True)
+    def _defer(self, request: Request, now: float) -> None:
+        request.defer_store(now)
+        self._deferred.append((request, now))
         self.deferred += 1
 
     # -- entering --------------------------------------------------------------------------
 
-    def _tell_uses(self, request_id: str, offered: list[bytes], again: bool) -> None:
+    def _tell_uses(self, request: Request, offered: list[bytes], again: bool) -> None:
         """The policies hear of the prompt, of which the request may have loaded a part."""
-        host_keys, tier_keys = self._uses.take(request_id)
+        host_keys, tier_keys = self._uses.take(request)
         self._uses.tell_some()
         if again:
             # This is no second use, but chunks that are here shall not leave meanwhile.
@@ -258,3 +259,188 @@ class Stores:
             return _Entered(chunks, len(chunks))
         entered = {chunk.key for chunk in chunks}
         return _Entered(chunks, len(new), [key for key in new if key not in entered])
+
+
+class Entrance:
+    """Gives chunks of stores their rows."""
+
+    def __init__(self, pool: HostPool, victims: Victims) -> None:
+        self._pool = pool
+        self._victims = victims
+
+    def reach(self, keys: Sequence[bytes], room: int, unwanted: Collection[bytes] = ()) -> int:
+        """How many leading `keys` can be here together, `unwanted` ones left out.
+
+        Args:
+            room: rows that are free or surely will be.
+        """
+        chunks, step = self._pool.chunks, self._pool.step
+        for position, key in enumerate(keys):
+            if key in unwanted:
+                continue
+            chunk = chunks.get(key)
+            # Who is here and could leave must stay, too.
+            if chunk is None or _may_leave(chunk, step):
+                room -= 1
+                if room < 0:
+                    return position
+        return len(keys)
+
+    def enter(
+        self,
+        keys: Sequence[bytes],
+        new: Sequence[bytes],
+        unwanted: Collection[bytes],
+        request_id: str,
+        *,
+        from_head: bool = False,
+    ) -> tuple[list[Chunk], bool]:
+        """Give `new`, those of `keys` that are neither here nor `unwanted`, rows and chunks.
+
+        They go to the policy tail first, each right after the eviction that
+        makes room for it, and may be evicted for those that follow. So the
+        policy decides which chunks of a store are worth a row; with LRU it is
+        the head that fits. A chunk of `keys` that is given up before its turn
+        has come enters the policy again in its turn, and keeps its row.
+
+        Args:
+            request_id: who stores them.
+            from_head: no chunk enters behind one that does not. The policy decides how
+                many enter, and the prompt which ones: for when chunks that may not
+                leave have narrowed the policy's choice.
+
+        Returns:
+            The chunks, head first; and whether all had their turn: otherwise those
+            that are missing found no room.
+        """
+        pool = self._pool
+        self._victims.let_loose()
+        if pool.policy.spares_latest:
+            entered = self._enter_together(keys, new, request_id)
+            if entered is not None:
+                return entered, True
+        return self._enter_one_by_one(keys, unwanted, request_id, from_head)
+
+    def _enter_together(
+        self, keys: Sequence[bytes], new: Sequence[bytes], request_id: str
+    ) -> list[Chunk] | None:
+        """All at once, where none of them would be evicted for another; None if that cannot be."""
+        pool = self._pool
+        short = max(0, len(new) - pool.free)
+        protected = self._victims.protection(
+            shed_unsaved=False, bounded=False, staying=frozenset(keys)
+        )
+        victims = pool.policy.evict(short, protected, new[::-1])
+        if victims is None:
+            return None
+        self._victims.given_up(victims)
+        pool.leave(victims)
+        return pool.reserve(new, -1, request_id)
+
+    def _enter_one_by_one(
+        self, keys: Sequence[bytes], unwanted: Collection[bytes], request_id: str, from_head: bool
+    ) -> tuple[list[Chunk], bool]:
+        pool, chunks = self._pool, self._pool.chunks
+        insert, evict = pool.policy.insert, pool.policy.evict
+        may_not_leave = self._victims.protection(shed_unsaved=False, bounded=False)
+        # Tail first: those that enter, those of the prompt that were here and were given up.
+        entering: dict[bytes, None] = {}
+        given_up: dict[bytes, Chunk] = {}
+        gone: list[bytes] = []
+
+        def whole(key: bytes) -> int:
+            return key in entering or may_not_leave(key)
+
+        protected = may_not_leave if pool.policy.declines else whole
+        own: Collection[bytes] = ()
+        free = pool.free
+        all_asked = True
+        for key in reversed(keys):
+            if key in chunks or key in unwanted:
+                continue
+            if free:
+                free -= 1
+            else:
+                victims = evict(1, protected, (key,))
+                if victims is None:
+                    all_asked = False
+                    break
+                (victim,) = victims
+                own = own or frozenset(keys)
+                if victim in entering:
+                    del entering[victim]
+                else:
+                    self._victims.given_up(victims)
+                    if victim in own:
+                        given_up[victim] = pool.take_out(victim)
+                    else:
+                        gone.append(victim)
+            insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                pool.put_back(back)
+            else:
+                entering[key] = None
+        # One by recency alone does not say which end of a prompt is worth more.
+        by_recency = pool.policy.spares_latest and bool(given_up)
+        fills = by_recency and _fills_a_hole(keys, entering, given_up)
+        if not all_asked or fills or (own and from_head):
+            entering = self._from_the_head(keys, unwanted, entering, given_up)
+        for chunk in given_up.values():
+            pool.put_back(chunk)
+        pool.leave([*gone, *given_up])
+        return pool.assign_rows([*reversed(entering)], -1, request_id), all_asked
+
+    def _from_the_head(
+        self,
+        keys: Sequence[bytes],
+        unwanted: Collection[bytes],
+        entering: dict[bytes, None],
+        given_up: dict[bytes, Chunk],
+    ) -> dict[bytes, None]:
+        """Who is to enter, tail first, when those in front take the places of those behind."""
+        pool, chunks, policy = self._pool, self._pool.chunks, self._pool.policy
+        missing = [
+            (position, key)
+            for position, key in enumerate(keys)
+            if key not in entering and key not in chunks and key not in unwanted
+        ]
+        if not missing or not entering:
+            return entering
+        position_of = {key: position for position, key in enumerate(keys)}
+        behind = list(entering)
+        if given_up:
+            # The policy has cut the prompt: then what is here of it is cut from its end.
+            here = (key for key in reversed(position_of) if key in chunks)
+            behind += [key for key in here if _may_leave(chunks[key], pool.step)]
+            behind.sort(key=position_of.__getitem__, reverse=True)
+        moving_up: list[bytes] = []
+        for (position, key), last in zip(missing, behind, strict=False):
+            if position_of[last] < position:
+                break
+            policy.remove(last)
+            if last in entering:
+                del entering[last]
+            else:
+                given_up[last] = pool.take_out(last)
+            moving_up.append(key)
+        for key in reversed(moving_up):
+            policy.insert(key)
+            back = given_up.pop(key, None)
+            if back is not None:
+                pool.put_back(back)
+            else:
+                entering[key] = None
+        return dict.fromkeys(sorted(entering, key=position_of.__getitem__, reverse=True))
+
+
+def _fills_a_hole(
+    keys: Sequence[bytes], entering: Collection[bytes], given_up: Collection[bytes]
+) -> bool:
+    """Whether the first of `keys` that enters stands before one that was here and is given up."""
+    first = next((key for key in keys if key in entering or key in given_up), None)
+    return first in entering
+
+
+def _may_leave(chunk: Chunk, step: int) -> bool:
+    return chunk.state == READY and chunk.step != step and not chunk.unsaved

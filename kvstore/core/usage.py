@@ -7,8 +7,8 @@ key once per request, policies learn which key follows which before they see it,
 and how the whole prompt went when its request has ended.
 
 All of it is advice. What is kept is bounded, also when a server never tells the end of its
-requests: past `MAX_KEYS` keys or `MAX_REQUESTS` requests the oldest are taken for ended, and of
-those that have only asked so far, `MAX_ASKED` keys are kept.
+requests: past `MAX_KEYS` keys the oldest are taken for ended, and of those that have only asked
+so far, `MAX_ASKED` keys are kept.
 
 What the policies hear of the use of chunks: whole prompts, tail first, a bit in each step.
 """
@@ -22,20 +22,17 @@ from operator import methodcaller
 
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
-from kvstore.core.request import Positions
+from kvstore.core.request import Chain, Loaded, Request, Requests
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
 from kvstore.types import Flow, group_of
 
-__all__ = ["MAX_ASKED", "MAX_KEYS", "MAX_REQUESTS", "MOST_UNTOLD", "Chains", "Uses"]
+__all__ = ["MAX_ASKED", "MAX_KEYS", "MOST_UNTOLD", "Chains", "Uses"]
 
 MOST_UNTOLD = 1000
 """Requests whose loads the policies have not heard of."""
-
-Loaded = tuple[list[bytes], list[bytes]]
-"""What a request has loaded: what was used in host memory, what was used on tiers."""
 
 
 class Uses:
@@ -56,7 +53,9 @@ class Uses:
         self._victims = victims
         self._budget = budget
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
-        self._untold: dict[str, Loaded] = {}
+        # What requests have loaded, first come first; some of it told by now.
+        self._loaded: deque[Loaded] = deque()
+        self._untold = 0
         # What was used on tiers, of prompts of which host memory's policy has heard.
         self._due: deque[tuple[TierView, list[bytes]]] = deque()
         self._due_keys = 0
@@ -71,22 +70,36 @@ class Uses:
         """Whether there are uses whose requests bring nothing that should be told with them."""
         return bool(self._due)
 
-    def loaded(self, request_id: str, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
+    def loaded(self, request: Request, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
         """The request has used these. Its store may come, and then they are told as one prompt."""
-        self.end(request_id)
-        self._untold[request_id] = (host_keys, tier_keys)
-        if len(self._untold) > MOST_UNTOLD:
+        self.end(request)
+        loaded = Loaded(host_keys, tier_keys)
+        request.load(loaded)
+        self._loaded.append(loaded)
+        self._untold += 1
+        if self._untold > MOST_UNTOLD:
             self.tell_all()
 
-    def take(self, request_id: str) -> Loaded:
+    def take(self, request: Request) -> tuple[list[bytes], list[bytes]]:
         """What the request has used and the policies have not heard of: the caller tells them."""
-        return self._untold.pop(request_id, ([], []))
+        loaded = request.loaded
+        if loaded is None:
+            return [], []
+        request.load(None)
+        if loaded.told:
+            return [], []
+        self._untold -= 1
+        taken = loaded.tell()
+        while self._loaded and self._loaded[0].told:
+            self._loaded.popleft()
+        return taken
 
-    def end(self, request_id: str) -> None:
+    def end(self, request: Request) -> None:
         """The policies hear of what the request has used."""
-        loaded = self._untold.pop(request_id, None)
-        if loaded is not None:
-            self.tell(*loaded)
+        if request.loaded is not None:
+            host_keys, tier_keys = self.take(request)
+            if tier_keys:
+                self.tell(host_keys, tier_keys)
 
     def tell_host(self, host_keys: Collection[bytes], tier_keys: Sequence[bytes]) -> None:
         """As `tell`, but the policies of tiers hear as steps allow."""
@@ -102,17 +115,18 @@ class Uses:
     def tell_all(self) -> None:
         """The policies hear of every use so far."""
         self._tell_due(self._due_keys)
-        if self._untold:
-            untold, self._untold = self._untold, {}
-            for host_keys, tier_keys in untold.values():
-                self.tell(host_keys, tier_keys)
+        while self._loaded:
+            loaded = self._loaded.popleft()
+            if not loaded.told:
+                self._untold -= 1
+                self.tell(*loaded.tell())
 
     def tell_some(self) -> None:
         """The policies hear of as many uses as this step may tell, of each prompt tail first."""
-        untold = self._untold
+        untold = self._loaded
         if not untold and not self._due:
             return
-        many = self._due_keys + sum(len(tier_keys) for _, tier_keys in untold.values())
+        many = self._due_keys + sum(len(one.tier_keys) for one in untold if not one.told)
         left = self._budget.told
         most = max(left, many // 8 if left > 0 else 0)
         if self._due and most > 0:
@@ -120,18 +134,21 @@ class Uses:
             most -= told
             self._budget.tell(told)
         while untold and most > 0:
-            request_id = next(iter(untold))
-            host_keys, tier_keys = untold.pop(request_id)
-            if len(tier_keys) > most:
-                head = len(tier_keys) - most
-                tail = frozenset(tier_keys[head:])
-                later = [key for key in host_keys if key not in tail]
+            loaded = untold[0]
+            if loaded.told:
+                untold.popleft()
+                continue
+            count = len(loaded.tier_keys)
+            if count > most:
                 # It stays the first in turn.
-                self._untold = untold = {request_id: (later, tier_keys[:head]), **untold}
-                host_keys, tier_keys = host_keys[len(later) :], tier_keys[head:]
-            self.tell(host_keys, tier_keys)
-            most -= len(tier_keys)
-            self._budget.tell(len(tier_keys))
+                count = most
+                self.tell(*loaded.tell_tail(most))
+            else:
+                untold.popleft()
+                self._untold -= 1
+                self.tell(*loaded.tell())
+            most -= count
+            self._budget.tell(count)
 
     def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
         """The policies hear that these, in prefix order, were used in host memory and on tiers."""
@@ -169,53 +186,27 @@ class Uses:
 
     def reset(self) -> None:
         """Forget what was not told."""
-        self._untold.clear()
+        self._loaded.clear()
+        self._untold = 0
         self._due.clear()
         self._due_keys = 0
         self.told = self.queued
 
 
 MAX_KEYS = 2**20
-"""Most keys that are kept of requests that have not ended, and of those that have."""
-
-MAX_REQUESTS = 2**14
-"""Most requests of either kind, and most that have used nothing so far."""
+"""Most keys that are kept of requests that have not ended, or whose chunks are on their way."""
 
 MAX_ASKED = 2**16
 """Most keys that are kept of requests that have asked and used nothing so far."""
-
-
-class _Chain:
-    """One request's keys.
-
-    Attributes:
-        groups: for each KV cache group its keys, in prompt order.
-        prompts: what policies hear at its end, in prompt order: one for each group, or one for
-            all, whose ends are `ends`.
-        known: all keys in `groups`, each with how many were known before it.
-        counted: keys of which the filters have heard.
-        storing: chunks of this request that are being written by the device.
-    """
-
-    __slots__ = ("counted", "ends", "groups", "known", "prompts", "storing")
-
-    def __init__(self, counted: set[bytes]) -> None:
-        self.groups: dict[bytes, list[bytes]] = {}
-        # Not a set, through whose keys the garbage collector would look again and again.
-        self.known: dict[bytes, int] = {}
-        self.counted = counted
-        self.storing = 0
-        self.prompts: list[list[bytes]] = []
-        self.ends: list[bytes] | None = None
 
 
 class Chains:
     """Tells policies the uses of chunks: whole prompts, tail first, a part in each step."""
 
     def __init__(
-        self, pool: HostPool, tiers: Sequence[TierView], positions: Positions, uses: Uses
+        self, pool: HostPool, tiers: Sequence[TierView], requests: Requests, uses: Uses
     ) -> None:
-        self._positions = positions
+        self._requests = requests
         self._uses = uses
         policies = [pool.policy, *(tier.index.policy for tier in tiers)]
         filters = [pool.admission, *(tier.admission for tier in tiers)]
@@ -224,15 +215,9 @@ class Chains:
         self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
         self.filters: list[AdmissionFilter] = [each for each in filters if each is not None]
         self._listener: Callable[[Sequence[Sequence[bytes]]], None] | None = None
-        self._chains: dict[str, _Chain] = {}
-        self._keys = 0
-        self._asked: dict[str, set[bytes]] = {}
-        """Keys of which the filters have heard, of requests that have used nothing so far."""
-        self._asked_keys = 0
-        self._ended: dict[str, _Chain] = {}
-        """Requests that have ended while chunks of theirs were being written."""
-        self._ended_keys = 0
-        self._settling: deque[tuple[list[int], int, _Chain]] = deque()
+        # Keys of chains, and of requests that have used nothing so far.
+        self._keys = self._asked_keys = 0
+        self._settling: deque[tuple[list[int], int, Chain]] = deque()
         """Those whose chunks are on their way to slower tiers, with the copies to wait for, and
         the uses of which tiers shall have heard before."""
         self._settling_keys = 0
@@ -241,38 +226,32 @@ class Chains:
         """Tell it the keys of each request that ends, one sequence for each group."""
         self._listener = listener
 
-    def count(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def count(self, request: Request, keys: Sequence[bytes]) -> None:
         """The request asked for `keys`: the filters hear of those that are new for it."""
-        chain = self._chains.get(request_id)
-        counted = chain.counted if chain is not None else self._asked.get(request_id, set())
-        fresh = [key for key in dict.fromkeys(keys) if key not in counted]
+        fresh = request.count(keys)
         if not fresh:
             return
-        counted.update(fresh)
-        if chain is None:
-            self._remember_asked(request_id, counted, len(fresh))
+        if request.chain is None:
+            self._asked_keys += len(fresh)
+            while self._asked_keys > MAX_ASKED:
+                oldest = self._requests.oldest(lambda one: one.chain is None and one.counted)
+                if oldest is None or oldest is request:
+                    break
+                self._asked_keys -= oldest.forget_counted()
+                self._requests.drop_if_idle(oldest)
         for each in self.filters:
             each.asked(fresh)
 
-    def _remember_asked(self, request_id: str, counted: set[bytes], fresh: int) -> None:
-        asked = self._asked
-        asked.pop(request_id, None)
-        asked[request_id] = counted
-        self._asked_keys += fresh
-        while len(asked) > MAX_REQUESTS or (self._asked_keys > MAX_ASKED and len(asked) > 1):
-            self._asked_keys -= len(asked.pop(next(iter(asked))))
-
-    def extend(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def extend(self, request: Request, keys: Sequence[bytes]) -> None:
         """The request is about to use `keys`, in prompt order."""
         if not keys:
             return
         if self.filters:
-            self.count(request_id, keys)
-        chain = self._chains.get(request_id)
+            self.count(request, keys)
+        chain = request.chain
         if chain is None:
-            counted = self._asked.pop(request_id, set())
-            self._asked_keys -= len(counted)
-            chain = self._chains[request_id] = _Chain(counted)
+            self._asked_keys -= len(request.counted)
+            chain = request.begin_chain()
         known = chain.known
         fresh = [key for key in keys if key not in known] if known else list(keys)
         if not fresh:
@@ -290,47 +269,51 @@ class Chains:
                     [key for key in keys if group_of(key) == group],
                     [key for key in fresh if group_of(key) == group],
                 )
-        chains = self._chains
-        while len(chains) > MAX_REQUESTS or (self._keys > MAX_KEYS and len(chains) > 1):
-            self.end(next(iter(chains)))
+        while self._keys > MAX_KEYS:
+            oldest = self._requests.oldest(lambda one: one.chain or one.ended)
+            if oldest is None or oldest is request:
+                break
+            self._forget_ended(oldest)
+            self.end(oldest)
+            self._requests.drop_if_idle(oldest)
 
-    def depths(self, request_id: str) -> Mapping[bytes, int]:
+    def depths(self, request: Request) -> Mapping[bytes, int]:
         """For each key that the request has used, how many it had used before."""
-        chain = self._chains.get(request_id)
-        return chain.known if chain is not None else {}
+        return request.chain.known if request.chain is not None else {}
 
-    def storing(self, request_id: str, count: int) -> None:
+    def storing(self, request: Request, count: int) -> None:
         """`count` more chunks of the request are being written (less, when negative)."""
-        chain = self._chains.get(request_id) or self._ended.get(request_id)
-        if chain is None:
-            return
-        chain.storing += count
-        if chain.storing <= 0 and self._ended.get(request_id) is chain:
-            self._take_ended(request_id)
-            self._settle_later(chain)
+        request.store(count)
+        ended = request.ended
+        if ended is not None and request.storing <= 0:
+            self._forget_ended(request)
+            self._settle_later(ended)
 
-    def end(self, request_id: str) -> None:
+    def end(self, request: Request) -> None:
         """The request uses nothing any more."""
-        self._asked_keys -= len(self._asked.pop(request_id, ()))
-        chain = self._chains.pop(request_id, None)
+        chain = request.chain
         if chain is None:
+            self._asked_keys -= request.forget_counted()
             return
-        self._keys -= len(chain.known)
+        self._forget_ended(request)
         groups = list(chain.groups.values())
-        chain.prompts = groups
-        if groups and self._positions.known(request_id):
+        prompts, ends = groups, None
+        if groups and request.reordered:
             # One prompt, so that the tails of all groups leave together.
-            groups = [self._positions.sorted(request_id, keys) for keys in groups]
-            prompt = self._positions.sorted(request_id, itertools.chain.from_iterable(groups))
-            chain.prompts, chain.ends = [prompt], [keys[-1] for keys in groups]
+            groups = [request.sorted(keys) for keys in groups]
+            prompts = [request.sorted(itertools.chain.from_iterable(groups))]
+            ends = [keys[-1] for keys in groups]
+        chain.end(prompts, ends)
         if self._listener is not None:
             self._listener(groups)
-        for keys in chain.prompts:
-            self._host.settle(keys, chain.ends)
-        if self._tiers:
-            if chain.storing > 0:
-                self._end_later(request_id, chain)
-            else:
+        for keys in prompts:
+            self._host.settle(keys, ends)
+        # The writing of its chunks may not have ended.
+        waits = bool(self._tiers) and request.storing > 0
+        request.end_chain(chain if waits else None)
+        if not waits:
+            self._keys -= len(chain.known)
+            if self._tiers:
                 self._settle_later(chain)
 
     def settle(self, most: int) -> None:
@@ -357,33 +340,23 @@ class Chains:
 
     def reset(self) -> None:
         """Forget every request."""
-        for each in (self._chains, self._asked, self._ended, self._settling):
-            each.clear()
-        self._keys = self._asked_keys = self._ended_keys = self._settling_keys = 0
+        self._settling.clear()
+        self._keys = self._asked_keys = self._settling_keys = 0
         for filter in self.filters:
             filter.clear()
 
-    def _end_later(self, request_id: str, chain: _Chain) -> None:
-        """The request has ended, the writing of its chunks has not."""
-        ended = self._ended
-        self._take_ended(request_id)
-        ended[request_id] = chain
-        self._ended_keys += len(chain.known)
-        while len(ended) > MAX_REQUESTS or (self._ended_keys > MAX_KEYS and len(ended) > 1):
-            self._take_ended(next(iter(ended)))
+    def _forget_ended(self, request: Request) -> None:
+        if request.ended is not None:
+            self._keys -= len(request.ended.known)
+            request.forget_ended()
 
-    def _take_ended(self, request_id: str) -> None:
-        chain = self._ended.pop(request_id, None)
-        if chain is not None:
-            self._ended_keys -= len(chain.known)
-
-    def _settle_later(self, chain: _Chain) -> None:
+    def _settle_later(self, chain: Chain) -> None:
         marks = [tier.copies_queued for tier in self._tiers]
         self._settling.append((marks, self._uses.queued, chain))
         self._settling_keys += len(chain.known)
 
     def _append(
-        self, chain: _Chain, group: bytes, keys: Sequence[bytes], fresh: list[bytes]
+        self, chain: Chain, group: bytes, keys: Sequence[bytes], fresh: list[bytes]
     ) -> None:
         """Put `fresh`, the unknown ones of `keys`, where they belong in the group's chain."""
         old = chain.groups.get(group)

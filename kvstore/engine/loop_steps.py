@@ -30,7 +30,6 @@ class Driver:
     """See the module's text. Belongs to the loop that runs where it is made.
 
     Attributes:
-        transfers: copies between the caller's memory and rows, and leases, that have not ended.
         closed: nothing is begun any more.
         on_step: called with the time when a step has begun.
     """
@@ -50,7 +49,6 @@ class Driver:
         self.engine.begin()
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
         """Who waits, and for which deferred request."""
-        self.transfers = 0
         self.closed = False
         self._going_on = False
         self._stepped = -math.inf
@@ -87,9 +85,18 @@ class Driver:
         """End the step: start what is due."""
         self.engine.start(self._core.flush(time.monotonic()))
         if self._spans is not None:
-            self._spans.write(self._core.spans.take())
-        if self._core.behind and not self._going_on:
+            self._spans.write(self._core.take_spans())
+        if self._core.behind:
             # What this step has left over is done as soon as others had their turn.
+            self._pump_soon()
+
+    def freed(self) -> None:
+        """Rows are no longer in use: make a step soon, if it could bring anybody anything."""
+        if self._waiters or self._core.wants_room:
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._going_on:
             self._going_on = True
             self._home.loop.call_soon(self._go_on)
 

@@ -90,7 +90,7 @@ class Stepper:
     def hand_over(self) -> None:
         """Start what is due; the step goes on."""
         self.engine.submit(self.core.flush(time.monotonic()))
-        if self._spans is not None and (taken := self.core.spans.take()):
+        if self._spans is not None and (taken := self.core.take_spans()):
             self.engine.tell(self._spans.write, taken)
 
     def absorb(self) -> None:
@@ -178,7 +178,7 @@ class Stepper:
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
         core = self.core
-        if self._steady and not (self._compacts or core.prefetches or core.unsaved):
+        if self._steady and not (self._compacts or core.prefetching or core.unsaved):
             return True
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS
@@ -265,7 +265,7 @@ class JobRunner:
                 events=events,
                 log=warn_with(logger),
             )
-            self._spans = spans_of(config, views, self._jobs.spans, chunk_bytes)
+            self._spans = spans_of(config, views, self._jobs.spans.want, chunk_bytes)
             beside = [] if self._spans is None else [self._spans]
             self._engine = EngineThread(tiers, beside)
         except BaseException:

@@ -105,7 +105,7 @@ class Prompts:
         self._ending: Prompt | None = None
         self._now = 0.0
         if record is not None:
-            core.chains.listen(self._over)
+            core.on_prompt_end(self._over)
         self._linger = max(LINGER_SECONDS, lease)
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Prompt] = OrderedDict()

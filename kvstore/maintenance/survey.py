@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import lane_folders, lane_owner
 from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
-from kvstore.tiers.disk.retained import Retained, read_retained
 from kvstore.tiers.disk.segment import segment_files
 
 __all__ = [
@@ -42,7 +40,12 @@ READ_BYTES = 8 * 1024 * 1024
 
 @dataclass(slots=True)
 class SegmentSurvey:
-    """One segment file; times are in ms since 1970, 0 if there are no chunks."""
+    """One segment file; times are ms since 1970, 0 when there are no chunks.
+
+    `outdated` of the `live` chunks are from before the newest reset: of an older epoch than the
+    namespace's. Only a process that has not been reset since takes them. `epoch` is the newest of
+    all, 0 when there are none.
+    """
 
     path: str
     file_bytes: int
@@ -56,29 +59,21 @@ class SegmentSurvey:
     newest_ms: int
     reads: int
     epoch: int
-    """Newest epoch of its chunks; 0 if there are none."""
+    outdated: int = 0
 
 
 @dataclass(slots=True)
 class LaneSurvey:
     """One lane.
 
-    Attributes:
-        owner: process that writes to it now, or None.
-        epoch: newest epoch of its chunks, or None if it has none. If it is older than that of the
-            namespace, the lane's owner has not been reset, and does not share chunks with
-            processes that have.
-        retained: what a process last reported as pinned, or None.
-        retained_stale: whether that report is out of date: the process is gone or has stopped
-            updating it.
+    `epoch` is the newest of its chunks, or None when it has none. If it is older than its
+    namespace's, the lane's owner has not been reset, or has stored nothing since.
     """
 
     number: int
     path: str
     owner: int | None
     epoch: int | None = None
-    retained: Retained | None = None
-    retained_stale: bool = False
     segments: list[SegmentSurvey] = field(default_factory=list)
 
 
@@ -203,17 +198,14 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         return found
     for number, lane_folder in lanes:
         lane = LaneSurvey(number, str(lane_folder), lane_owner(lane_folder))
-        lane.retained = retained = read_retained(lane_folder)
-        if retained is not None:
-            lane.retained_stale = retained.is_stale(lane.owner, time.time_ns() // 1_000_000)
         found.lanes.append(lane)
-        found.faults += _lane(lane, digest)
+        found.faults += _lane(lane, digest, found.epoch)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
     return found
 
 
-def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
-    """Survey every segment of a lane; return the faults found."""
+def _lane(lane: LaneSurvey, namespace: str | None, epoch: int) -> list[Fault]:
+    """Look at every segment of a lane; returns what is wrong with them."""
     try:
         paths = [path for _, path in segment_files(Path(lane.path))]
     except FileNotFoundError:
@@ -223,7 +215,7 @@ def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
     faults: list[Fault] = []
     for path in paths:
         try:
-            segment, its_faults = _segment(path, namespace)
+            segment, its_faults = _segment(path, namespace, epoch)
         except FileNotFoundError:
             continue  # A running server removed it meanwhile.
         except (ForeignFileError, OSError) as error:
@@ -234,7 +226,7 @@ def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
     return faults
 
 
-def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fault]]:
+def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurvey, list[Fault]]:
     header, live, size = read_index(path)
     geometry = header.geometry
     faults: list[Fault] = []
@@ -262,6 +254,7 @@ def _segment(path: Path, namespace: str | None) -> tuple[SegmentSurvey, list[Fau
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
+        outdated=int((live.records["epoch"] < epoch).sum()),
     ), faults
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
-from kvstore.core.hints import Hints, follow
+from kvstore.core.hints import Hints
 from kvstore.core.residency.base import TierView
 from kvstore.plugins import Choice, build_filters, build_policy
 from kvstore.simulation.returns import announced
@@ -159,8 +159,8 @@ class Server:
             if not moves:
                 break
         if self.reserve:
-            # Evict the chunks that demotion has copied, so that they are not hits any more.
-            core.room.make(self.reserve, core.now, shed_unsaved=False)
+            # Chunks that were given up and copied leave: they must not be hits any more.
+            core.make_room(self.reserve)
 
     def serve(self, keys: list[bytes], name: str, hints: Hints | None = None) -> int:
         """Serve one request from its first lookup to its end; return its hits."""
@@ -186,7 +186,7 @@ class Server:
                 self.step()
         core.on_request_finished(name)
         if hints is not None:
-            follow(hints, core, keys, self.now)
+            core.follow(hints, keys, self.now)
         self.step()
         return count
 

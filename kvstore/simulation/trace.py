@@ -274,6 +274,11 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+MOST_SHOWN = 80
+"""Characters of a wrong value that a message quotes."""
+
+
 def _shown(value: object) -> str:
-    """Format a value of a trace for a message."""
-    return reprlib.repr(value)
+    """A value of a trace, in a line of a message."""
+    shown = reprlib.repr(value)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."

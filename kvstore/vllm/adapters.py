@@ -1,17 +1,13 @@
 """LoRA adapters: which weights each request is computed with, and the keys that follow from them.
 
-vLLM's block hashes know an adapter by name and path. Its weights may be others in the next
-process, or after a request with `load_inplace`; kvstore keeps their chunks apart by a fingerprint
-of the files. What is in doubt is neither looked up nor stored:
+vLLM's block hashes know an adapter by name and path, and its weights may be others in the next
+process. So kvstore adds a fingerprint of the adapter's files to the keys. vLLM has loaded what
+the files hold when the first request of the adapter comes, as long as they do not change. When
+they do, or a request makes vLLM read them again (`load_inplace`), nobody can tell which weights a
+request is computed with: the adapter is in doubt, and its chunks are neither looked up nor stored
+any more.
 
-- vLLM has loaded what an adapter's files hold when its first request comes, as long as they do
-  not change. When they do, the adapter is in doubt.
-- A request with `load_inplace` makes vLLM read the files again, at a moment that it does not
-  tell. The request is in doubt, and so is every request of its adapter that lives beside it. When
-  the last has run and is over, and the files have not changed since before it came, the adapter
-  is known again.
-
-Fingerprints are taken elsewhere, one after the other in the order of the calls.
+Fingerprints are taken by a thread, one after the other in the order of the calls.
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -43,40 +39,45 @@ Take = Callable[[str, Fingerprint | None], "Future[Fingerprint]"]
 """Begins to take the fingerprint of the adapter in a path, given an earlier one."""
 
 
+@dataclass(slots=True)
+class _Adapter:
+    """What vLLM has loaded under one id; `doubtful` once that is not known any more."""
+
+    loaded: Fingerprint | None = None
+    doubtful: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Use:
     """The adapter of one request.
 
     Attributes:
+        request: its id.
+        adapter: what is known of its adapter; None where vLLM does not say which it is.
         waiting: its weights are not known yet.
-        doubtful: not to be looked up or stored (any more).
         salt: of its keys, once its weights are known; what is under way keeps it.
     """
 
     request: str
-    adapter: int = 0
+    adapter: _Adapter | None = None
     path: str = ""
     arrived: float = 0.0
     waiting: bool = False
-    doubtful: bool = False
     salt: bytes = b""
-    ran: bool = False
     taken: Future[Fingerprint] | None = None
-    before: Fingerprint | None = None
+
+    @property
+    def doubtful(self) -> bool:
+        """Not to be looked up or stored (any more)."""
+        if self.adapter is None or self.adapter.doubtful:
+            return True
+        return not self.waiting and not self.salt
 
     def key(self, key: bytes) -> bytes:
         """What the chunk that vLLM calls `key` is kept under."""
         body = key[:-GROUP_BYTES]
         digest = blake2b(body, key=self.salt, digest_size=len(body)).digest()
         return digest + key[-GROUP_BYTES:]
-
-
-@dataclass(slots=True, eq=False)
-class _Adapter:
-    loaded: Fingerprint | None = None
-    doubtful: bool = False
-    live: set[Use] = field(default_factory=set)
-    reloads: dict[str, Use] = field(default_factory=dict)
 
 
 class Adapters:
@@ -93,100 +94,54 @@ class Adapters:
         self._patience = patience
         self._adapters: dict[int, _Adapter] = {}
         self._arrivals: deque[Use] = deque()
-        self._reloading: dict[str, Use] = {}
-        self._checks: list[tuple[_Adapter, Use, Future[Fingerprint]]] = []
         self._told: set[str] = set()
 
     def arrive(self, request: str, adapter: int, path: str, inplace: bool, now: float) -> Use:
-        """A request with an adapter has come."""
+        """A request with an adapter has come; `inplace`: vLLM reads the adapter's files again."""
         known = self._adapters.setdefault(adapter, _Adapter())
-        use = Use(request, adapter, path, now)
+        use = Use(request, known, path, now)
         if inplace:
-            self._doubt(known)
-            known.reloads[request] = self._reloading[request] = use
-        if known.reloads:
-            use.doubtful = True
-        if inplace or not use.doubtful:
-            # A reload waits, too: its files are to be seen before vLLM reads them.
+            known.doubtful = True
+            self._tell(f"adapter {path}: was loaded in place")
+        if not known.doubtful:
             use.taken = self._take(path, known.loaded)
             use.waiting = True
             self._arrivals.append(use)
-        known.live.add(use)
         return use
 
     def unknown(self, request: str) -> Use:
         """A request has come, and nobody can tell its adapter."""
         self._tell("vLLM does not say which adapter a request uses")
-        return Use(request, doubtful=True)
+        return Use(request)
 
     def settle(self, now: float) -> None:
         """Take note of fingerprints that are there."""
-        if self._checks:
-            self._checks = [check for check in self._checks if not self._checked(*check)]
         while self._arrivals:
             use = self._arrivals[0]
             assert use.taken is not None
-            late = now - use.arrived >= self._patience
-            if not use.taken.done() and not late:
+            if not use.taken.done() and now - use.arrived < self._patience:
                 break
             self._arrivals.popleft()
             self._learn(use)
 
-    def ran(self, requests: Iterable[str]) -> None:
-        """These requests have been scheduled for the first time."""
-        if self._reloading:
-            for request in requests:
-                use = self._reloading.get(request)
-                if use is not None and use.before is not None:
-                    use.ran = True
-
-    def finish(self, use: Use) -> None:
-        """The request is over; copies of its chunks may still be under way."""
-        known = self._adapters.get(use.adapter)
-        if known is None:
-            return
-        known.live.discard(use)
-        if known.reloads.pop(use.request, None) is None:
-            return
-        self._reloading.pop(use.request, None)
-        if use.ran and not known.reloads:
-            self._checks.append((known, use, self._take(use.path, use.before)))
-
     def _learn(self, use: Use) -> None:
-        found, done = _result(use.taken), use.taken is not None and use.taken.done()
-        use.waiting, use.taken, use.before = False, None, found
-        known = self._adapters[use.adapter]
-        if found is None:
-            use.doubtful = True
+        taken, known = use.taken, use.adapter
+        assert taken is not None
+        assert known is not None
+        use.waiting, use.taken = False, None
+        if not taken.done():
             # A fingerprint that comes too late may be of other files than vLLM has read.
-            known.doubtful |= not done
-            self._tell(
-                f"adapter {use.path}: its files cannot be read" + ("" if done else " in time")
-            )
-        elif not known.doubtful:
-            if known.loaded is None:
-                known.loaded = found
-            elif known.loaded.digest != found.digest:
-                self._doubt(known)
-                self._tell(f"adapter {use.path}: other files than vLLM has loaded")
-        use.doubtful |= known.doubtful
-        if not use.doubtful and found is not None:
-            told = f"{self._settings} {found.digest}"
+            known.doubtful = True
+            self._tell(f"adapter {use.path}: its files cannot be read in time")
+        elif taken.cancelled() or taken.exception() is not None:
+            self._tell(f"adapter {use.path}: its files cannot be read")
+        elif known.loaded is not None and known.loaded.digest != taken.result().digest:
+            known.doubtful = True
+            self._tell(f"adapter {use.path}: other files than vLLM has loaded")
+        else:
+            known.loaded = known.loaded or taken.result()
+            told = f"{self._settings} {known.loaded.digest}"
             use.salt = blake2b(told.encode(), digest_size=32).digest()
-
-    def _checked(self, known: _Adapter, use: Use, after: Future[Fingerprint]) -> bool:
-        if not after.done():
-            return False
-        found, before = _result(after), use.before
-        unchanged = found is not None and before is not None and found.signature == before.signature
-        if unchanged and not known.reloads:
-            known.loaded, known.doubtful = found, False
-        return True
-
-    def _doubt(self, known: _Adapter) -> None:
-        known.doubtful = True
-        for use in known.live:
-            use.doubtful = True
 
     def _tell(self, what: str) -> None:
         if what not in self._told:
@@ -196,12 +151,6 @@ class Adapters:
                 what,
                 extra=about("adapter.not_offloaded", adapter=what),
             )
-
-
-def _result(taken: Future[Fingerprint] | None) -> Fingerprint | None:
-    if taken is None or not taken.done() or taken.cancelled() or taken.exception() is not None:
-        return None
-    return taken.result()
 
 
 class AdapterKeys:
@@ -243,16 +192,6 @@ class AdapterKeys:
     def settle(self) -> None:
         """Take note of fingerprints that are there."""
         self._adapters.settle(time.monotonic())
-
-    def ran(self, requests: Iterable[str]) -> None:
-        """These requests have been scheduled for the first time."""
-        self._adapters.ran(requests)
-
-    def finished(self, req_context: ReqContext) -> None:
-        """The request is over."""
-        use = req_context.get_state(Use)
-        if use is not None:
-            self._adapters.finish(use)
 
     def named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """The keys under which chunks of a request are kept, at the same places in its prompt."""

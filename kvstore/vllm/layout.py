@@ -21,10 +21,11 @@ import contextlib
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
+from kvstore.config import Config
 from kvstore.engine.host_memory import (
     in_process,
     join_region,
@@ -38,6 +39,7 @@ from kvstore.tiers.rendezvous import OtherShapeError
 from kvstore.vllm.version import CANONICAL_FORMAT, group_number
 
 __all__ = [
+    "EngineShape",
     "Layout",
     "Piece",
     "has_writer",
@@ -115,6 +117,26 @@ class Layout:
     def rank_offset(self, rank: int) -> int:
         """Where the bytes among which a rank has its own begin in a row."""
         return 0 if self.replicated or self.canonical else rank * self.rank_bytes
+
+
+class EngineShape(Protocol):
+    """What a manager and its workers have to know of their engine; vLLM's specs tell it.
+
+    Attributes:
+        config: vLLM's `OffloadingConfig`.
+        store_config: of kvstore.
+        layout: of chunks.
+        region_shape: of host memory.
+        identity: what must be equal for chunks to be exchanged.
+        worker_apart: whether a worker has a process of its own, whatever that is called.
+    """
+
+    config: Any
+    store_config: Config
+    layout: Layout
+    region_shape: RegionShape
+    identity: Mapping[str, Any]
+    worker_apart: bool
 
 
 def _canonical(config: Any) -> bool:

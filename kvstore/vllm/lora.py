@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -12,16 +12,13 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.vllm.adapters import AdapterKeys, Use
+from kvstore.vllm.layout import EngineShape
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.version import position_of
-
-if TYPE_CHECKING:
-    from kvstore.vllm.spec import KVStoreOffloadingSpec
 
 __all__ = ["LoRAOffloadingManager"]
 
@@ -29,21 +26,13 @@ __all__ = ["LoRAOffloadingManager"]
 class LoRAOffloadingManager(KVStoreOffloadingManager):
     """Gives the requests of an adapter keys of their own; all others pass unchanged."""
 
-    def __init__(self, spec: KVStoreOffloadingSpec, settings: str) -> None:
+    def __init__(self, spec: EngineShape, settings: str) -> None:
         super().__init__(spec)
         self._adapters = AdapterKeys(settings, spec.store_config.deadline_s)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._adapters.arrived(req_context)
         return super().on_new_request(req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._adapters.finished(req_context)
-        super().on_request_finished(req_context)
-
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._adapters.ran(context.new_req_ids)
-        super().on_schedule_end(context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         use = self._adapters.use(req_context)

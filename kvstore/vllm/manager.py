@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -38,7 +38,7 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core.chunk import READY
 from kvstore.types import about
-from kvstore.vllm.layout import manager_region, release_region
+from kvstore.vllm.layout import EngineShape, manager_region, release_region
 from kvstore.vllm.metrics_report import Reporter, facts_of
 from kvstore.vllm.version import (
     PENDING_IS_HOST,
@@ -49,10 +49,6 @@ from kvstore.vllm.version import (
 )
 from kvstore.vllm.vllm_internals import executor_of, request_of, resets_for_pause
 from kvstore.vllm.weights import LiveWeights
-
-if TYPE_CHECKING:
-    from kvstore.vllm.spec import KVStoreOffloadingSpec
-
 
 __all__ = ["KVStoreOffloadingManager", "Scans"]
 
@@ -107,7 +103,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     A step of the core begins with the first call after `on_schedule_end`.
     """
 
-    def __init__(self, spec: KVStoreOffloadingSpec) -> None:
+    def __init__(self, spec: EngineShape) -> None:
         super().__init__()
         self._spec = spec
         engine = spec.config.engine_id
@@ -126,12 +122,12 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._below = RETRY if self._uncounted else PENDING
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
         # rest as if it were whole.
-        self._offered_again = self._single_group or spec.blocks_per_chunk == 1
+        self._offered_again = self._single_group or spec.config.cache.blocks_per_chunk == 1
         config = replace(
             spec.store_config,
             chunk_bytes=spec.layout.chunk_bytes,
             identity=spec.identity,
-            keep_events=spec.kv_events_config.enable_kv_cache_events,
+            keep_events=spec.config.enable_kv_cache_events,
         )
         parallel = spec.config.parallel
         region = manager_region(
@@ -150,14 +146,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._stepper = self._manager.stepper
         self._core = self._stepper.core
         self._lookup, self._is_waiting = self._core.lookup, self._core.is_waiting
-        self._streak, self._chunk_of = self._core.streak, self._core.pool.chunks.get
+        self._streak, self._chunk_of = self._core.streak, self._core.chunks.get
         self._missed = self._manager.computing.missed
         self._reporter = Reporter()
         self._scans = Scans()
-        self._requests: set[str] = set()
-        """Requests that go on."""
-        self._overtaken: set[str] = set()
-        """Those of them that went on at a reset."""
+        self._requests: dict[str, bool] = {}
+        """Requests that go on, and whether they did so at a reset."""
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
@@ -232,7 +226,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._look()
         if self._unsure and self._offered_again:
             return None
-        if self._unsure or req_context.req_id in self._overtaken:
+        if self._unsure or self._requests.get(req_context.req_id):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
@@ -254,20 +248,19 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         params, envelope = req_context.kv_transfer_params, hints_of(req_context)
         name = req_context.req_id
-        self._requests.add(name)
+        self._requests[name] = False
         headers = None
         if self._traced:
             headers = getattr(request_of(name), "trace_headers", None)
         place = _place_in(req_context)
         self._manager.on_new_request(Request(name, place, params, envelope, headers))
-        if self._manager.hinted.wants_all(name):
+        if self._core.wants_all(name):
             # Hints speak of the whole prompt, also of what the device has itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._requests.discard(req_context.req_id)
-        self._overtaken.discard(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -295,12 +288,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         # vLLM offers all chunks of these once more, from the blocks that it remembers. One that a
         # sliding window has left holds another request's tokens by now, and KV that was computed
         # before the weights changed is not theirs.
-        self._overtaken |= self._requests
-        if self._overtaken:
+        self._requests = dict.fromkeys(self._requests, True)
+        if self._requests:
             logger.info(
                 "a reset: %d requests go on and store no more",
-                len(self._overtaken),
-                extra=about("store.reset", requests=len(self._overtaken)),
+                len(self._requests),
+                extra=about("store.reset", requests=len(self._requests)),
             )
         # Weights may change between a reset and the next step, as they do in a pause.
         self._unsure = self._weights is not None
@@ -367,10 +360,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         """What is said of a key whose chunk is fetched, or will be."""
         # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
         uncounted = self._uncounted and key[-4:] in self._uncounted
-        return RETRY if uncounted and key not in self._core.pool.chunks else PENDING
+        return RETRY if uncounted and key not in self._core.chunks else PENDING
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
-        medium = MEDIUM.CPU if key in self._core.pool.chunks else MEDIUM.STORAGE
+        medium = MEDIUM.CPU if key in self._core.chunks else MEDIUM.STORAGE
         return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
 
 

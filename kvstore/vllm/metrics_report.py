@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -26,10 +26,7 @@ from kvstore.config import DiskConfig
 from kvstore.core import CoreStats, Durations
 from kvstore.observe.metrics.series import Series
 from kvstore.observe.metrics.table import METRICS, Metric
-
-if TYPE_CHECKING:
-    from kvstore.vllm.spec import KVStoreOffloadingSpec
-
+from kvstore.vllm.layout import EngineShape
 
 __all__ = [
     "LABELS",
@@ -159,7 +156,7 @@ LABELS = (
 )
 
 
-def facts_of(spec: KVStoreOffloadingSpec) -> dict[str, str | int]:
+def facts_of(spec: EngineShape) -> dict[str, str | int]:
     """The value of each label; `kvstore_tiers` is how many there are."""
     config = spec.store_config
     tokens = _tokens(spec)
@@ -167,7 +164,7 @@ def facts_of(spec: KVStoreOffloadingSpec) -> dict[str, str | int]:
     disks = [tier for tier in config.tiers if isinstance(tier, DiskConfig)]
     values: Sequence[str | int] = (
         spec.region_shape.rows,
-        spec.blocks_per_chunk,
+        spec.config.cache.blocks_per_chunk,
         spec.region_shape.size,
         "None" if tokens is None else tokens,
         __version__,
@@ -178,14 +175,14 @@ def facts_of(spec: KVStoreOffloadingSpec) -> dict[str, str | int]:
     return dict(zip(LABELS, values, strict=True))
 
 
-def _tokens(spec: KVStoreOffloadingSpec) -> int | None:
+def _tokens(spec: EngineShape) -> int | None:
     """How many tokens of the longest requests host memory holds; None if nobody tells."""
     longest = int(spec.config.model.max_model_len)
     if longest <= 0:
         return None
     chunks = 0
     for group in spec.config.groups:
-        its = -(-longest // (int(group.tokens_per_block) * spec.blocks_per_chunk))
+        its = -(-longest // (int(group.tokens_per_block) * spec.config.cache.blocks_per_chunk))
         window = group.sliding_window_size_in_chunks
         chunks += its if window is None else min(its, int(window))
     return spec.region_shape.rows * longest // chunks

@@ -289,13 +289,10 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._adapters is not None:
-            self._adapters.finished(req_context)
         self._runner.finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if self._adapters is not None:
-            self._adapters.ran(context.new_req_ids)
             self._adapters.settle()
         self._runner.end_step()
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -22,10 +22,15 @@ from kvstore.device import HostCopies, Pages
 from kvstore.errors import ConfigError
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
-from kvstore.vllm.layout import Piece, has_writer, pieces, release_region, row_pages, worker_region
-
-if TYPE_CHECKING:
-    from kvstore.vllm.spec import KVStoreOffloadingSpec
+from kvstore.vllm.layout import (
+    EngineShape,
+    Piece,
+    has_writer,
+    pieces,
+    release_region,
+    row_pages,
+    worker_region,
+)
 
 __all__ = ["DeviceCopyWorker", "HostCopyWorker", "create_worker"]
 
@@ -35,7 +40,7 @@ WORD = 8
 """Bytes that vLLM's copy kernel moves at once."""
 
 
-def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+def create_worker(spec: EngineShape, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
     """The worker for the device that the KV cache lives on.
 
     Raises:
@@ -44,7 +49,7 @@ def create_worker(spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> 
     device = kv_caches.tensors[0].tensor.device.type
     if device not in ("cpu", "cuda", "xpu"):
         raise ConfigError(f"kvstore runs on cpu, cuda and xpu devices, not on {device!r}")
-    needed = sum(row_pages(kv_caches, spec.layout.canonical)) * spec.blocks_per_chunk
+    needed = sum(row_pages(kv_caches, spec.layout.canonical)) * spec.config.cache.blocks_per_chunk
     if needed > spec.layout.rank_bytes:
         raise ConfigError(
             f"the KV cache has {needed} bytes in a chunk where vLLM announced "
@@ -88,7 +93,7 @@ class HostCopyWorker(OffloadingWorker):
     """
 
     def __init__(
-        self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches, region: PinnedRegion
+        self, spec: EngineShape, kv_caches: CanonicalKVCaches, region: PinnedRegion
     ) -> None:
         self._engine_id = spec.config.engine_id
         self._region: PinnedRegion | None = region
@@ -141,7 +146,7 @@ class DeviceCopyWorker(OffloadingWorker):
     """
 
     def __init__(
-        self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches, region: PinnedRegion
+        self, spec: EngineShape, kv_caches: CanonicalKVCaches, region: PinnedRegion
     ) -> None:
         from vllm.v1.kv_offload.cpu import gpu_worker
         from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
@@ -151,7 +156,7 @@ class DeviceCopyWorker(OffloadingWorker):
         pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
         first = spec.layout.rank_offset(spec.config.parallel.rank)
         rows = row_pages(kv_caches, spec.layout.canonical)
-        host = row_views(region, first, rows, spec.blocks_per_chunk)
+        host = row_views(region, first, rows, spec.config.cache.blocks_per_chunk)
         device = [
             tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes)
             for tensor in kv_caches.tensors
@@ -159,7 +164,7 @@ class DeviceCopyWorker(OffloadingWorker):
         options = {
             "gpu_tensors": device,
             "cpu_tensors": host,
-            "blocks_per_chunk": spec.blocks_per_chunk,
+            "blocks_per_chunk": spec.config.cache.blocks_per_chunk,
             "layer_refs_per_group": kv_caches.group_data_refs,
             "canonical_layout": spec.layout.canonical,
             # It means that kernels may read the rows, and they do so in words.
@@ -274,8 +279,8 @@ def _ended(handler: Any) -> bool:
 class _Tables:
     """The tables of pages of a worker in host memory, and where they lie in a row."""
 
-    def __init__(self, spec: KVStoreOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
-        self._canonical, self._per_chunk = spec.layout.canonical, spec.blocks_per_chunk
+    def __init__(self, spec: EngineShape, kv_caches: CanonicalKVCaches) -> None:
+        self._canonical, self._per_chunk = spec.layout.canonical, spec.config.cache.blocks_per_chunk
         self._caches = kv_caches
         self._steps = row_pages(kv_caches, self._canonical)
         widths = [step * self._per_chunk for step in self._steps]

@@ -105,7 +105,7 @@ class Led(Server):
         if isinstance(manager, PolicyManager):
             return manager.lookup(key, ReqContext("anybody"))
         core = self._core()
-        chunk = core.pool.chunks.get(key)
+        chunk = core._pool.chunks.get(key)
         if chunk is not None and chunk.state >= READY:
             return True
         return None if chunk or any(key in tier.entries for tier in core.tiers) else False
@@ -115,7 +115,7 @@ class Led(Server):
         manager = self.scheduler.manager
         if isinstance(manager, PolicyManager):
             return {key: block.block_id for key, block in manager._blocks.items() if block.is_ready}
-        chunks = self._core().pool.chunks
+        chunks = self._core().chunks
         return {key: chunk.row for key, chunk in chunks.items() if chunk.state >= READY}
 
     def _core(self) -> Core:
@@ -338,7 +338,7 @@ class Led(Server):
             assert free + len(manager._blocks) == self.setup.rows, "a row is lost"
             return
         core = self._core()
-        assert core.pool.busy == core.pool.held == 0, "a row is held"
+        assert core._pool.busy == core._pool.held == 0, "a row is held"
         assert not core._requests, "the store still knows a request"
         assert core.waiting == core.in_flight == core.unsaved == 0
         stats = core.stats()

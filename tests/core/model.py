@@ -276,7 +276,7 @@ class World:
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
-        self.core.spans.want()
+        self.core._spans.want()
         self.spans: dict[tuple[SpanKind, str | int], SpanBegin] = {}
         """What has begun and not ended, for who traces requests."""
         self.moves: list[Move] = []
@@ -308,7 +308,7 @@ class World:
             # What is still to be taken in, or to be granted, is movement, too.
             self.moved = self.now
         done, self.done = self.done, []
-        waiting = dict(self.core.queue.waiting)
+        waiting = dict(self.core._queue.waiting)
         self.core.poll(self.now, done)
         for name, request in waiting.items():
             if request.state is RequestState.ANSWERED:
@@ -325,12 +325,12 @@ class World:
                 client.joined = self.now
             if client.again:
                 client.again, client.moved, client.seen = False, self.now, 0
-        truncations = self.core.grants.truncations
+        truncations = self.core._grants.truncations
         queued = [
             (client, request)
             for client in self.clients.values()
             for request in [self.core._requests.get(client.id)]
-            if request is not None and (request.deferring or client.id in self.core.queue.waiting)
+            if request is not None and (request.deferring or client.id in self.core._queue.waiting)
         ]
         # Behind the first miss it did not ask, so nothing there can be granted to it.
         asked = [min(len(set(request.keys)), len(client.keys)) for client, request in queued]
@@ -344,7 +344,7 @@ class World:
             granted = request.granted if waits else most
             if granted > client.seen:
                 client.seen, client.moved = granted, self.now
-                if self.core.grants.truncations == truncations:
+                if self.core._grants.truncations == truncations:
                     # Otherwise the rest may have been given up, not granted.
                     client.granted = granted
 
@@ -353,7 +353,7 @@ class World:
         if key in core.hidden:
             return False
         held = any(key in tier.entries for tier in core.tiers)
-        return held or key in core.pool.chunks or key in self.store_has
+        return held or key in core._pool.chunks or key in self.store_has
 
     def take_in(self) -> None:
         """The core hears of moves that have ended, in the middle of a step."""
@@ -373,14 +373,16 @@ class World:
         core = self.core
         before = core._requests.get(client.id)
         silence = self.now - client.asked
-        held = before is not None and silence < core.queue.lease
-        if silence >= FORGET_AFTER * core.queue.lease:
+        waits = before is not None and before.state is not RequestState.SCANNING
+        held = waits and silence < core._queue.lease
+        if silence >= FORGET_AFTER * core._queue.lease:
             # Forgotten by now: it begins anew.
             client.forget()
         answered = before is not None and before.state is RequestState.ANSWERED
         answer = self._scan(client) if one_by_one else core.lookup_prefix(client.keys, client.id)
         client.asked = self.now
-        if answer is None and client.id in core._lookups._line.unseen:
+        asking = core._requests.get(client.id)
+        if answer is None and asking is not None and asking.unseen == core._pool.step:
             # This step has looked up enough; others were first.
             assert self.pace is SLOW, "nobody had asked for so much"
             if not held:
@@ -389,7 +391,7 @@ class World:
         if answer is None:
             if answered and client.joined is not None:
                 waited = self.now - client.joined
-                assert waited < core.queue.deadline, f"{client.id} has had its time"
+                assert waited < core._queue.deadline, f"{client.id} has had its time"
                 client.again = True
             else:
                 self._check_wait(client)
@@ -415,7 +417,7 @@ class World:
         """Ask as a server does that knows only `lookup`, and answers hits in a row itself."""
         core, deferred = self.core, False
         for count, key in enumerate(client.keys):
-            chunk = core.pool.chunks.get(key)
+            chunk = core._pool.chunks.get(key)
             streak, told = core.streak, False
             own: bool | None = None
             if streak.whose is client:
@@ -437,8 +439,8 @@ class World:
         core = self.core
         if client.joined is not None:
             waited = self.now - max(client.joined, client.moved, self.moved)
-            assert waited < core.queue.deadline, f"{client.id} waits while nothing moves"
-            assert self.now - client.joined < core.queue.max_wait, f"{client.id} waits for ever"
+            assert waited < core._queue.deadline, f"{client.id} waits while nothing moves"
+            assert self.now - client.joined < core._queue.max_wait, f"{client.id} waits for ever"
         if not core.is_waiting(client.id):
             stalled = {tier.number for tier in core.tiers if tier.health.stalled}
             assert not stalled or any(self._may_come(key, stalled) for key in client.keys), (
@@ -446,7 +448,7 @@ class World:
             )
 
     def _may_come(self, key: bytes, stalled: set[int]) -> bool:
-        chunk = self.core.pool.chunks.get(key)
+        chunk = self.core._pool.chunks.get(key)
         if chunk is not None:
             return chunk.state == FILLING and chunk.origin not in stalled
         if self.asked >= 0 and self.asked not in stalled:
@@ -457,7 +459,7 @@ class World:
         return any(key in tier.entries for tier in self.core.tiers if tier.number not in stalled)
 
     def _ready(self, keys: list[bytes]) -> int:
-        chunks = self.core.pool.chunks
+        chunks = self.core._pool.chunks
         for count, key in enumerate(keys):
             if key not in chunks or chunks[key].state < READY:
                 return count
@@ -486,7 +488,7 @@ class World:
             del self.clients[client.id]
 
     def store(self, client: Client) -> None:
-        core, pool = self.core, self.core.pool
+        core, pool = self.core, self.core._pool
         core._lookups.keep_hits()
         offered = [key for key in client.keys if key not in core.hidden]
         new = [key for key in offered if key not in pool.chunks]
@@ -515,11 +517,11 @@ class World:
             kept |= present != offered[: len(present)]
         assert kept or len(client.keys) > before, "a store evicted its own chain"
         if grant is None:
-            queued = any(r.granted < len(r.keys) for r in core.queue.waiting.values())
-            forgotten = self.now - client.store_deferred_at >= FORGET_AFTER * core.queue.lease
+            queued = any(r.granted < len(r.keys) for r in core._queue.waiting.values())
+            forgotten = self.now - client.store_deferred_at >= FORGET_AFTER * core._queue.lease
             once = not client.store_deferred or forgotten or not room or queued or self.demotes
             # A search that was broken off goes on with the next offer.
-            assert once or core.budget.cut_short, "a store is deferred once"
+            assert once or core._budget.cut_short, "a store is deferred once"
             client.store_deferred, client.store_deferred_at = True, self.now
             return
         client.store_deferred = False
@@ -583,30 +585,30 @@ class World:
         """The server wants these to stay."""
         most = max(len(self.rows), *map(len, self.slots), 0) // 2
         yields = len(keys) % 2 == 0
-        pinned = self.core.pins.begin(keys, self.now + seconds, host=host, yields=yields)
+        pinned = self.core._pins.begin(keys, self.now + seconds, host=host, yields=yields)
         assert pinned <= len(keys)
-        assert len(self.core.pins) <= most
+        assert len(self.core._pins) <= most
 
     def prefetch(self, keys: list[bytes]) -> None:
         """The server will ask for these later."""
-        coming = self.core.prefetches.begin(keys)
+        coming = self.core._prefetches.begin(keys)
         assert coming <= len(keys)
 
     def demote(self, keys: list[bytes]) -> None:
         """The server will not ask for these soon."""
-        self.core.demotions.begin(keys, self.now)
+        self.core._demotions.begin(keys, self.now)
 
     def _check_held(self) -> None:
         """What is pinned is there, and no more than may be."""
-        core, pool = self.core, self.core.pool
-        assert core.pins.rows <= pool.rows // 2
-        for key, chunk in core.pins._held.items():
+        core, pool = self.core, self.core._pool
+        assert core._pins.rows <= pool.rows // 2
+        for key, chunk in core._pins._held.items():
             assert pool.chunks.get(key) is chunk, "a pinned chunk has left host memory"
-            assert core.pins.is_pinned(key)
+            assert core._pins.is_pinned(key)
         for tier in core.tiers:
             if tier.number != self.followed:
                 assert tier.index.pinned.keys() <= set(tier.entries)
-                assert all(map(core.pins.is_pinned, tier.index.pinned))
+                assert all(map(core._pins.is_pinned, tier.index.pinned))
                 assert len(tier.index.pinned) <= len(self.slots[tier.number]) // 2
 
     def _check_removals(self) -> None:
@@ -717,7 +719,7 @@ class World:
     def _check_spans(self) -> None:
         """What has begun and not ended is what waits and what is under way."""
         core, open_spans = self.core, self.spans
-        for one in core.spans.take():
+        for one in core._spans.take():
             if isinstance(one, SpanBegin):
                 assert (one.kind, one.id) not in open_spans, "begun twice"
                 open_spans[one.kind, one.id] = one
@@ -726,9 +728,9 @@ class World:
                 assert begin.at <= one.at, "ended before it began"
                 assert one.chunks <= begin.chunks or one.kind is SpanKind.DEFERRAL
         waits = {each.id for each in open_spans.values() if each.kind is SpanKind.DEFERRAL}
-        assert waits == set(core.queue.waiting)
+        assert waits == set(core._queue.waiting)
         moves = {each.id for each in open_spans.values()} - waits
-        assert moves == {n for n, move in core.transfers.moves.items() if move.op in TRACED}
+        assert moves == {n for n, move in core._transfers.moves.items() if move.op in TRACED}
 
     # -- the engine ----------------------------------------------------------------------
 
@@ -739,12 +741,12 @@ class World:
         if move.op is Op.ERASE:
             for other in self.moves:
                 writes = other.op in (Op.CASCADE, Op.RELOCATE) and other.tier == move.tier
-                late = other.id in self.core.transfers.orphans
+                late = other.id in self.core._transfers.orphans
                 assert not writes or late or not {*other.keys} & {*move.keys}, "it comes back"
             self.moves.append(move)
             return
         if move.op is Op.ASK:
-            known = [key for key in move.keys if key in self.core.pool.chunks]
+            known = [key for key in move.keys if key in self.core._pool.chunks]
             tried = self.core.tiers[move.tier].health.absence.away
             assert tried or not known, "it is here, and asked about"
             self.moves.append(move)
@@ -840,7 +842,7 @@ class World:
     def _complete_at_store(self, move: Move, failures: Collection[int]) -> None:
         ok = [position not in failures for position in range(len(move.keys))]
         has, unread = self.store_has, list(failures)
-        late = move.id in self.core.transfers.orphans
+        late = move.id in self.core._transfers.orphans
         if move.op is Op.CLEAR and not (failures or move.tier in self.cramped):
             # An epoch of its own, of which nobody else knows.
             self.store_has = {}
@@ -909,7 +911,7 @@ class World:
             found = [(slots[slot][0], slot) for slot in its_slots if slots[slot] is not GARBAGE]
         elif not failed:
             tier = self.core.tiers[move.tier]
-            orphan = move.id in self.core.transfers.orphans
+            orphan = move.id in self.core._transfers.orphans
             assert orphan or not any(slot in its_slots for slot in tier.entries.values())
             for other in self.moves:
                 if other.tier == move.tier:
@@ -974,7 +976,7 @@ class World:
     # -- checks ----------------------------------------------------------------------
 
     def check(self) -> None:
-        core, pool = self.core, self.core.pool
+        core, pool = self.core, self.core._pool
         used = [chunk.row for chunk in pool.chunks.values()]
         assert len(set(used)) == len(used), "two chunks in one row"
         assert len(used) + pool.free + pool.held == pool.rows, "rows leaked or over budget"
@@ -1004,9 +1006,9 @@ class World:
             if not copy.store:
                 self._check_late(copy)
         if self.reports or not self.late:
-            orphans = self.core.transfers.orphans
+            orphans = self.core._transfers.orphans
             owners = [copy.rows for copy in self.late]
-            owners += [self.core.transfers.moves[id].rows for id in orphans]
+            owners += [self.core._transfers.moves[id].rows for id in orphans]
             held_by = {row for rows in owners for row in rows}
             assert pool.held == len(held_by), "rows are held for nobody"
         assert busy == pool.busy
@@ -1031,7 +1033,7 @@ class World:
 
     def _check_pins(self) -> None:
         """Every pin has an owner that knows of it, and every owner its pin."""
-        core, line = self.core, self.core.queue
+        core, line = self.core, self.core._queue
         pins: Counter[bytes] = Counter()
         for name, request in core._requests.items():
             assert request.id == name
@@ -1039,8 +1041,8 @@ class World:
             assert (request.state is RequestState.ANSWERED) == (line.answered.get(name) is request)
             pending = 0
             for key in request.leases:
-                assert key in core.pool.chunks, "a lease on a chunk that is gone"
-                chunk = core.pool.chunks[key]
+                assert key in core._pool.chunks, "a lease on a chunk that is gone"
+                chunk = core._pool.chunks[key]
                 assert request.state is not RequestState.SCANNING, "leases without a wait"
                 if chunk.state == FILLING:
                     pending += 1
@@ -1048,24 +1050,24 @@ class World:
                     pins[key] += 1
             assert request.pending == pending
             pins.update(request.loading)
-        portion = core.prefetches._portion
+        portion = core._prefetches._portion
         if portion is not None:
-            pins.update(k for k in portion.leases if core.pool.chunks[k].state != FILLING)
-            filling = [k for k in portion.leases if core.pool.chunks[k].state == FILLING]
+            pins.update(k for k in portion.leases if core._pool.chunks[k].state != FILLING)
+            filling = [k for k in portion.leases if core._pool.chunks[k].state == FILLING]
             assert portion.pending == len(filling)
-        pins.update(core.pins._held.keys())
+        pins.update(core._pins._held.keys())
         ours = portion is not None and portion.id in line.answered
         assert len(line.waiting) + len(line.answered) - ours <= len(core._requests)
-        for id, move in core.transfers.moves.items():
-            if move.op is Op.CASCADE and id not in core.transfers.orphans:
+        for id, move in core._transfers.moves.items():
+            if move.op is Op.CASCADE and id not in core._transfers.orphans:
                 pins.update(move.keys)
-        held = {key: chunk.pins for key, chunk in core.pool.chunks.items() if chunk.pins}
+        held = {key: chunk.pins for key, chunk in core._pool.chunks.items() if chunk.pins}
         assert held == pins, "pins without an owner"
 
     def _check_store(self, tier: TierView) -> None:
         store = tier.store
         assert store is not None
-        answers, moves = store.answers, self.core.transfers.moves.values()
+        answers, moves = store.answers, self.core._transfers.moves.values()
         asking = {key for m in moves if m.op is Op.ASK for key in m.keys}
         assert answers.asked.keys() <= asking, "an answer is awaited that nobody will give"
         assert len(answers.absent) <= 2 * len(self.rows)
@@ -1093,16 +1095,16 @@ class World:
         if not tier.clearing:
             unused = tier.slots.free + len(tier.slots._retired_free) + tier.slots.aside
             in_use = len(slots) + unused
-            for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
-                in_use += len(move.targets) if move.id not in self.core.transfers.orphans else 0
+            for move in (m for m in self.core._transfers.moves.values() if m.tier == tier.number):
+                in_use += len(move.targets) if move.id not in self.core._transfers.orphans else 0
             assert in_use == tier.slots.segments * self.segment_slots, "slots leaked"
 
     def _check_traffic(self, tier: TierView) -> None:
         rows: Counter[Op] = Counter()
         reading: Counter[bytes] = Counter()
-        for move in (m for m in self.core.transfers.moves.values() if m.tier == tier.number):
+        for move in (m for m in self.core._transfers.moves.values() if m.tier == tier.number):
             rows[move.op] += len(move.rows)
-            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core.transfers.orphans:
+            if move.op in (Op.PROMOTE, Op.RELOCATE) and move.id not in self.core._transfers.orphans:
                 reading.update(move.keys)
         assert reading == tier.index.reading, "what is read is protected, and nothing else"
         assert tier.in_flight.rows == rows.total()
@@ -1112,7 +1114,7 @@ class World:
         """Whoever followed the events knows what is where; who traces, what goes on."""
         self.listen()
         self._check_spans()
-        pool = self.core.pool
+        pool = self.core._pool
         assert self.told[0] == {k for k, chunk in pool.chunks.items() if chunk.state != FILLING}
         for tier, told in zip(self.core.tiers, self.told[1:], strict=True):
             assert told == set(tier.entries)
@@ -1135,20 +1137,20 @@ class World:
                 self.finish_load(client)
             elif client.state == "storing":
                 self.finish_store(client, ())
-        core.pins.end(list(core.pins._until))
-        self.run_dry(10 * core.queue.lease + 1)
+        core._pins.end(list(core._pins._until))
+        self.run_dry(10 * core._queue.lease + 1)
         self.check()
         self.check_events()
         assert core.in_flight == 0
         assert not core.hidden, "a removal that never ends"
         assert core.waiting == 0
-        assert not core.prefetches, "a prefetch that never ends"
-        assert not core.demotions, "a demotion that never ends"
+        assert not core._prefetches, "a prefetch that never ends"
+        assert not core._demotions, "a demotion that never ends"
         assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
-        assert core.pool.busy == 0, "a pin leaked"
-        assert core.pool.held == 0
+        assert core._pool.busy == 0, "a pin leaked"
+        assert core._pool.held == 0
         assert not core._requests, "a request was never forgotten"
-        assert not core.queue.answered
+        assert not core._queue.answered
         assert not any(
             tier.clearing or tier.health.stalled or tier.index.reading for tier in core.tiers
         )
@@ -1179,7 +1181,7 @@ class World:
             held = [self._held(t, key) for t in read if key in t.entries]
             if self.asked >= 0 and core.tiers[self.asked] in read and key in self.store_has:
                 held.append(key)
-            if key not in core.pool.chunks and (not held or held[0] != key):
+            if key not in core._pool.chunks and (not held or held[0] != key):
                 break
             known += 1
         answer = self.ask(client)
@@ -1193,7 +1195,7 @@ class World:
         assert answer is not None
         if not (self.demotes and evicted < sum(tier.index.evicted for tier in core.tiers)):
             # What is promoted where chunks are demoted can cost a full tier others of the prefix.
-            assert answer >= min(known, core.pool.rows), f"{answer} of {known} chunks"
+            assert answer >= min(known, core._pool.rows), f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
 
@@ -1299,13 +1301,13 @@ def random_act(world: World, rng: random.Random) -> None:
         if act < 0.2:
             world.prefetch(keys)
         elif act < 0.3:
-            world.core.prefetches.plan(keys, world.now + rng.choice((0.0, 0.5, 5.0)))
+            world.core._prefetches.plan(keys, world.now + rng.choice((0.0, 0.5, 5.0)))
         elif act < 0.5:
             world.demote(keys)
         elif act < 0.8:
             world.pin(keys, rng.choice((0.01, 1.0, 30.0, math.inf)), host=rng.random() < 0.6)
         else:
-            world.core.pins.end(keys)
+            world.core._pins.end(keys)
     elif 0.7525 <= roll < 0.755 and world.asked >= 0:
         keys = chain(rng.randrange(64), 2 * len(world.rows) + 1)
         keys = keys[: rng.randrange(len(keys)) + 1]

@@ -202,7 +202,7 @@ class Rig:
         assert all(self.in_host(key) for key in keys)
 
     def in_host(self, key: bytes) -> bool:
-        chunk = self.core.pool.chunks.get(key)
+        chunk = self.core._pool.chunks.get(key)
         return chunk is not None and chunk.state >= READY
 
     @property

@@ -112,6 +112,6 @@ def test_removed_chunks_and_those_of_before_a_reset_have_no_age() -> None:
     rig.settle()
     rig.core.reset()
     rig.settle()
-    assert len(rig.core.pool.ages) == 0
+    assert len(rig.core._pool.ages) == 0
     assert len(rig.core.tiers[0].index.ages) == 0
     assert (rig.stats.ages.count, rig.stats.tiers[0].ages.count) == (0, 0)

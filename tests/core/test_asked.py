@@ -203,9 +203,9 @@ def test_an_answer_that_comes_when_the_chunk_was_copied_meanwhile_does_not_undo_
     answer(rig, has=())
     rig.step()
     assert KEYS[0] in rig.core.tiers[0].entries
-
-
-# -- a store that fails --------------------------------------------------------------------------
+    store = rig.core.tiers[0].store
+    assert store is not None
+    assert not [key for key in KEYS if key in store.entries and key in store.answers.absent]
 
 
 def test_a_question_without_an_answer_ends_with_the_deadline() -> None:

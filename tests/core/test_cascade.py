@@ -52,10 +52,10 @@ def test_a_chunk_cannot_leave_while_it_is_copied() -> None:
     keys = chain("a", 4)
     rig.put(keys)
     rig.step()
-    assert rig.core.pool.busy == 4
+    assert rig.core._pool.busy == 4
     assert rig.core.prepare_store(chain("b", 1), "w") is None
     rig.settle()
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     rig.put(chain("b", 4))
 
 
@@ -168,7 +168,7 @@ def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_set_aside
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
     assert rig.owned().slots.free == 4
     assert rig.stats.tiers[0].set_aside == 1
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     (line,) = rig.log
     assert line == "slots of tier tier0 cannot be written and are set aside: injected"
     rig.put(chain("b", 4))

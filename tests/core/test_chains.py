@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import Core, HostPool, request, usage
+from kvstore.core import Core, HostPool, usage
 from kvstore.policies import AdmissionFilter, create_policy
 from kvstore.policies.lru import LRU
 from tests.core.rig import Rig, chain
@@ -57,7 +57,7 @@ class Gate(AdmissionFilter):
 
 
 def told(rig: Rig, *kinds: str) -> list[Any]:
-    policy = rig.core.pool.policy
+    policy = rig.core._pool.policy
     assert isinstance(policy, Listener)
     found, policy.told = policy.told, []
     return [each for each in found if not kinds or each[0] in kinds]
@@ -184,7 +184,7 @@ def test_requests_that_never_end_are_taken_for_ended_when_there_are_too_many(
     for number, keys in enumerate(prompts):
         rig.put(keys, f"request {number}")
     assert told(rig, "settle") == [("settle", keys) for keys in prompts[:3]]
-    assert rig.core.chains._keys <= 10
+    assert rig.core._chains._keys <= 10
 
 
 def test_a_reset_forgets_the_chains() -> None:
@@ -199,7 +199,7 @@ def test_a_reset_forgets_the_chains() -> None:
 def test_whoever_records_is_told_every_group() -> None:
     rig, keys = Rig(on=()), chain("a", 3)
     ended: list[Any] = []
-    rig.core.chains.listen(ended.append)
+    rig.core._chains.listen(ended.append)
     rig.put(keys)
     rig.core.on_request_finished("writer")
     rig.core.on_request_finished("nobody")
@@ -304,7 +304,7 @@ def test_hits_among_what_was_asked_from_its_end_stay_for_their_step() -> None:
     for key in reversed([*here, *below]):
         rig.core.lookup(key, "r")
     rig.flush()
-    assert set(here) <= set(rig.core.pool.chunks), "a hit has left in its step"
+    assert set(here) <= set(rig.core._pool.chunks), "a hit has left in its step"
 
 
 def test_a_prompt_that_was_used_in_another_order_is_told_in_its_own() -> None:
@@ -348,13 +348,14 @@ def test_groups_are_stored_shed_and_loaded_together_where_positions_are_told() -
 def test_what_is_known_of_requests_that_never_end_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request, "MOST_REQUESTS", 10)
+    monkeypatch.setattr("kvstore.core.step.MOST_REQUESTS", 10)
     rig = Rig(rows=8)
     for number in range(100):
         rig.core.on_new_request(f"r{number}", lambda key: 0)
-    assert len(rig.core._positions._of) == 10
+    rig.step()
+    assert [*rig.core._requests] == [f"r{number}" for number in range(90, 100)]
     rig.core.on_request_finished("r99")
-    assert len(rig.core._positions._of) == 9
+    assert len(rig.core._requests) == 9
 
 
 def test_what_a_store_brings_to_a_tier_is_not_used_there_by_that_store() -> None:

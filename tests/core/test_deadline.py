@@ -108,7 +108,7 @@ def test_nothing_is_copied_to_a_stalled_tier() -> None:
     assert rig.ask(prompts["r0"], "r0") is None
     rig.wait(2.2)
     rig.put(chain("late", 2))
-    assert rig.core.pool.chunks[chain("late", 1)[0]].unsaved == 0
+    assert rig.core._pool.chunks[chain("late", 1)[0]].unsaved == 0
     assert rig.stats.tiers[0].refused == 2
     rig.put(chain("more", 6))
 
@@ -257,7 +257,7 @@ def test_what_has_arrived_by_the_deadline_is_the_answer() -> None:
     assert rig.ask(keys) == 3
     rig.end(far)
     rig.step()
-    assert rig.core.pool.busy == 3, "what came too late is not kept for anybody"
+    assert rig.core._pool.busy == 3, "what came too late is not kept for anybody"
     assert len(rig.load(keys[:3])) == 3
 
 

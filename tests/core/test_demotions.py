@@ -18,18 +18,18 @@ def test_what_a_tier_has_leaves_at_once_and_is_found_again() -> None:
     rig = Rig(rows=8)
     rig.put([*A, *B])
     rig.settle()
-    assert rig.core.demotions.begin(A, rig.now) == 4
+    assert rig.core._demotions.begin(A, rig.now) == 4
     rig.settle()
     assert (host_of(rig, A), host_of(rig, B)) == (0, 4)
     assert (rig.stats.demoted, rig.stats.free_rows, rig.stats.evicted) == (4, 4, 0)
-    assert not rig.core.demotions
+    assert not rig.core._demotions
     assert rig.resolve(A) == 4
 
 
 def test_what_no_tier_has_is_copied_first() -> None:
     rig = Rig(rows=8)
     rig.put(A)
-    assert rig.core.demotions.begin(A, rig.now) == 4
+    assert rig.core._demotions.begin(A, rig.now) == 4
     rig.step()
     (copy,) = rig.under_way(Op.CASCADE)
     rig.step()
@@ -44,7 +44,7 @@ def test_what_is_still_being_stored_goes_when_it_is_whole_and_copied() -> None:
     rig = Rig(rows=8)
     grant = rig.core.prepare_store(A, "w")
     assert grant is not None
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.settle()
     assert rig.stats.chunks == 4
     rig.core.complete_store(A, "w")
@@ -55,7 +55,7 @@ def test_what_is_still_being_stored_goes_when_it_is_whole_and_copied() -> None:
 def test_without_a_tier_nothing_leaves() -> None:
     rig = Rig(rows=8, on=())
     rig.put(A)
-    assert rig.core.demotions.begin(A, rig.now) == 0
+    assert rig.core._demotions.begin(A, rig.now) == 0
     rig.settle()
     assert host_of(rig, A) == 4
 
@@ -63,22 +63,22 @@ def test_without_a_tier_nothing_leaves() -> None:
 def test_a_copy_that_fails_keeps_the_chunk() -> None:
     rig = Rig(rows=8)
     rig.put(A)
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.step()
     (copy,) = rig.under_way(Op.CASCADE)
     rig.end(copy, failed=A)
     rig.settle()
     assert host_of(rig, A) == 4
-    assert not rig.core.demotions
+    assert not rig.core._demotions
 
 
 def test_a_load_keeps_the_chunk_and_so_does_a_pin() -> None:
     rig = Rig(rows=8)
     rig.put(A)
     rig.settle()
-    rig.core.pins.begin(A[:1], math.inf)
+    rig.core._pins.begin(A[:1], math.inf)
     assert rig.ask(A[1:3]) == 2
-    assert rig.core.demotions.begin(A, rig.now) == 3
+    assert rig.core._demotions.begin(A, rig.now) == 3
     rig.load(A[1:3])
     rig.settle()
     assert [rig.in_host(key) for key in A] == [True, True, True, False]
@@ -92,7 +92,7 @@ def test_who_was_told_of_a_hit_in_this_step_finds_it() -> None:
     rig.put(A)
     rig.settle()
     assert rig.ask(A) == 4
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.flush()
     assert len(rig.load(A)) == 4
     rig.settle()
@@ -105,7 +105,7 @@ def test_what_is_loaded_at_that_moment_goes_afterwards() -> None:
     rig.settle()
     rig.ask(A)
     rig.load(A)
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.settle()
     assert host_of(rig, A) == 4
     rig.core.complete_load(A, "r")
@@ -118,7 +118,7 @@ def test_many_leave_over_some_steps_and_a_reset_forgets_them() -> None:
     rig = Rig(rows=1000, segment_slots=2000, in_flight=1000)
     rig.put(keys)
     rig.settle()
-    rig.core.demotions.begin(keys, rig.now)
+    rig.core._demotions.begin(keys, rig.now)
     rig.step()
     assert 0 < host_of(rig, keys) < 1000
     assert rig.core.behind
@@ -126,15 +126,15 @@ def test_many_leave_over_some_steps_and_a_reset_forgets_them() -> None:
         rig.step()
     assert host_of(rig, keys) == 0
     rig.put(A)
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.core.reset()
-    assert not rig.core.demotions
+    assert not rig.core._demotions
 
 
 def test_what_has_come_anew_since_stays() -> None:
     rig = Rig(rows=8)
     rig.put(A)
-    rig.core.demotions.begin(A, rig.now)
+    rig.core._demotions.begin(A, rig.now)
     rig.core.remove(A)
     rig.settle()
     rig.put(A)

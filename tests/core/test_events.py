@@ -67,7 +67,7 @@ def test_what_came_and_went_since_the_last_look_is_told_in_that_order() -> None:
     rig.step()
     rig.put(chain("c", 1))
     follow(rig, known)
-    assert known["host"] == set(rig.core.pool.chunks)
+    assert known["host"] == set(rig.core._pool.chunks)
 
 
 def test_a_reset_tells_what_is_gone() -> None:
@@ -130,7 +130,7 @@ def test_without_a_listener_nothing_is_kept() -> None:
 
 def test_events_that_nobody_takes_are_bounded_and_the_loss_is_told_once() -> None:
     rig = Rig(on=())
-    rig.core.pool.history = History(most=100)
+    rig.core._pool.history = History(most=100)
     for number in range(200):
         rig.put(chain(f"p{number}", 2))
         rig.step()

@@ -70,7 +70,7 @@ def test_a_chunk_on_its_way_out_is_still_a_hit_and_may_stay() -> None:
     rig.load(old)
     rig.core.complete_load(old, "r")
     rig.settle()
-    assert rig.core.pool.leaving == 0
+    assert rig.core._pool.leaving == 0
     assert all(rig.in_host(key) for key in old)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from kvstore.core import Pace
-from kvstore.core.core import DEFAULT_PACE
+from kvstore.core.step import DEFAULT_PACE
 from kvstore.core.step_budget import LEAST_SHARE, NEWS_PER_CHUNK, STORED
 from kvstore.policies import Protected, create_policy, policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op
@@ -90,7 +90,7 @@ def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
         heard.append(completion.changes)
         return True
 
-    rig.core.transfers.complete = complete  # type: ignore[method-assign]
+    rig.core._transfers.complete = complete  # type: ignore[method-assign]
     appeared, gone = [(key, slot) for slot, key in enumerate(chain("n", 200))], chain("gone", 100)
     rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=Changes(appeared, gone), tier=0)])
     most = FEW.absorbed * NEWS_PER_CHUNK
@@ -111,7 +111,7 @@ def test_nobody_waits_for_what_others_have_done() -> None:
     assert rig.ask(keys) is None
     rig.flush()
     news = Changes([(key, slot) for slot, key in enumerate(chain("n", 20_000))])
-    rig.core.transfers._tiers[0].learn = lambda changes: None  # type: ignore[method-assign]
+    rig.core._transfers._tiers[0].learn = lambda changes: None  # type: ignore[method-assign]
     rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=news, tier=0)])
     for move in list(rig.moves):
         rig.end(move)
@@ -174,7 +174,7 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
         rig.load(held[start : start + 196], f"r{start}")
     rig.settle()
     asked = 0
-    evict = core.pool.policy.evict
+    evict = core._pool.policy.evict
 
     def counting(
         count: int, protected: Protected, incoming: Sequence[bytes] = ()
@@ -186,7 +186,7 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
 
         return evict(count, counted, incoming)
 
-    core.pool.policy.evict = counting  # type: ignore[method-assign]
+    core._pool.policy.evict = counting  # type: ignore[method-assign]
     for start in range(0, 400, 20):
         part = more[start : start + 20]
         name_of = f"more{start}"
@@ -199,10 +199,10 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
     for start in range(0, len(held), 196):
         core.complete_load(held[start : start + 196], f"r{start}")
     rig.settle()
-    assert core.pool.busy == 0
+    assert core._pool.busy == 0
     # Whoever was met may leave again.
     core.poll(rig.now)
-    assert core.room.make(rows // 2, rig.now, shed_unsaved=False) == rows // 2
+    assert core._room.make(rows // 2, rig.now, shed_unsaved=False) == rows // 2
 
 
 def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> None:
@@ -224,7 +224,7 @@ def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> N
 def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: bool) -> None:
     rig = Rig(rows=60, pace=Pace(questions=3))
     if demotes:
-        rig.core.room.demotes = True
+        rig.core._room.demotes = True
     rig.put(chain("held", 50))
     rig.settle()
     rig.load(chain("held", 50), "holder")
@@ -277,7 +277,7 @@ def test_a_policy_that_takes_longer_has_fewer_chunks_moved_in_a_step() -> None:
     for name in policy_names():
         rig = Rig(rows=100, on=[keys], policy=create_policy(name, 100), pace=Pace(granted=20))
         assert rig.ask(keys) is None
-        effort = rig.core.pool.policy.effort
+        effort = rig.core._pool.policy.effort
         assert effort >= 1
         assert promoted(rig.flush()) == int(20 / effort)
 

@@ -89,7 +89,7 @@ def test_a_chunk_that_goes_while_it_is_read_does_no_harm() -> None:
     rig.end(move, failed=keys[2:])
     rig.settle()
     assert rig.ask(keys) == 2
-    assert rig.core.pool.busy == 2
+    assert rig.core._pool.busy == 2
 
 
 def test_nothing_is_copied_to_a_neighbour() -> None:

@@ -41,7 +41,7 @@ def alone(rows: int = 8, share: float = 0.5) -> Rig:
 def test_a_pinned_chunk_stays_while_others_come_and_go() -> None:
     rig = alone()
     rig.put(A)
-    assert rig.core.pins.begin(A, rig.now + 5.0) == 4
+    assert rig.core._pins.begin(A, rig.now + 5.0) == 4
     for name in "xyz":
         fill(rig, name, 6)
         rig.step(1.0)
@@ -55,7 +55,7 @@ def test_a_pinned_chunk_stays_while_others_come_and_go() -> None:
 
 def test_a_key_may_be_pinned_before_its_chunk_is_there() -> None:
     rig = alone()
-    assert rig.core.pins.begin(A, math.inf) == 4
+    assert rig.core._pins.begin(A, math.inf) == 4
     rig.put(A)
     assert rig.stats.pinned_rows == 4
     fill(rig, "x", 8)
@@ -64,7 +64,7 @@ def test_a_key_may_be_pinned_before_its_chunk_is_there() -> None:
 
 def test_what_is_fetched_stays_too() -> None:
     rig = Rig(rows=8, on=(A,))
-    rig.core.pins.begin(A, math.inf)
+    rig.core._pins.begin(A, math.inf)
     assert rig.stats.pinned_rows == 0
     assert rig.resolve(A) == 4
     rig.core.on_request_finished("r")
@@ -76,21 +76,21 @@ def test_what_is_fetched_stays_too() -> None:
 def test_no_more_than_a_share_is_held_and_the_head_goes_first() -> None:
     rig = alone(rows=8)
     rig.put(C)
-    assert rig.core.pins.begin(C, math.inf) == 4
+    assert rig.core._pins.begin(C, math.inf) == 4
     fill(rig, "x", 8)
     assert [rig.in_host(key) for key in C] == [True] * 4 + [False] * 4
-    assert rig.core.pins.begin(A, math.inf) == 0
+    assert rig.core._pins.begin(A, math.inf) == 0
     none = alone(share=0.0)
     none.put(A)
-    assert none.core.pins.begin(A, math.inf) == 0
+    assert none.core._pins.begin(A, math.inf) == 0
 
 
 def test_a_pin_is_prolonged_and_never_cut_short_by_another() -> None:
     rig = alone()
     rig.put(A)
-    rig.core.pins.begin(A, rig.now + 10.0)
-    rig.core.pins.begin(A[:2], rig.now + 1.0)
-    rig.core.pins.begin(A[2:], rig.now + 20.0)
+    rig.core._pins.begin(A, rig.now + 10.0)
+    rig.core._pins.begin(A[:2], rig.now + 1.0)
+    rig.core._pins.begin(A[2:], rig.now + 20.0)
     rig.step(5.0)
     assert rig.stats.pinned_rows == 4
     rig.step(10.0)
@@ -102,9 +102,9 @@ def test_a_pin_is_prolonged_and_never_cut_short_by_another() -> None:
 def test_pins_end_when_they_are_ended() -> None:
     rig = alone()
     rig.put(A)
-    rig.core.pins.begin(A, math.inf)
-    assert rig.core.pins.end([A[0], A[0], *B]) == 1
-    assert rig.core.pins.end(A) == 3
+    rig.core._pins.begin(A, math.inf)
+    assert rig.core._pins.end([A[0], A[0], *B]) == 1
+    assert rig.core._pins.end(A) == 3
     fill(rig, "x", 8)
     assert host_of(rig, A) == 0
 
@@ -112,7 +112,7 @@ def test_pins_end_when_they_are_ended() -> None:
 def test_thousands_of_pins_that_end_at_once_end_over_some_steps() -> None:
     rig = alone(rows=4000)
     keys = chain("long", 2000)
-    rig.core.pins.begin(keys, rig.now + 1.0)
+    rig.core._pins.begin(keys, rig.now + 1.0)
     rig.step(2.0)
     assert 0 < rig.stats.pins < 2000
     assert rig.core.behind
@@ -126,13 +126,13 @@ def test_thousands_of_pins_that_end_at_once_end_over_some_steps() -> None:
 def test_a_pinned_chunk_stays_on_its_tier(policy: str) -> None:
     rig = Rig(rows=4, on=(A,), segment_slots=8, tier_policy=create_policy(policy, 8))
     tier = rig.core.tiers[0]
-    assert rig.core.pins.begin(A, math.inf, host=False) == 4
+    assert rig.core._pins.begin(A, math.inf, host=False) == 4
     for name in "uvwxyz":
         fill(rig, name, 4)
     assert set(A) <= set(tier.entries)
     assert tier.index.evicted > 0
     assert (rig.stats.tiers[0].pinned, rig.stats.pinned_rows) == (4, 0)
-    rig.core.pins.end(A)
+    rig.core._pins.end(A)
     for name in "ghijkl":
         fill(rig, name, 4)
     if policy in ("lru", "arc", "sieve"):
@@ -142,7 +142,7 @@ def test_a_pinned_chunk_stays_on_its_tier(policy: str) -> None:
 
 def test_what_is_copied_to_a_tier_later_is_pinned_there() -> None:
     rig = Rig(rows=4, on=((),), segment_slots=8)
-    rig.core.pins.begin(A, math.inf, host=False)
+    rig.core._pins.begin(A, math.inf, host=False)
     rig.put(A)
     rig.settle()
     for name in "uvwxyz":
@@ -154,12 +154,12 @@ def test_what_is_copied_to_a_tier_later_is_pinned_there() -> None:
 def test_a_pinned_chunk_that_is_being_read_is_let_go_of_once_both_have_ended() -> None:
     rig = Rig(rows=4, on=(A,), segment_slots=4)
     tier = rig.core.tiers[0]
-    rig.core.pins.begin(A[:2], math.inf, host=False)
+    rig.core._pins.begin(A[:2], math.inf, host=False)
     assert rig.ask(A[:2]) is None
     rig.step()
     rig.put(B[:1])
     rig.step()
-    rig.core.pins.end(A)
+    rig.core._pins.end(A)
     assert set(A[:2]) <= set(tier.entries)
     rig.settle()
     for name in "uvwxyz":
@@ -169,7 +169,7 @@ def test_a_pinned_chunk_that_is_being_read_is_let_go_of_once_both_have_ended() -
 
 def test_a_tier_that_cannot_grow_lets_the_last_pins_go() -> None:
     rig = Rig(rows=8, on=((),), segment_slots=4, segments=1, max_segments=4)
-    rig.core.pins.begin(C, math.inf, host=False)
+    rig.core._pins.begin(C, math.inf, host=False)
     rig.put(C)
     for _ in range(20):
         for move in list(rig.moves):
@@ -185,20 +185,20 @@ def test_a_tier_that_cannot_grow_lets_the_last_pins_go() -> None:
 def test_a_prompt_that_does_not_fit_beside_pins_gets_what_fits_without_delay() -> None:
     rig = Rig(rows=8, on=(C,))
     rig.put(A)
-    rig.core.pins.begin(A, math.inf)
+    rig.core._pins.begin(A, math.inf)
     begun = rig.now
     assert rig.resolve(C) == 4
-    assert rig.now - begun < rig.core.queue.deadline / 2
+    assert rig.now - begun < rig.core._queue.deadline / 2
     assert rig.stats.truncations == 1
 
 
 def test_a_removal_ends_the_pin() -> None:
     rig = Rig(rows=8, on=(A,))
-    rig.core.pins.begin(A, math.inf)
+    rig.core._pins.begin(A, math.inf)
     rig.resolve(A)
     rig.core.on_request_finished("r")
     rig.core.remove(A)
-    rig.core.pins.begin(A[:1], math.inf)
+    rig.core._pins.begin(A[:1], math.inf)
     rig.settle()
     assert not rig.core.hidden
     assert (rig.stats.chunks, rig.stats.pinned_rows) == (0, 0)
@@ -209,12 +209,12 @@ def test_a_removal_ends_the_pin() -> None:
 def test_a_reset_ends_all_pins() -> None:
     rig = Rig(rows=8, on=(A,))
     rig.put(B)
-    rig.core.pins.begin(A, math.inf)
-    rig.core.pins.begin(B, math.inf)
+    rig.core._pins.begin(A, math.inf)
+    rig.core._pins.begin(B, math.inf)
     rig.core.reset()
     rig.settle()
     assert (rig.stats.pins, rig.stats.pinned_rows, rig.stats.tiers[0].pinned) == (0, 0, 0)
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
     rig.put(C)
     assert rig.stats.pinned_rows == 0
 
@@ -223,16 +223,16 @@ def test_a_key_that_is_pinned_again_and_again_costs_no_memory() -> None:
     rig = alone()
     rig.put(A)
     for _ in range(100_000):
-        rig.core.pins.begin(A, rig.now + 1000.0)
-        rig.core.pins.begin(A, rig.now + 1000.0, yields=True)
-    assert len(rig.core.pins._ends) < 1000
-    assert len(rig.core.pins._yielding) < 1000
+        rig.core._pins.begin(A, rig.now + 1000.0)
+        rig.core._pins.begin(A, rig.now + 1000.0, yields=True)
+    assert len(rig.core._pins._ends) < 1000
+    assert len(rig.core._pins._yielding) < 1000
 
 
 def test_pins_that_yield_give_way_to_those_that_end_sooner_tails_first() -> None:
     rig = alone(rows=8)
     rig.put(C)
-    pins = rig.core.pins
+    pins = rig.core._pins
     assert pins.begin(C[:4], rig.now + 100.0, yields=True) == 4
     assert pins.begin(C[4:6], rig.now + 200.0, yields=True) == 0, "that returns later"
     assert pins.begin(C[4:6], rig.now + 10.0, yields=True) == 2
@@ -258,7 +258,7 @@ def test_pins_that_yield_give_way_to_those_that_end_sooner_tails_first() -> None
 def test_a_pin_that_does_not_yield_stands() -> None:
     rig = alone(rows=8)
     rig.put(C)
-    pins = rig.core.pins
+    pins = rig.core._pins
     assert pins.begin(C[:4], math.inf) == 4
     assert pins.begin(C[4:], rig.now + 1.0, yields=True) == 0
     pins.end(C)
@@ -273,10 +273,10 @@ def test_what_is_released_as_cold_leaves_before_what_was_used_longer_ago() -> No
     rig = alone(rows=12)
     rig.put(B)
     rig.put(A)
-    rig.core.pins.begin(A, math.inf)
+    rig.core._pins.begin(A, math.inf)
     fill(rig, "x", 4)
-    rig.core.pins.end(A)
-    rig.core.demotions.cool(A)
+    rig.core._pins.end(A)
+    rig.core._demotions.cool(A)
     fill(rig, "y", 3)
     assert (host_of(rig, A), host_of(rig, B)) == (1, 4)
     assert rig.in_host(A[0]), "it leaves tail first"
@@ -286,7 +286,7 @@ def test_what_is_cold_is_like_any_other_once_it_was_used() -> None:
     rig = alone(rows=12)
     rig.put(B)
     rig.put(A)
-    rig.core.demotions.cool(A)
+    rig.core._demotions.cool(A)
     assert rig.load(A)
     fill(rig, "x", 8)
     assert (host_of(rig, A), host_of(rig, B)) == (4, 0)
@@ -295,9 +295,9 @@ def test_what_is_cold_is_like_any_other_once_it_was_used() -> None:
 def test_what_is_still_pinned_is_not_cold() -> None:
     rig = alone(rows=12)
     rig.put(A)
-    rig.core.pins.begin(A, rig.now + 5.0)
+    rig.core._pins.begin(A, rig.now + 5.0)
     rig.put(B)
-    rig.core.demotions.cool(A)
+    rig.core._demotions.cool(A)
     fill(rig, "x", 8)
     assert host_of(rig, A) == 4
 
@@ -307,6 +307,6 @@ def test_what_is_cold_leaves_a_tier_first_too() -> None:
     for keys in (B, A):
         rig.put(keys)
         rig.settle()
-    rig.core.demotions.cool(A)
+    rig.core._demotions.cool(A)
     fill(rig, "x", 4)
     assert [key in rig.core.tiers[0].entries for key in (*A, *B)] == [False] * 4 + [True] * 4

@@ -14,37 +14,37 @@ def host_of(rig: Rig, keys: list[bytes]) -> int:
 
 def test_what_is_prefetched_is_there_when_it_is_asked_for() -> None:
     rig = Rig(rows=16, on=(A,))
-    assert rig.core.prefetches.begin(A) == 8
+    assert rig.core._prefetches.begin(A) == 8
     rig.settle()
     assert (host_of(rig, A), rig.stats.busy_rows, rig.stats.prefetched) == (8, 0, 8)
     assert rig.ask(A) == 8
     assert rig.stats.deferrals == rig.stats.misses == 0
-    assert not rig.core.prefetches
+    assert not rig.core._prefetches
 
 
 def test_it_stops_at_the_first_chunk_that_is_nowhere_and_at_half_of_host_memory() -> None:
     rig = Rig(rows=16, on=([*A[:3], *A[4:]],))
-    assert rig.core.prefetches.begin(A) == 3
+    assert rig.core._prefetches.begin(A) == 3
     small = Rig(rows=8, on=(A,))
-    assert small.core.prefetches.begin(A) == 4
-    assert small.core.prefetches.begin(A) == 4
+    assert small.core._prefetches.begin(A) == 4
+    assert small.core._prefetches.begin(A) == 4
     small.settle()
     assert host_of(small, A) == 4
-    assert Rig(rows=8, on=()).core.prefetches.begin(A) == 0
+    assert Rig(rows=8, on=()).core._prefetches.begin(A) == 0
 
 
 def test_what_is_in_host_memory_is_not_fetched_again() -> None:
     rig = Rig(rows=16, on=(A,))
     rig.resolve(A[:4])
     rig.core.on_request_finished("r")
-    assert rig.core.prefetches.begin(A) == 4
+    assert rig.core._prefetches.begin(A) == 4
     rig.settle()
     assert (host_of(rig, A), rig.stats.prefetched) == (8, 4)
 
 
 def test_it_comes_in_portions_and_whoever_asks_meanwhile_goes_first() -> None:
     rig = Rig(rows=32, on=([*A, *B],))
-    assert rig.core.prefetches.begin(A) == 8
+    assert rig.core._prefetches.begin(A) == 8
     rig.step()
     assert rig.promotion.keys == A[:4]
     assert rig.ask(B) is None
@@ -61,7 +61,7 @@ def test_it_comes_in_portions_and_whoever_asks_meanwhile_goes_first() -> None:
 
 def test_who_asks_for_what_is_being_prefetched_waits_for_that() -> None:
     rig = Rig(rows=32, on=(A,))
-    rig.core.prefetches.begin(A[:4])
+    rig.core._prefetches.begin(A[:4])
     rig.step()
     move = rig.promotion
     assert rig.ask(A[:4]) is None
@@ -75,7 +75,7 @@ def test_who_asks_for_what_is_being_prefetched_waits_for_that() -> None:
 def test_it_displaces_what_the_policy_gives_up_but_no_lease_and_no_hit() -> None:
     rig = Rig(rows=8, on=([*A, *B],))
     rig.resolve(B, "held")
-    rig.core.prefetches.begin(A)
+    rig.core._prefetches.begin(A)
     rig.settle()
     assert (host_of(rig, B), host_of(rig, A)) == (8, 0)
     rig.core.on_request_finished("held")
@@ -86,7 +86,7 @@ def test_it_displaces_what_the_policy_gives_up_but_no_lease_and_no_hit() -> None
 def test_a_chunk_that_waits_for_its_copy_is_not_displaced() -> None:
     rig = Rig(rows=4, on=(A,), in_flight=1)
     rig.put(chain("new", 4))
-    rig.core.prefetches.begin(A)
+    rig.core._prefetches.begin(A)
     rig.step()
     rig.step()
     assert not rig.under_way(Op.PROMOTE)
@@ -97,58 +97,58 @@ def test_a_chunk_that_waits_for_its_copy_is_not_displaced() -> None:
 
 def test_a_tier_that_does_not_answer_is_not_waited_for() -> None:
     rig = Rig(rows=32, on=(A,), deadline=1.0)
-    rig.core.prefetches.begin(A)
+    rig.core._prefetches.begin(A)
     rig.step()
     rig.wait(20.0)
     assert rig.core.tiers[0].health.stalled
-    assert rig.core.prefetches.begin(A[4:]) == 0
+    assert rig.core._prefetches.begin(A[4:]) == 0
     rig.settle()
-    assert not rig.core.prefetches
+    assert not rig.core._prefetches
 
 
 def test_a_chunk_that_cannot_be_read_is_passed_over() -> None:
     rig = Rig(rows=32, on=(A,))
-    rig.core.prefetches.begin(A)
+    rig.core._prefetches.begin(A)
     rig.step()
     rig.end(rig.promotion, failed=[A[1]])
     rig.settle()
     assert (host_of(rig, A), rig.stats.busy_rows) == (7, 0)
-    assert not rig.core.prefetches
+    assert not rig.core._prefetches
 
 
 def test_a_removal_takes_its_keys_off_the_list_and_a_reset_takes_all() -> None:
     rig = Rig(rows=32, on=(A,))
-    rig.core.prefetches.begin(A)
+    rig.core._prefetches.begin(A)
     rig.core.remove(A[4:])
     rig.settle()
     assert (host_of(rig, A), rig.stats.chunks) == (4, 4)
     late = Rig(rows=32, on=(A,))
-    late.core.prefetches.begin(A)
+    late.core._prefetches.begin(A)
     late.step()
     late.core.reset()
     late.settle()
-    assert (late.stats.chunks, late.core.pool.free) == (0, 32)
-    assert not late.core.prefetches
+    assert (late.stats.chunks, late.core._pool.free) == (0, 32)
+    assert not late.core._prefetches
 
 
 def test_what_is_planned_comes_when_its_time_has_come() -> None:
     rig = Rig(rows=32, on=(A,))
-    assert rig.core.prefetches.plan(A, rig.now + 10.0)
+    assert rig.core._prefetches.plan(A, rig.now + 10.0)
     rig.wait(5.0)
     assert not rig.moves
     rig.wait(6.0)
     assert rig.under_way(Op.PROMOTE)
     rig.settle()
     assert host_of(rig, A) == 8
-    assert not rig.core.prefetches
-    rig.core.prefetches.plan(A, rig.now + 10.0)
+    assert not rig.core._prefetches
+    rig.core._prefetches.plan(A, rig.now + 10.0)
     rig.core.reset()
-    assert not rig.core.prefetches
+    assert not rig.core._prefetches
 
 
 def test_of_what_is_planned_a_chunk_that_is_nowhere_is_passed_over() -> None:
     rig = Rig(rows=32, on=([*A[:3], *A[4:]],))
-    rig.core.prefetches.plan(A, rig.now)
+    rig.core._prefetches.plan(A, rig.now)
     rig.settle()
     assert host_of(rig, A) == 7
 
@@ -156,4 +156,4 @@ def test_of_what_is_planned_a_chunk_that_is_nowhere_is_passed_over() -> None:
 def test_plans_are_bounded() -> None:
     rig = Rig(rows=8, on=(A,))
     keys = chain("x", 2**16)
-    assert sum(rig.core.prefetches.plan(keys, rig.now + 1.0) for _ in range(20)) == 16
+    assert sum(rig.core._prefetches.plan(keys, rig.now + 1.0) for _ in range(20)) == 16

@@ -8,7 +8,7 @@ from tests.core.rig import Rig, chain
 
 
 def on_their_way(rig: Rig) -> int:
-    return sum(chunk.state == FILLING for chunk in rig.core.pool.chunks.values())
+    return sum(chunk.state == FILLING for chunk in rig.core._pool.chunks.values())
 
 
 def test_a_tier_that_does_not_answer_leaves_rows_to_stores() -> None:

@@ -229,7 +229,7 @@ def test_computing_that_becomes_slower_makes_the_tier_worth_waiting_for() -> Non
 
 def test_what_is_prefetched_comes_from_a_tier_that_is_outpaced() -> None:
     bench, (one,) = slow(1)
-    assert bench.core.prefetches.begin(one) == LONG
+    assert bench.core._prefetches.begin(one) == LONG
     bench.settle()
     assert bench.core.lookup_prefix(one, "r") == LONG
 

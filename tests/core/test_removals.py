@@ -17,7 +17,7 @@ def test_what_is_removed_is_a_miss_at_once_and_its_places_are_free_when_it_is_er
     rig.step()
     (erasure,) = rig.under_way(Op.ERASE)
     assert {*erasure.keys} == {*KEYS[1:], b"nobody"}
-    assert rig.core.pool.free == 7
+    assert rig.core._pool.free == 7
     rig.end(erasure)
     rig.step()
     assert removal.done
@@ -36,10 +36,10 @@ def test_a_hit_of_this_step_can_be_loaded_and_its_row_stays_until_it_was() -> No
     assert rig.ask(KEYS, "other") == 0
     rig.settle()
     assert removal.done
-    assert not {*rows} & {*rig.core.pool._free}
+    assert not {*rows} & {*rig.core._pool._free}
     rig.core.complete_load(KEYS, "r")
     rig.settle()
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
     assert not rig.core.hidden
 
 
@@ -59,14 +59,14 @@ def test_what_the_policy_has_set_aside_is_forgotten_with_its_chunk() -> None:
     rig = Rig(rows=8, on=[[]])
     rig.put(KEYS)
     victims = rig.core._victims
-    (key, chunk), *_ = rig.core.pool.chunks.items()
-    rig.core.pool.queue([chunk], 0)
+    (key, chunk), *_ = rig.core._pool.chunks.items()
+    rig.core._pool.queue([chunk], 0)
     # The policy meets a chunk that waits for its copy.
     assert victims.protection(shed_unsaved=False, bounded=False)(key)
     assert key in victims._parked
     rig.core.remove([key])
     rig.step()
-    assert key not in rig.core.pool.chunks
+    assert key not in rig.core._pool.chunks
     assert key not in victims._parked
     # Its row is another's now, which must not be taken for it.
     assert not chunk.aside

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from kvstore.policies import AdmissionFilter
+from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
 
@@ -20,9 +20,9 @@ def test_a_name_that_is_reused_in_the_same_step_is_another_request() -> None:
     assert rig.ask(keys) is None
     rig.settle()
     assert rig.ask(keys) == 4
-    assert rig.core.pool.busy == 4
+    assert rig.core._pool.busy == 4
     rig.core.on_request_finished("r")
-    assert rig.core.pool.busy == 0, "the leases of both have ended"
+    assert rig.core._pool.busy == 0, "the leases of both have ended"
 
 
 def test_a_name_that_is_reused_while_its_chunks_are_on_their_way_is_another_request() -> None:
@@ -34,7 +34,7 @@ def test_a_name_that_is_reused_while_its_chunks_are_on_their_way_is_another_requ
         rig.core.on_new_request("r")
         assert not rig.core.is_waiting("r")
     rig.settle()
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     assert rig.ask(keys) == 4
 
 
@@ -50,7 +50,7 @@ def test_a_finished_request_leaves_nothing_whatever_it_had_begun() -> None:
         rig.core.on_request_finished(f"r{steps}")
         rig.settle()
         assert not rig.core._requests
-        assert rig.core.pool.busy == 0
+        assert rig.core._pool.busy == 0
 
 
 def test_finishing_an_unknown_request_is_harmless() -> None:
@@ -60,14 +60,27 @@ def test_finishing_an_unknown_request_is_harmless() -> None:
     assert not rig.core._requests
 
 
+def test_what_is_asked_for_after_moves_were_handed_out_in_the_same_step_is_fetched_too() -> None:
+    here, below = chain("a", 2), chain("b", 2)
+    rig = Rig(on=[below])
+    rig.put(here)
+    rig.settle()
+    rig.load(here)
+    assert rig.ask(here) == 2
+    rig.flush()
+    assert rig.ask(below) is None
+    rig.step()
+    assert [move.keys for move in rig.under_way(Op.PROMOTE)] == [below]
+
+
 def test_a_request_that_stores_is_answered_for_good() -> None:
     """Its wait and its leases end: it has computed what it needed."""
     keys = chain("a", 4)
     rig = Rig(rows=8, on=[keys])
     rig.resolve(keys)
-    assert rig.core.pool.busy == 4
+    assert rig.core._pool.busy == 4
     assert rig.core.prepare_store(chain("b", 1), "r") is not None
-    assert rig.core.pool.busy == 1
+    assert rig.core._pool.busy == 1
     assert rig.ask(keys) == 4
 
 
@@ -115,25 +128,21 @@ class Counting(AdmissionFilter):
 
 
 def kept(rig: Rig) -> int:
-    """Everything that the core keeps by name of a request, and every key of it."""
-    core, chains = rig.core, rig.core.chains
-    rooms = (core, core.queue, core.chains, core._stores, core._uses)
-    by_name: list[dict[str, Any]] = [
-        value for room in rooms for value in vars(room).values() if isinstance(value, dict)
-    ]
-    used = [chain.known for chain in (*chains._chains.values(), *chains._ended.values())]
-    counted = [chain.counted for chain in chains._chains.values()]
-    sets = [*used, *counted, *chains._asked.values()]
-    return sum(map(len, by_name)) + sum(map(len, sets))
+    """Requests that the core remembers, and every key of them."""
+    core, requests = rig.core, rig.core._requests.values()
+    chains = [chain for one in requests for chain in (one.chain, one.ended) if chain is not None]
+    keys = sum(len(chain.known) for chain in chains) + sum(len(one.counted) for one in requests)
+    queues = (core._queue.waiting, core._queue.answered, core._stores._deferred, core._uses._loaded)
+    return len(requests) + keys + sum(map(len, queues))
 
 
 def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
-    monkeypatch.setattr("kvstore.core.usage.MAX_REQUESTS", 20)
+    monkeypatch.setattr("kvstore.core.step.MOST_REQUESTS", 100)
     monkeypatch.setattr("kvstore.core.usage.MAX_ASKED", 60)
     monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 60)
     monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
     rig = Rig(rows=rows, lease=0.5, deadline=0.1, max_wait=0.2)
-    rig.core.chains.filters.append(Counting())
+    rig.core._chains.filters.append(Counting())
     rig.core._lookups._counts = True
     return rig
 

@@ -17,7 +17,7 @@ def test_after_a_reset_nothing_is_found() -> None:
     rig.core.reset()
     assert rig.ask(keys, "r0") == 0
     assert rig.ask(chain("b", 4), "r1") == 0
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
 
 
 def test_rows_of_moves_under_way_are_not_given_out_until_those_end() -> None:
@@ -36,8 +36,8 @@ def test_rows_of_moves_under_way_are_not_given_out_until_those_end() -> None:
     assert not in_use & set(grant.rows)
     rig.core.complete_store(grant.keys, "w")
     rig.settle()
-    assert rig.core.pool.held == 0
-    assert rig.core.pool.free + len(rig.core.pool.chunks) == 8
+    assert rig.core._pool.held == 0
+    assert rig.core._pool.free + len(rig.core._pool.chunks) == 8
 
 
 def test_what_comes_late_is_not_taken_for_what_was_asked_since() -> None:
@@ -124,7 +124,7 @@ def test_a_second_reset_while_the_first_is_under_way() -> None:
     rig.core.reset()
     rig.core.reset()
     rig.settle()
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
     rig.core.reset()
     (clear,) = rig.step()
     rig.core.reset()
@@ -142,10 +142,10 @@ def test_a_row_read_by_two_moves_is_free_only_when_both_have_ended() -> None:
     rig.core.reset()
     rig.end(first)
     rig.step()
-    assert (rig.core.pool.free, rig.core.pool.held) == (3, 1)
+    assert (rig.core._pool.free, rig.core._pool.held) == (3, 1)
     rig.end(second)
     rig.step()
-    assert (rig.core.pool.free, rig.core.pool.held) == (4, 0)
+    assert (rig.core._pool.free, rig.core._pool.held) == (4, 0)
 
 
 def test_a_segment_that_is_made_during_a_reset_is_used_afterwards() -> None:
@@ -168,7 +168,7 @@ def test_requests_that_waited_start_anew() -> None:
     assert not rig.core._requests
     rig.settle()
     assert rig.ask(keys) == 0
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
 
 
 def test_a_request_that_was_about_to_wait_does_not() -> None:
@@ -180,7 +180,7 @@ def test_a_request_that_was_about_to_wait_does_not() -> None:
     assert rig.stats.waiting == 0
     assert not rig.core._requests
     rig.settle()
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
 
 
 def test_the_end_of_a_load_from_before_is_stray() -> None:
@@ -205,11 +205,11 @@ def test_a_row_that_a_late_store_may_write_is_given_to_nobody_until_that_is_repo
     rig.core.reset()
     again = grant_as_far_as_possible(rig, new)
     assert not late & set(again)
-    assert (len(again), rig.core.pool.held) == (5, 3)
+    assert (len(again), rig.core._pool.held) == (5, 3)
     rig.core.complete_store(old[:1], "w", era=era)
     rig.core.complete_store(old[1:], "w", ok=False, era=era)
     assert rig.stats.stray == 0
-    assert (rig.core.pool.free, rig.core.pool.held) == (3, 0)
+    assert (rig.core._pool.free, rig.core._pool.held) == (3, 0)
 
 
 def test_a_row_that_a_late_load_may_read_is_given_to_nobody_until_that_is_reported() -> None:
@@ -222,9 +222,9 @@ def test_a_row_that_a_late_load_may_read_is_given_to_nobody_until_that_is_report
     rig.core.reset()
     assert not rows & set(grant_as_far_as_possible(rig, chain("new", 4)))
     rig.core.complete_load(keys, "r", era)
-    assert rig.core.pool.held == 1, "two loads read the same row"
+    assert rig.core._pool.held == 1, "two loads read the same row"
     rig.core.complete_load(keys[:1], "s", era)
-    assert rig.core.pool.held == 0
+    assert rig.core._pool.held == 0
     assert rig.stats.stray == 0
 
 
@@ -258,13 +258,13 @@ def test_ends_of_transfers_of_one_key_and_one_request_are_told_apart_by_their_er
     assert grant is not None
     rig.core.complete_store(keys, "w", era=eras[1])
     assert not rig.in_host(keys[0]), "an old store's end is not that of the new one"
-    assert (rig.core.pool.held, rig.core.pool.free) == (4, 2)
+    assert (rig.core._pool.held, rig.core._pool.free) == (4, 2)
     rig.core.complete_store(keys, "w", era=rig.core.era)
     assert rig.in_host(keys[0])
-    assert rig.core.pool.held == 4
+    assert rig.core._pool.held == 4
     for era in (eras[0], eras[2]):
         rig.core.complete_store(keys, "w", era=era)
-    assert rig.core.pool.held == 0
+    assert rig.core._pool.held == 0
     assert rig.stats.stray == 0
 
 
@@ -276,7 +276,7 @@ def test_an_end_that_comes_twice_frees_nothing_twice() -> None:
     rig.core.complete_store(keys, "w", era=0)
     rig.core.complete_store(keys, "w", era=0)
     assert rig.stats.stray == 2
-    assert rig.core.pool.free == 4
+    assert rig.core._pool.free == 4
 
 
 def test_who_knows_that_all_transfers_have_ended_frees_their_rows_at_once() -> None:
@@ -285,10 +285,10 @@ def test_who_knows_that_all_transfers_have_ended_frees_their_rows_at_once() -> N
     rig.load(chain("a", 2), "r")
     assert rig.core.prepare_store(chain("b", 2), "w") is not None
     rig.core.reset()
-    assert len(rig.core.overtaken) == rig.core.pool.held == 4
+    assert len(rig.core._overtaken) == rig.core._pool.held == 4
     rig.core.transfers_ended()
-    assert (rig.core.pool.held, rig.core.pool.free) == (0, 8)
-    assert len(rig.core.overtaken) == 0
+    assert (rig.core._pool.held, rig.core._pool.free) == (0, 8)
+    assert len(rig.core._overtaken) == 0
 
 
 def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ended() -> None:
@@ -299,10 +299,10 @@ def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ende
     rig.load(keys, "r")
     rig.core.reset()
     rig.core.complete_load(keys, "r", 0)
-    assert rig.core.pool.held == 1
+    assert rig.core._pool.held == 1
     rig.end(copy)
     rig.step()
-    assert rig.core.pool.held == 0
+    assert rig.core._pool.held == 0
 
 
 def grant_as_far_as_possible(rig: Rig, keys: list[bytes]) -> list[int]:
@@ -323,7 +323,7 @@ def test_a_row_that_is_held_costs_a_store_its_tail_and_no_chunk_in_the_middle(po
     assert rig.ask(late, "r") == 1
     rig.core.prepare_load(late, "r")
     rig.core.reset()
-    assert rig.core.pool.held == 1
+    assert rig.core._pool.held == 1
     for _ in range(3):
         grant = rig.core.prepare_store(keys, "w")
         if grant is not None:
@@ -352,7 +352,7 @@ def test_tiers_that_are_closed_take_part_in_nothing_whatever_was_under_way() -> 
     grant = rig.core.prepare_store(chain("later", 4), "t")
     assert grant is not None
     rig.core.complete_store(grant.keys, "t")
-    assert rig.core.prefetches.begin(held) == 0
+    assert rig.core._prefetches.begin(held) == 0
     rig.settle()
     rig.wait(10.0)
     assert not rig.moves

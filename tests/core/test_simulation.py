@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -92,7 +92,7 @@ def test_the_same_seed_is_the_same_world() -> None:
         seen: list[object] = []
         for _ in range(300):
             random_act(world, rng)
-            seen.append((world.now, sorted(world.core.pool.chunks), len(world.moves)))
+            seen.append((world.now, sorted(world.core._pool.chunks), len(world.moves)))
         return seen
 
     assert trace(7) == trace(7) != trace(8)
@@ -157,18 +157,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("nothing is believed of a store that is still to be cleared")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AskedTier, "worth_asking", property(lambda self: self.health.readable))
-
-
-@breaks("an older answer does not undo what was copied since")
-def _(patch: pytest.MonkeyPatch) -> None:
-    answered = AskedTier._answered
-
-    def hasty(self: AskedTier, keys: Sequence[bytes], completion: Completion, now: float) -> None:
-        answered(self, keys, completion, now)
-        lacking = [key for key, ok in zip(keys, completion.ok, strict=True) if not ok]
-        self.answers.lacks(lacking, now)
-
-    patch.setattr(AskedTier, "_answered", hasty)
 
 
 @breaks("a server defers by itself only what the core would")
@@ -341,7 +329,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     transfers = Core.device_transfers
 
     def stores(self: Core) -> Any:
-        return [(t, row) for t, row in transfers(self) if self.pool.chunks[t[2]].state < READY]
+        return [(t, row) for t, row in transfers(self) if self.chunks[t[2]].state < READY]
 
     patch.setattr(Core, "device_transfers", stores)
 
@@ -400,7 +388,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Core) -> None:
         reset(self)
-        self.transfers.orphans.clear()
+        self._transfers.orphans.clear()
 
     patch.setattr(Core, "reset", forgetful)
 
@@ -412,7 +400,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Core, keys: Any, request_id: str) -> Any:
         request = self._requests.get(request_id)
         if request is not None:
-            request.store_deferred = False
+            request.store_deferred = None
         return prepare_store(self, keys, request_id)
 
     patch.setattr(Core, "prepare_store", forgetful)
@@ -477,20 +465,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("a request that finished is forgotten")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requests, "drop_if_idle", lambda self, request: None)
-
-
-@breaks("a name belongs to its latest request")
-def _(patch: pytest.MonkeyPatch) -> None:
-    drop = Requests.drop_if_idle
-
-    def by_name(self: Requests, request: Request) -> None:
-        later = self.get(request.id)
-        self[request.id] = request
-        drop(self, request)
-        if later is not None and request.id in self:
-            self[request.id] = later
-
-    patch.setattr(Requests, "drop_if_idle", by_name)
 
 
 @pytest.mark.skipif(told_seeds() is not None, reason="KVSTORE_SEED is set")

@@ -11,7 +11,7 @@ KEYS = chain("a", 4)
 
 
 def traced(rig: Rig) -> Rig:
-    rig.core.spans.want()
+    rig.core._spans.want()
     return rig
 
 
@@ -19,14 +19,14 @@ def test_nothing_is_kept_unless_it_is_wanted() -> None:
     rig = Rig(rows=8, on=[KEYS])
     assert rig.ask(KEYS) is None
     rig.step()
-    assert rig.core.spans.take() == []
+    assert rig.core._spans.take() == []
 
 
 def test_a_wait_and_the_promotion_that_it_waits_for() -> None:
     rig = traced(Rig(rows=8, on=[KEYS]))
     assert rig.ask(KEYS, "r") is None
     (move,) = rig.step(0.25)
-    assert rig.core.spans.take() == [
+    assert rig.core._spans.take() == [
         SpanBegin(SpanKind.DEFERRAL, "r", 100.0, 4, "r"),
         SpanBegin(SpanKind.PROMOTION, move.id, 100.0, 4, "r", 0),
     ]
@@ -36,10 +36,10 @@ def test_a_move_ends_when_it_ended_and_not_when_that_was_heard() -> None:
     rig = traced(Rig(rows=8, on=[KEYS]))
     rig.ask(KEYS, "r")
     (move,) = rig.step()
-    rig.core.spans.take()
+    rig.core._spans.take()
     rig.end(move, ended=rig.now + 0.5)
     rig.step(0.75)
-    promotion, wait = rig.core.spans.take()
+    promotion, wait = rig.core._spans.take()
     assert promotion == SpanEnd(SpanKind.PROMOTION, move.id, 100.5, 4)
     assert wait == SpanEnd(SpanKind.DEFERRAL, "r", 100.75, 4, Outcome.COMPLETE)
 
@@ -48,10 +48,10 @@ def test_a_block_that_failed_is_told() -> None:
     rig = traced(Rig(rows=8, on=[KEYS]))
     rig.ask(KEYS, "r")
     (move,) = rig.step()
-    rig.core.spans.take()
+    rig.core._spans.take()
     rig.ended.append(Completion(move.id, [True, True, False, True], error="bad digest"))
     rig.step()
-    promotion, wait = rig.core.spans.take()
+    promotion, wait = rig.core._spans.take()
     assert promotion == SpanEnd(SpanKind.PROMOTION, move.id, 100.0, 3, error="bad digest")
     assert isinstance(wait, SpanEnd)
     assert (wait.chunks, wait.outcome) == (3, Outcome.COMPLETE)
@@ -61,9 +61,9 @@ def test_a_wait_that_a_deadline_ends_says_so() -> None:
     rig = traced(Rig(rows=8, on=[KEYS], deadline=1.0))
     rig.ask(KEYS, "r")
     rig.step()
-    rig.core.spans.take()
+    rig.core._spans.take()
     rig.wait(1.2)
-    (wait,) = rig.core.spans.take()
+    (wait,) = rig.core._spans.take()
     assert isinstance(wait, SpanEnd)
     assert (wait.kind, wait.chunks, wait.outcome) == (SpanKind.DEFERRAL, 0, Outcome.DEADLINE)
 
@@ -72,9 +72,9 @@ def test_a_wait_whose_request_has_ended_says_so() -> None:
     rig = traced(Rig(rows=8, on=[KEYS]))
     rig.ask(KEYS, "r")
     rig.step(0.5)
-    rig.core.spans.take()
+    rig.core._spans.take()
     rig.core.on_request_finished("r")
-    assert rig.core.spans.take() == [
+    assert rig.core._spans.take() == [
         SpanEnd(SpanKind.DEFERRAL, "r", 100.5, 0, Outcome.GONE),
     ]
 
@@ -84,11 +84,11 @@ def test_the_question_to_a_store_belongs_to_its_request() -> None:
     rig.ask(KEYS, "r")
     (move,) = rig.step()
     assert move.op is Op.ASK
-    _, question = rig.core.spans.take()
+    _, question = rig.core._spans.take()
     assert question == SpanBegin(SpanKind.QUESTION, move.id, 100.0, 4, "r", 1)
     rig.ended.append(Completion(move.id, [True, False, False, False]))
     rig.step()
-    assert rig.core.spans.take()[0] == SpanEnd(SpanKind.QUESTION, move.id, 100.0, 1)
+    assert rig.core._spans.take()[0] == SpanEnd(SpanKind.QUESTION, move.id, 100.0, 1)
 
 
 def test_a_copy_to_a_slower_tier_is_for_nobody_in_particular() -> None:
@@ -97,7 +97,7 @@ def test_a_copy_to_a_slower_tier_is_for_nobody_in_particular() -> None:
     (move,) = rig.step()
     rig.end(move)
     rig.step()
-    assert rig.core.spans.take() == [
+    assert rig.core._spans.take() == [
         SpanBegin(SpanKind.CASCADE, move.id, 100.0, 4, None, 0),
         SpanEnd(SpanKind.CASCADE, move.id, 100.0, 4),
     ]

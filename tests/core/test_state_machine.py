@@ -103,7 +103,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def note_moves(self) -> None:
         """What the core has asked of the engine."""
-        orphans = self.world.core.transfers.orphans
+        orphans = self.world.core._transfers.orphans
         for move in self.world.moves:
             if move.op is Op.CASCADE:
                 self.sent[move.tier].update(move.keys)
@@ -181,8 +181,8 @@ class StoreAgainstSets(RuleBasedStateMachine):
         fresh = client.id not in self.world.core._requests
         answer = self.world.ask(client, one_by_one)
         if answer is None:
-            assert any(key not in self.world.core.pool.chunks for key in client.keys) or any(
-                chunk.state == FILLING for chunk in self.world.core.pool.chunks.values()
+            assert any(key not in self.world.core._pool.chunks for key in client.keys) or any(
+                chunk.state == FILLING for chunk in self.world.core._pool.chunks.values()
             ), "there was nothing to wait for"
             return
         assert self.stored >= set(client.keys[:answer]), "a hit that nobody stored"
@@ -256,7 +256,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     def end_move(self, index: int, failures: set[int]) -> None:
         move = self.world.moves[index]
-        current = move.id not in self.world.core.transfers.orphans
+        current = move.id not in self.world.core._transfers.orphans
         self.world.complete(index, failures)
         ended = self.world.done[-1]
         if move.op is Op.CASCADE and not all(ended.ok):
@@ -288,7 +288,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
         there = {
             key
             for key in {*keys} - core.hidden.keys()
-            if (key in core.pool.chunks and core.pool.chunks[key].state != FILLING)
+            if (key in core._pool.chunks and core._pool.chunks[key].state != FILLING)
             or any(key in tier.entries for tier in core.tiers)
         }
         removal = self.world.remove(keys)
@@ -310,7 +310,7 @@ class StoreAgainstSets(RuleBasedStateMachine):
 
     @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
     def unpin(self, prompt: int, length: int) -> None:
-        self.world.core.pins.end(chain(prompt, length))
+        self.world.core._pins.end(chain(prompt, length))
 
     @rule(prompt=st.sampled_from((0, 1, 32, 63)), length=st.integers(1, 14))
     def prefetch(self, prompt: int, length: int) -> None:
@@ -418,7 +418,7 @@ def test_the_machine_notices_a_chunk_that_left_for_no_reason(
 
     def wasteful(self: Core, *args: Any) -> None:
         poll(self, *args)
-        self.pool.leave(self._victims.choose(1, shed_unsaved=True))
+        self._pool.leave(self._victims.choose(1, shed_unsaved=True))
 
     monkeypatch.setattr(Core, "poll", wasteful)
     with pytest.raises(AssertionError, match="a chunk in host memory was not found"):

@@ -48,7 +48,7 @@ def test_a_store_that_failed_leaves_nothing_behind() -> None:
     keys = chain("a", 4)
     assert rig.core.prepare_store(keys, "w") is not None
     rig.core.complete_store(keys, "w", ok=False)
-    assert rig.core.pool.free == 8
+    assert rig.core._pool.free == 8
     assert rig.ask(keys) == 0
     rig.settle()
     assert not rig.core.tiers[0].entries
@@ -119,7 +119,7 @@ def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> N
     grant = rig.core.prepare_store(keys, "w")
     assert grant is not None
     assert grant.keys == keys
-    assert not rig.core._requests
+    assert rig.core._requests["w"].store_deferred is None
 
 
 def test_a_request_that_loads_is_deferred_like_any_other() -> None:
@@ -204,12 +204,12 @@ def test_the_end_of_a_load_that_nobody_began_is_counted_and_harmless() -> None:
     rig.core.complete_load(keys, "another")
     rig.core.complete_load([b"unknown"], "r")
     assert rig.stats.stray == 3
-    assert all(rig.core.pool.chunks[key].pins for key in keys)
+    assert all(rig.core._pool.chunks[key].pins for key in keys)
     rig.core.complete_load(keys, "r")
     rig.core.complete_load(keys, "r")
     assert rig.stats.stray == 5
     rig.settle()
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
 
 
 def test_the_end_of_a_move_that_nobody_began_is_counted_and_harmless() -> None:
@@ -228,7 +228,7 @@ def test_a_load_goes_on_after_its_request_has_finished() -> None:
     rig.core.on_request_finished("r")
     assert rig.core.prepare_store(chain("b", 2), "w") is None, "its rows are being read"
     rig.core.complete_load(keys, "r")
-    assert not any(chunk.pins for chunk in rig.core.pool.chunks.values())
+    assert not any(chunk.pins for chunk in rig.core._pool.chunks.values())
     assert "r" not in rig.core._requests
 
 
@@ -239,9 +239,9 @@ def test_two_loads_of_one_request_each_hold_their_pins() -> None:
     rig.load(keys)
     rig.load(keys)
     rig.core.complete_load(keys, "r")
-    assert rig.core.pool.busy == 2
+    assert rig.core._pool.busy == 2
     rig.core.complete_load(keys, "r")
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     rig.core.complete_load(keys, "r")
     assert rig.stats.stray == 2
 
@@ -253,7 +253,7 @@ def test_a_load_may_name_a_key_twice_and_end_with_a_set() -> None:
     rows = rig.load([keys[0], keys[1], keys[0]])
     assert rows[0] == rows[2] != rows[1]
     rig.core.complete_load(set(keys), "r")
-    assert rig.core.pool.busy == 0
+    assert rig.core._pool.busy == 0
     assert rig.stats.stray == 0
 
 

@@ -38,7 +38,7 @@ def offered_last(rig: Rig, keys: list[bytes], early: bool, request: str = "w") -
 
 def assert_no_hole(rig: Rig, keys: list[bytes], grant: StoreGrant) -> None:
     """Nothing was given a row behind a chunk of the same prompt that has none."""
-    here = [key in rig.core.pool.chunks for key in keys]
+    here = [key in rig.core._pool.chunks for key in keys]
     gap = here.index(False) if False in here else len(keys)
     behind = set(keys[gap:])
     assert not behind & set(grant.keys), "a tail without its head"
@@ -46,8 +46,8 @@ def assert_no_hole(rig: Rig, keys: list[bytes], grant: StoreGrant) -> None:
 
 def assert_cut_from_its_end(rig: Rig, keys: list[bytes], before: list[bytes], room: int) -> None:
     """A prompt that fits has lost nothing that was here, or else lacks nothing but its end."""
-    here = [key in rig.core.pool.chunks for key in keys]
-    if len(keys) <= room and not all(key in rig.core.pool.chunks for key in before):
+    here = [key in rig.core._pool.chunks for key in keys]
+    if len(keys) <= room and not all(key in rig.core._pool.chunks for key in before):
         assert not any(here[here.index(False) :]), "a hole, and something given up for it"
 
 
@@ -90,13 +90,13 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
                     rig.load(asked[:hits], name)
                     loading.append((name, asked[:hits]))
             keys = chain(f"p{rng.randrange(6)}", rng.randrange(1, rows + 3))
-            chunks = rig.core.pool.chunks.values()
+            chunks = rig.core._pool.chunks.values()
             rig.core._lookups.keep_hits()
-            hindered = any(c.state != READY or c.step == rig.core.pool.step for c in chunks)
-            free = [k for k in keys if k not in rig.core.pool.chunks]
-            before = [k for k in keys if k in rig.core.pool.chunks]
-            room = rig.core.pool.free
-            room += sum(c.state == READY and c.step != rig.core.pool.step for c in chunks)
+            hindered = any(c.state != READY or c.step == rig.core._pool.step for c in chunks)
+            free = [k for k in keys if k not in rig.core._pool.chunks]
+            before = [k for k in keys if k in rig.core._pool.chunks]
+            room = rig.core._pool.free
+            room += sum(c.state == READY and c.step != rig.core._pool.step for c in chunks)
             grant = offered_last(rig, keys, early, f"w-{step}")
             if grant is not None:
                 assert grant.keys == [key for key in keys if key in grant.keys]
@@ -154,17 +154,17 @@ def test_a_policy_that_cuts_a_prompt_cuts_what_is_here_of_it_from_its_end() -> N
     assert grant is not None
     assert grant.keys == keys[2:4]
     assert grant.evicted == [keys[6], keys[5]]
-    assert [key in rig.core.pool.chunks for key in keys] == [True] * 5 + [False] * 2
+    assert [key in rig.core._pool.chunks for key in keys] == [True] * 5 + [False] * 2
     assert all(rig.in_host(key) for key in chain("other", 3))
     rig.core.complete_store(grant.keys, "w")
-    assert len(policy) == len(rig.core.pool.chunks) == 9
+    assert len(policy) == len(rig.core._pool.chunks) == 9
 
 
 def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         rig = Rig(rows=8, in_flight=rng.choice((1, 8)))
-        pool = rig.core.pool
+        pool = rig.core._pool
         loads: list[tuple[str, list[bytes]]] = []
         for act in range(80):
             prompt = chain(f"p{rng.randrange(3)}", rng.randrange(1, 6))

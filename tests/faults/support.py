@@ -148,9 +148,9 @@ class Caller:
 
         A server gets there by storing others; here the disk is to be left as it is.
         """
-        pool = self.store._core.pool
+        pool = self.store._core._pool
         pool.begin_step()
-        self.store._core.room.make(pool.rows, 0.0, shed_unsaved=False)
+        self.store._core._room.make(pool.rows, 0.0, shed_unsaved=False)
 
     def look(self) -> None:
         """Take in what the store says has come to the disk and left it."""

@@ -78,7 +78,7 @@ def busy(store: Store) -> int:
 
 def hurry(store: Store, seconds: float) -> None:
     """From now on nobody is waited for any longer than this without movement."""
-    store._core.queue.deadline = store._puts._deadline = seconds
+    store._core._queue.deadline = store._puts._deadline = seconds
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:

@@ -243,7 +243,6 @@ async def test_what_is_remembered_of_requests_is_bounded(
             await store.put(keys, payloads(keys))
         assert len(store._prompts._open) <= 17
         assert len(store._core._requests) <= 17
-        assert len(store._core.chains._chains) <= 17
 
 
 async def test_who_is_silent_for_long_is_taken_for_ended(

@@ -184,14 +184,12 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
     raise_epoch(namespace, 3)
     text = command("inspect", str(cache)).stdout
     assert f"namespace {namespace.name}, epoch 3" in text
-    assert ", of epoch 0" in text
+    assert ", 30 of them from before a reset" in text
     told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, 0)
     assert command("verify", str(cache)).returncode == 0
     done = command("compact", str(cache))
     assert done.returncode == 0
-    assert "30 chunks" in done.stderr
-    assert "are from before a reset" in done.stderr
     told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, None)
     assert told["lanes"][0]["segments"] == []

@@ -60,14 +60,6 @@ class Rig:
         self.adapters.settle(self.now)
         return use
 
-    def reload(self, ran: bool = True) -> Use:
-        use = self.arrive(inplace=True)
-        if ran:
-            self.adapters.ran([use.request])
-        self.adapters.finish(use)
-        self.adapters.settle(self.now)
-        return use
-
 
 @pytest.fixture
 def rig() -> Rig:
@@ -125,80 +117,21 @@ def test_other_weights_under_a_loaded_id_are_in_doubt_wherever_they_lie(rig: Rig
     assert rig.arrive(1, "c").doubtful
 
 
-def test_a_reload_in_place_is_in_doubt_until_it_is_over(rig: Rig) -> None:
-    before = rig.arrive()
-    rig.disk.write("a", "second")
-    reload = rig.arrive(inplace=True)
-    assert reload.doubtful
-    assert before.doubtful
-    assert not reload.waiting
-    beside = rig.arrive()
-    assert beside.doubtful
-    rig.adapters.ran([reload.request])
-    rig.adapters.finish(reload)
-    after = rig.arrive()
-    assert clean(after)
-    assert beside.doubtful
-    assert after.key(KEY) == _second_key()
-
-
-def _second_key() -> bytes:
-    rig = Rig()
-    rig.disk.write("a", "second")
-    return rig.arrive().key(KEY)
-
-
-def test_who_came_beside_a_reload_is_in_doubt_even_if_its_fingerprint_comes_later(
-    rig: Rig,
+def test_an_adapter_that_was_loaded_in_place_is_in_doubt_from_then_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reload = rig.arrive(inplace=True)
-    rig.adapters.ran([reload.request])
+    before, other = rig.arrive(), rig.arrive(2)
     rig.disk.at_once = False
-    beside = rig.arrive()
-    rig.adapters.finish(reload)
-    rig.disk.answer()
-    rig.adapters.settle(rig.now)
-    assert beside.doubtful
-
-
-def test_a_reload_that_never_ran_leaves_the_adapter_in_doubt(rig: Rig) -> None:
-    rig.arrive()
-    rig.disk.write("a", "second")
-    rig.reload(ran=False)
-    assert rig.arrive().doubtful
-    rig.reload()
-    assert clean(rig.arrive())
-
-
-def test_a_reload_that_ran_before_its_files_were_seen_leaves_the_adapter_in_doubt(
-    rig: Rig,
-) -> None:
-    rig.disk.at_once = False
-    reload = rig.arrive(inplace=True)
-    assert reload.waiting
-    rig.adapters.ran([reload.request])
+    waiting = rig.arrive()
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        reload = rig.arrive(inplace=True)
+    assert "was loaded in place: not offloaded" in caplog.text
     rig.disk.answer()
     rig.disk.at_once = True
     rig.adapters.settle(rig.now)
-    rig.adapters.finish(reload)
-    assert rig.arrive().doubtful
-
-
-def test_files_written_during_a_reload_leave_the_adapter_in_doubt(rig: Rig) -> None:
-    reload = rig.arrive(inplace=True)
-    rig.adapters.ran([reload.request])
-    rig.disk.write("a", "second")
-    rig.adapters.finish(reload)
-    assert rig.arrive().doubtful
-
-
-def test_of_several_reloads_the_last_one_decides(rig: Rig) -> None:
-    one, two = rig.arrive(inplace=True), rig.arrive(inplace=True)
-    rig.adapters.ran([one.request, two.request])
-    rig.adapters.finish(two)
-    assert rig.arrive().doubtful
-    rig.adapters.finish(one)
-    assert clean(rig.arrive())
+    assert [use.doubtful for use in (before, waiting, reload, rig.arrive())] == [True] * 4
+    assert clean(other)
+    assert clean(rig.arrive(3))
 
 
 def test_requests_wait_for_their_fingerprint_in_turn(rig: Rig) -> None:
@@ -235,15 +168,12 @@ def test_an_adapter_that_is_not_there_yet_may_come(rig: Rig) -> None:
 
 
 def test_a_request_whose_adapter_nobody_tells_is_in_doubt(rig: Rig) -> None:
-    use = rig.adapters.unknown("r")
-    assert use.doubtful
-    rig.adapters.finish(use)
+    assert rig.adapters.unknown("r").doubtful
 
 
 def test_a_finished_request_keeps_its_keys_for_what_is_under_way(rig: Rig) -> None:
     use = rig.arrive()
     key = use.key(KEY)
-    rig.adapters.finish(use)
     rig.disk.write("a", "second")
     rig.arrive()
     assert use.key(KEY) == key
@@ -280,7 +210,6 @@ class Engine(RuleBasedStateMachine):
         use = self.adapters.arrive(f"r{self.count}", 1, "a", inplace, 0.0)
         self.adapters.settle(0.0)
         self.live.append((use, inplace))
-        self.adapters.ran([use.request])
         if inplace or self.loaded is None:
             self.loaded = self._content()
         self.step()
@@ -299,9 +228,7 @@ class Engine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.live)
     def finish(self, data: st.DataObject) -> None:
-        use, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.adapters.finish(use)
-        self.adapters.settle(0.0)
+        self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
 
     @rule()
     @precondition(lambda self: not self.live and self.loaded is not None)

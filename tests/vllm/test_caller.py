@@ -290,13 +290,12 @@ def test_a_request_in_doubt_neither_hits_nor_stores(
         assert serving.lookup(KEYS, first) == MISSES
         assert "other files than vLLM has loaded" in caplog.text
         serving.finish(first, second)
-        reload = serving.arrive(path, inplace=True)
-        assert serving.lookup(KEYS, reload) == MISSES
-        serving.step(reload)
-        serving.finish(reload)
-        third = serving.arrive(path)
+        # Loaded under another id, the new files are known.
+        third = serving.arrive(path, 2)
         assert serving.store(KEYS, third) == KEYS
         assert serving.lookup(KEYS, third) == HITS
+        reload = serving.arrive(path, 2, inplace=True)
+        assert serving.lookup(KEYS, reload) == serving.lookup(KEYS, third) == MISSES
 
 
 def test_a_request_that_does_not_show_its_adapter_neither_hits_nor_stores(tmp_path: Path) -> None:

@@ -168,12 +168,9 @@ def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_w
         [
             plain(),
             adapted(),
-            adapted("reloaded", load_inplace=True) | {"replace": ["adapters/second", "adapter"]},
-            adapted("known again"),
-            # Whoever came while the new files were being looked at has stored nothing.
-            adapted("stored again"),
-            adapted("hit"),
-            adapted("overwritten") | {"replace": ["adapters/first", "adapter"]},
+            adapted("overwritten") | {"replace": ["adapters/second", "adapter"]},
+            adapted("reloaded", load_inplace=True),
+            adapted("again"),
         ],
         num_gpu_blocks_override=200,
         max_num_seqs=7,
@@ -183,9 +180,11 @@ def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_w
     for name in ("plain", "adapted"):
         assert found.rounds[name].cached == ALL_HIT, (name, told(stored), told(found))
         assert tokens(found, name) == tokens(truth, name)
-    for name in ("reloaded", "known again", "stored again", "hit", "overwritten"):
+    # vLLM goes on with what it has loaded until it is told to read the files again.
+    assert tokens(found, "overwritten") == tokens(truth, "adapted")
+    for name in ("reloaded", "again"):
         assert tokens(found, name) == tokens(truth, "second adapter"), name
-    assert found.rounds["reloaded"].cached == NO_HIT
-    assert found.rounds["hit"].cached == ALL_HIT
-    assert found.rounds["overwritten"].cached == NO_HIT
+    for name in ("overwritten", "reloaded", "again"):
+        assert found.rounds[name].cached == NO_HIT
     assert "other files than vLLM has loaded" in found.log
+    assert "was loaded in place" in found.log

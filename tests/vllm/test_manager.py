@@ -326,7 +326,7 @@ def test_a_window_that_is_looked_for_from_its_end_is_told_in_the_order_of_its_pr
     first.close()
     server = Server(tmp_path, rows=64, groups=groups, windows=windows)
     ended: list[Any] = []
-    server.manager._core.chains.listen(ended.append)
+    server.manager._core._chains.listen(ended.append)
     fetched: list[bytes] = []
     submit = server.manager._stepper.engine.submit
 
@@ -502,7 +502,7 @@ def test_rows_of_late_copies_are_free_once_the_workers_have_flushed(
     from kvstore.vllm.version import TELLS_OF_FLUSHES
 
     trainee, _ = pair
-    pool = trainee.manager._core.pool
+    pool = trainee.manager._core._pool
     for round in range(3):
         trainee.begin_store(f"s{round}", keys_of("a", 8))
         trainee.reset()
@@ -526,7 +526,7 @@ def test_what_is_asked_for_more_often_than_there_are_steps_tells_of_no_flush(
     trainee.reset()
     for _ in range(5):
         trainee.report()
-    assert trainee.manager._core.pool.held == 8
+    assert trainee.manager._core._pool.held == 8
 
 
 def test_a_request_that_goes_on_at_a_reset_stores_no_more_and_the_next_one_does(

@@ -177,7 +177,7 @@ def test_what_was_only_on_disk_is_not_told_to_be_in_host_memory(
     # They go away before there was room for them.
     server.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
     server.settle()
-    held = {bytes(key) for key in server.manager._core.pool.chunks}
+    held = {bytes(key) for key in server.manager._core._pool.chunks}
     assert held, "nothing was fetched"
     known = server.connector.connector_scheduler._events_tracker._pending_event_metadata
     told = {key for key, its in known.items() if (mediums().CPU, None) in its.active_residencies}
@@ -251,7 +251,7 @@ def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_
     first.close()
     server = open_server(rows=512, tiers=True, windows=windows)
     core = server.manager._core
-    grant, core.grants.grant = core.grants.grant, lambda now: []
+    grant, core._grants.grant = core._grants.grant, lambda now: []
     counts = []
     for prompt in prompts:
         name = server.add(prompt)
@@ -264,4 +264,4 @@ def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_
     assert counts[0] == counts[1]
     chunks_of_windows = sum(-(-window // BLOCK) + 1 for window in windows if window is not None)
     assert counts[0] <= 2 * len(windows) + chunks_of_windows
-    core.grants.grant = grant
+    core._grants.grant = grant

@@ -342,14 +342,13 @@ class LiveRecords:
     records: Records
     damaged: list[int]
 
-    def of_epoch(self, epoch: int) -> tuple[LiveRecords, list[int]]:
-        """Those of `epoch`, and the slots of the others."""
+    def of_epoch(self, epoch: int) -> LiveRecords:
+        """Those of `epoch`."""
         same = self.records["epoch"] == epoch
         if same.all():
-            return self, []
+            return self
         slots = np.array(self.slots, np.int64)
-        kept = LiveRecords(slots[same].tolist(), self.records[same], self.damaged)
-        return kept, slots[~same].tolist()
+        return LiveRecords(slots[same].tolist(), self.records[same], self.damaged)
 
     def keys(self) -> list[bytes]:
         """The keys, in the same order."""

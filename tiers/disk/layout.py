@@ -89,7 +89,7 @@ def lane_layout(folder: Path, epoch: int | None = None) -> LaneLayout:
     slots: list[int] = []
     sequences: list[int] = []
     for first, live in found:
-        counted, _ = live.of_epoch(epoch)
+        counted = live.of_epoch(epoch)
         slots += [first + slot for slot in counted.slots]
         sequences += counted.records["sequence"].tolist()
     order = np.argsort(np.array(sequences, np.uint64), kind="stable").tolist()

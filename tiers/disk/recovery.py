@@ -43,7 +43,6 @@ class Recovered:
         foreign_bytes: what they take of the disk.
         faults: segments that cannot be used or were cut short, and records that were
             neither empty nor valid.
-        outdated: records of another epoch.
         removed: names of leftovers and surplus segments that were removed.
     """
 
@@ -54,7 +53,6 @@ class Recovered:
     foreign: list[Fault]
     foreign_bytes: int
     faults: list[Fault]
-    outdated: int
     removed: list[str]
 
     @property
@@ -102,8 +100,7 @@ def recover(
     was cut short gets its size back where the capacity has room for it.
 
     Args:
-        epoch: chunks of other epochs are left out, and erased where that is possible; without
-            one, all are kept.
+        epoch: chunks of other epochs are left out; without one, all are kept.
     """
     removed = remove_leftovers(folder)
     found: dict[int, _Found] = {}
@@ -140,7 +137,7 @@ def recover(
             unusable.append(Fault.of(one.segment.path, error))
             found.pop(number).segment.close()
         else:
-            one.erase_invalid()
+            one.erase_damaged()
             faults += one.faults
     entries, sequences = _entries(found, geometry.slots)
     # No lane ever comes near the limit: a sequence beyond it is not counted on from.
@@ -153,7 +150,6 @@ def recover(
         foreign + unusable,
         _bytes_of(foreign + unusable),
         unusable + faults,
-        sum(len(one.outdated) for one in found.values()),
         removed,
     )
 
@@ -164,18 +160,15 @@ class _Found:
 
     Attributes:
         missing: bytes that were cut off.
-        outdated: slots of another epoch.
     """
 
     segment: Segment
     records: LiveRecords
     missing: int
-    outdated: list[int]
 
     @classmethod
     def of(cls, segment: Segment, epoch: int | None) -> _Found:
         """Reads the index; closes the segment where that fails."""
-        outdated: list[int] = []
         try:
             records = segment.index.live()
             missing = segment.missing_bytes
@@ -184,8 +177,8 @@ class _Found:
             raise
         if epoch is not None:
             segment.epoch = epoch
-            records, outdated = records.of_epoch(epoch)
-        return cls(segment, records, missing, outdated)
+            records = records.of_epoch(epoch)
+        return cls(segment, records, missing)
 
     @property
     def warmth(self) -> int:
@@ -222,11 +215,11 @@ class _Found:
         self.segment.make_whole()
         return more
 
-    def erase_invalid(self) -> None:
-        """Erase what is damaged or of another epoch, if that is possible."""
+    def erase_damaged(self) -> None:
+        """Erase damaged records, if that is possible."""
         # What stays is never served, and the rest of the segment is as good as any.
         with contextlib.suppress(OSError):
-            self.segment.index.erase_slots(sorted(self.records.damaged + self.outdated))
+            self.segment.index.erase_slots(self.records.damaged)
 
 
 def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:

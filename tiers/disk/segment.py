@@ -191,12 +191,12 @@ class Segment:
         _allocate(self.data, self.geometry.file_bytes)
 
     def list_chunks(self) -> list[tuple[bytes, int]]:
-        """(key, slot) of the valid records, in the order of storing. May block.
+        """(key, slot) of the valid records of its epoch, in the order of storing. May block.
 
         Raises:
             OSError: as the system says.
         """
-        live = self.index.live()
+        live = self.index.live().of_epoch(self.epoch)
         found = list(zip(live.keys(), live.slots, strict=True))
         return [found[at] for at in np.argsort(live.records["sequence"], kind="stable").tolist()]
 

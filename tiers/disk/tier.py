@@ -354,9 +354,7 @@ class DiskTier(Tier):
         epoch = await self._next_epoch()
         if epoch is None:
             return None
-        # From here on the next process takes nothing that is older, erased or not.
-        for volume in self.volumes:
-            await volume.threads.run([volume.erase_all], load=False)
+        # The records stay: nobody of the new epoch takes them for valid.
         for volume in self.volumes:
             volume.enter_epoch(epoch)
         return sorted(

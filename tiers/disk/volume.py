@@ -90,7 +90,7 @@ class Volume:
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
         trust: whose folders and files are taken.
-        epoch: chunks of another are erased.
+        epoch: chunks of another are not found.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -188,13 +188,6 @@ class Volume:
             )
         if capacity is not None:
             _warn_of_size(folder, capacity)
-        if recovered.outdated:
-            logger.warning(
-                "disk tier: %d chunks in %s are from before a reset; they are gone",
-                recovered.outdated,
-                folder,
-                extra=about("disk.outdated", path=folder, chunks=recovered.outdated),
-            )
         if capacity is None:
             self.max_segments = len(self.segments)
         else:
@@ -409,24 +402,6 @@ class Volume:
         finally:
             self.lane.touch()
         return None
-
-    def erase_all(self) -> None:
-        """Take out every record that can be erased. May block.
-
-        Those that stay are of an epoch that is over, so nobody takes them for valid.
-        """
-        for segment in self.segments.values():
-            try:
-                segment.index.erase(0, self.geometry.slots)
-                segment.sync()
-            except OSError as error:
-                logger.warning(
-                    "disk tier: cannot erase %s: %s",
-                    segment.path,
-                    error.strerror,
-                    extra=about("disk.not_erased", path=segment.path, error=error.strerror),
-                )
-        self.lane.touch()
 
     def save_recency(self, coldest_first: Iterable[tuple[int, int]]) -> None:
         """Write recency, as sequences, and this process's reads into the records. May block.

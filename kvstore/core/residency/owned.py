@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.core.residency.base import CopyQueue
+from kvstore.core.residency.base import CopyTarget
 from kvstore.core.residency.compactor import Compactor
-from kvstore.core.residency.health import Health, InFlight
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.slots import Slots
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
-from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["OwnedTier"]
 
 
-class OwnedTier(CopyQueue):
-    """See `TierView`. Its parts answer one question each: `index`, `slots`, `health`.
+class OwnedTier(CopyTarget):
+    """Its parts answer one question each: `index`, `slots`, `health`.
 
     A slot is in exactly one place: free, set aside, under an entry, being written, or the
     target of a relocation.
@@ -27,8 +26,6 @@ class OwnedTier(CopyQueue):
     Attributes:
         compactor: empties its sparse segments.
     """
-
-    store = None
 
     def __init__(
         self,
@@ -39,13 +36,10 @@ class OwnedTier(CopyQueue):
         admission: AdmissionFilter | None = None,
         flow: Flow = Flow.WRITE_THROUGH,
     ) -> None:
-        self.number = number
-        self.name = recovered.name
-        self.medium = recovered.medium
-        self.flow = flow
-        self.admission = admission
-        self.max_rows_in_flight = max_rows_in_flight
-        super().__init__(Index(recovered.entries, policy))
+        index = Index(recovered.entries, policy)
+        super().__init__(
+            number, recovered, index, max_rows_in_flight, admission=admission, flow=flow
+        )
         self.index.recency.limit(recovered.note_chunks)
         self.slots = Slots(
             recovered.segment_slots,
@@ -54,18 +48,9 @@ class OwnedTier(CopyQueue):
             recovered.stripes,
             self.entries.values(),
         )
-        self.health = Health(self.name, recovered.stripes)
         self.compactor = Compactor(number, self.index, self.slots, recovered.relocation_chunks)
-        self.in_flight = InFlight()
-        self._counts: Counter[str] = Counter()
-
-    @property
-    def target(self) -> OwnedTier:
-        """Itself: chunks are copied to it."""
-        return self
 
     def accepts(self, now: float) -> bool:
-        """Whether copies to it are wanted at present."""
         slots = self.slots
         return (
             slots.max_segments > 0
@@ -114,7 +99,6 @@ class OwnedTier(CopyQueue):
         return slots.take(count, passed_over)
 
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copies of these chunks to these slots, tail first, went well."""
         self.index.written(keys)
         self.health.stored(map(self.slots.device_of, slots))
         self.count("written", len(keys))
@@ -142,10 +126,9 @@ class OwnedTier(CopyQueue):
 
     def promoted(self, keys: Sequence[bytes]) -> None:
         """These chunks were read, whole and right. From an exclusive tier they leave."""
-        self.index.read_well(keys)
+        super().promoted(keys)
         if self.flow is Flow.EXCLUSIVE:
             self.forget(keys)
-        self.count("promoted", len(keys))
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
         """The chunk could not be read: it is tried again a few times, if it may be whole."""
@@ -158,19 +141,14 @@ class OwnedTier(CopyQueue):
         """The entries are gone, their slots are free."""
         self.slots.give(self.index.forget(keys))
 
-    def learn(self, changes: Changes) -> None:
-        """Nothing: nobody else writes to it."""
-
     # -- what it needs for itself --------------------------------------------------------
 
     @property
     def clearing(self) -> bool:
-        """Whether it has forgotten everything, and that is not durable yet."""
         return self.slots.clearing
 
     @property
     def gave_up_clearing(self) -> bool:
-        """Whether it failed to be cleared, and waits before it is tried again."""
         return self.slots.clearing and self.slots.retry_after > 0
 
     def due(self, now: float, *, after_owned: bool = False) -> Move | None:
@@ -195,7 +173,6 @@ class OwnedTier(CopyQueue):
         return None
 
     def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
-        """A move that grows it has ended, and made these segments ready."""
         if overtaken:
             self.slots.growth_overtaken(segments)
         else:
@@ -204,7 +181,6 @@ class OwnedTier(CopyQueue):
                 self.index.keep_pinned(self.index.most_pinned)
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
-        """A move that clears it has ended, and these segments are empty."""
         if error is None:
             self.slots.cleared(segments)
         else:
@@ -224,15 +200,12 @@ class OwnedTier(CopyQueue):
 
     @property
     def compaction_rate(self) -> float:
-        """Chunks that compaction may copy in a second; 0 without it."""
         return self.compactor.rate
 
     def compact_at(self, chunks_per_second: float) -> None:
-        """Set `compaction_rate`."""
         self.compactor.set_rate(chunks_per_second)
 
     def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
-        """A move of `compaction` has ended; a reset may have overtaken it."""
         if not overtaken:
             self.compactor.ended(move, completion, now)
         elif move.op is Op.SHRINK and completion.error is None:
@@ -240,51 +213,35 @@ class OwnedTier(CopyQueue):
 
     # -- moves and health ----------------------------------------------------------------
 
+    @property
+    def writing(self) -> bool:
+        return self.slots.growing or bool(self.index.writing)
+
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> tuple[list[LogLine], bool]:
-        """Notice how it does, once a step: see `Health.watch`."""
-        index, slots = self.index, self.slots
-        slots.end_aside(now)
-        if slots.growing:
-            slots.watch_growth(now, deadline, max_wait)
-        writing = slots.growing or bool(index.writing)
-        moves, reading = self.in_flight, len(index.reading)
-        return self.health.watch(now, elapsed, deadline, max_wait, moves, reading, writing, compute)
+        self.slots.end_aside(now)
+        if self.slots.growing:
+            self.slots.watch_growth(now, deadline, max_wait)
+        return super().watch(now, elapsed, deadline, max_wait, compute)
 
     def reset(self) -> None:
-        """Forget everything. No slot is given until that is durable."""
-        self.index.reset()
+        super().reset()
         self.slots.reset()
-        self._queue.clear()
         self.compactor.reset()
 
     def close(self) -> None:
-        """Forget everything and use the tier no more; what it holds stays for the next process."""
-        self.index.reset()
-        self._queue.clear()
+        super().close()
         self.compactor.reset()
-        self.health.close()
-
-    def count(self, what: str, number: int = 1) -> None:
-        """Add to one of its counters in `TierStats`."""
-        self._counts[what] += number
 
     def stats(self) -> TierStats:
-        """Counters and gauges, up to date."""
-        return TierStats(
-            self.name,
-            self.medium,
+        return self._stats(
             free=self.slots.free,
             room=self.slots.room,
             set_aside=self.slots.aside,
             segments=self.slots.segments,
             max_segments=self.slots.max_segments,
-            queued=len(self._queue),
+            queued=self.queued,
             relocated=self.compactor.relocated,
             removed_segments=self.compactor.removed_segments,
-            reads=self.in_flight.reads.copy(),
-            writes=self.in_flight.writes.copy(),
-            **self.index.counts(),
-            **self.health.gauges() | self._counts,
         )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvstore.core.residency.base import CopyQueue, SlotlessTier, Unordered
+from kvstore.core.residency.base import Store, Unordered
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
-from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["NOWHERE", "AskedTier"]
 
@@ -23,18 +23,12 @@ NOWHERE = 0
 _NO_DEVICE = (0,)
 
 
-class AskedTier(SlotlessTier, CopyQueue):
-    """See `TierView`. `entries` are the keys of which it is known that the store has them.
+class AskedTier(Store):
+    """`entries` are the keys of which it is known that the store has them.
 
     An answer may be out of date: then the promotion fails, which is a miss. Clearing the
     store means to ignore whatever was stored so far: others go on to use it.
-
-    Attributes:
-        answers: what it has said, and what it is being asked.
-        patience: how long that is worth waiting for.
     """
-
-    full_for_now = False
 
     def __init__(
         self,
@@ -45,45 +39,31 @@ class AskedTier(SlotlessTier, CopyQueue):
         flow: Flow = Flow.WRITE_THROUGH,
         answers: Answers | None = None,
     ) -> None:
-        SlotlessTier.__init__(self, number, recovered, max_rows_in_flight)
-        CopyQueue.__init__(self, Index((), Unordered(1)))
-        self.flow = flow
-        self.admission = admission
+        index = Index((), Unordered(1))
+        super().__init__(
+            number, recovered, index, max_rows_in_flight, admission=admission, flow=flow
+        )
         self.answers = Answers() if answers is None else answers
         self.patience = Patience()
         # Of the step, for calls that do not tell it.
         self._now = 0.0
         self._failed: list[bytes] = []  # a key of the last call that failed
 
-    @property
-    def target(self) -> AskedTier:
-        """Itself: chunks are copied to it."""
-        return self
-
-    @property
-    def store(self) -> AskedTier:
-        """Itself: it has to be asked."""
-        return self
-
     # -- questions -----------------------------------------------------------------------
 
     @property
     def worth_asking(self) -> bool:
-        """Whether it is to be asked, and its answers waited for."""
         return self.health.readable and not self.clearing
 
     def unknown(self, key: bytes) -> bool:
-        """Whether nobody knows if the store has the chunk."""
         return key not in self.entries and key not in self.answers.absent
 
     def ask(self, keys: Sequence[bytes], now: float) -> Move:
-        """The question whether it has these, without its number."""
         self.answers.ask(keys, now)
         self.count("asked", len(keys))
         return Move(-1, Op.ASK, self.number, list(keys))
 
     def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
-        """A question or a promotion has ended. Returns a line for the log, if there is one."""
         self._now = now
         if move.op is Op.ASK:
             self._answered(move.keys, completion, now)
@@ -121,7 +101,6 @@ class AskedTier(SlotlessTier, CopyQueue):
         return sys.maxsize
 
     def accepts(self, now: float) -> bool:
-        """Whether copies to it are wanted at present."""
         return not self.clearing and self.health.accepts(now)
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
@@ -129,7 +108,6 @@ class AskedTier(SlotlessTier, CopyQueue):
         return [NOWHERE] * count
 
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copies of these chunks, tail first, went well."""
         self.index.written(keys)
         self.index.disappear(self.answers.has(keys[::-1], self._now))
         self.health.stored(_NO_DEVICE)
@@ -148,11 +126,9 @@ class AskedTier(SlotlessTier, CopyQueue):
     # -- promotions from it --------------------------------------------------------------
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These chunks were read, whole and right."""
-        self.index.read_well(keys)
+        super().promoted(keys)
         known = [key for key in keys if key in self.entries]
         self.index.disappear(self.answers.has(known, self._now))
-        self.count("promoted", len(keys))
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
         """The chunk could not be read: it is tried again a few times, if it may be whole."""
@@ -168,9 +144,6 @@ class AskedTier(SlotlessTier, CopyQueue):
         self.index.disappear(keys)
         self.answers.forget(keys)
 
-    def learn(self, changes: Changes) -> None:
-        """Nothing: the store tells of nothing unasked."""
-
     # -- what it needs for itself --------------------------------------------------------
 
     def due(self, now: float, *, after_owned: bool) -> Move | None:
@@ -185,7 +158,7 @@ class AskedTier(SlotlessTier, CopyQueue):
     ) -> tuple[list[LogLine], bool]:
         """Notice how it does, once a step: see `Health.watch`. Old answers are forgotten."""
         self._now = now
-        answers, index = self.answers, self.index
+        answers = self.answers
         if answers.asked:
             # Nobody waits for these any longer.
             overdue = len(answers.overdue(now - deadline))
@@ -193,37 +166,22 @@ class AskedTier(SlotlessTier, CopyQueue):
                 self.count("unanswered", overdue)
                 self.patience.took(deadline)
         self.index.disappear(answers.expire(now))
-        reading, writing = len(index.reading), bool(index.writing)
-        moves = self.in_flight
-        return self.health.watch(now, elapsed, deadline, max_wait, moves, reading, writing, compute)
+        return super().watch(now, elapsed, deadline, max_wait, compute)
 
     def reset(self) -> None:
-        """Forget everything, and believe nothing until the store is cleared."""
+        super().reset()
         self.health.absence.forget_try()
-        self.index.reset()
         self.answers.reset()
-        self._queue.clear()
-        self._begin_clearing()
 
     def close(self) -> None:
-        """Forget everything and use the store no more."""
-        self.index.reset()
+        super().close()
         self.answers.reset()
-        self._queue.clear()
-        self.health.close()
 
     def stats(self) -> TierStats:
-        """Counters and gauges, up to date."""
-        return TierStats(
-            self.name,
-            self.medium,
+        return self._stats(
             owned=False,
             store=True,
-            queued=len(self._queue),
+            queued=self.queued,
             asking=len(self.answers.asked),
-            reads=self.in_flight.reads.copy(),
-            writes=self.in_flight.writes.copy(),
             asks=self.in_flight.asks.copy(),
-            **self.index.counts(),
-            **self.health.gauges() | self._counts,
         )

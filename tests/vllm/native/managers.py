@@ -41,7 +41,7 @@ class Stepping(KVStoreOffloadingManager):
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
-        self._policy = self._core.pool.policy
+        self._policy = self._core._pool.policy
         self._req_state: dict[str, bool] = {}
         """Requests that have begun: tests of tiering look here whether to begin one."""
 

@@ -47,7 +47,7 @@ STORE_DEPTH = 32
 """The same of stores: enough to keep a device busy, and a load that comes does not wait long."""
 
 CALL_BYTES = 512 * 1024
-"""Most bytes of one call: see docs/design.md."""
+"""Most bytes of one call: see docs/decisions/disk.md."""
 
 
 class Batch(Protocol):

@@ -3,7 +3,7 @@
 No call of a particular system is made: a run is a seek and reads or writes
 of one buffer after the other, unbuffered. Runs of one batch are under way at
 once where they lie in different files. It is slower than every other backend
-(docs/design.md), and the one that is left where none of them works.
+(docs/decisions/disk.md), and the one that is left where none of them works.
 """
 
 from __future__ import annotations
