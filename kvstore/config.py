@@ -1,6 +1,6 @@
 """Configuration: one typed model for Python, TOML and vLLM's extra_config.
 
-Every value is checked at once. What cannot be used is refused with a message
+Every value is checked when the configuration is built. An invalid one is refused with a message
 that names the key, the value and what is allowed.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kvstore.errors import ConfigError
-from kvstore.plugins import Choice, check_filters, check_policy
+from kvstore.plugins import Choice, check_filters, check_policy, check_tier, is_store
 from kvstore.policies.parameters import shown
 from kvstore.sizes import parse_size
 from kvstore.types import Flow
@@ -32,14 +32,13 @@ MAX_IO_THREADS = 64
 AUTO = "auto"
 
 MAX_THRESHOLD = 1000
-"""Highest number of uses that `reuse` may require before a chunk is stored."""
+"""Highest `store_threshold`."""
 
 MIN_RECORDING = 2**20
-"""Fewest bytes that a recording may be held to."""
+"""Lowest `record_trace_bytes`."""
 
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
-
 
 HOST_ALONE = Choice("hit-density", (("whole_stores", True),))
 """The policy of host memory without a slower tier."""
@@ -50,26 +49,26 @@ class DiskConfig:
     """A disk tier.
 
     Attributes:
-        path: folder of the cache; made if it does not exist. Several, as a list, one on
-            each disk: segments are dealt out to them in turn.
-        capacity_bytes: hard limit for the files of this process's lane, and of lanes on the
-            same path that nobody has used for an hour, which give way. Each process has its
-            own. Of several paths each gets an equal share.
+        path: folder of the cache, created if it does not exist; or a list of folders, one on
+            each disk, which receive segments in turn.
+        capacity_bytes: hard limit for the files of this process's lane, plus lanes on the same
+            path that nobody has used for an hour; those are removed to make room. Each process
+            has its own limit. Several paths get equal shares of it.
         eviction_policy: name of a policy, or a table of `name` and its parameters.
         segment_bytes: size of one segment file, at most.
         io: I/O backend: auto, aio, direct, mmap, buffered or portable.
         io_threads: threads that do I/O, for each path.
-        lane: lane to write to; by default the first that is free.
-        share: whether the lanes of other processes on the same path are read, too.
-        share_after_reset: whether processes that have all been reset share again: only for
-            replicas that are each reset once for each change of weights, and never else.
+        lane: lane to write to; by default the first free one.
+        share: whether the lanes of other processes on the same path are also read.
+        share_after_reset: whether processes that have all been reset share again. Only for
+            replicas that are all reset exactly once for each change of weights.
         admission: filters that decide what is written; written as one name, as a
             table of `name` and parameters, or as a list of these.
         compaction_rate: bytes per second that may be copied to empty sparse segments while
-            serving, so that their files can be removed; 0 for never.
+            serving, so that their files can be removed; 0 to turn compaction off.
         flow: when chunks are written: write-through, demote or exclusive; see `Flow`.
-        strict_modes: whether folders and files that users other than this process's and
-            root own, or may write to, are refused.
+        strict_modes: whether to refuse folders and files that users other than this process's
+            user and root own or may write to.
     """
 
     path: Path | tuple[Path, ...]
@@ -98,8 +97,8 @@ class DiskConfig:
         """Check `values` and build the configuration of one disk tier.
 
         Args:
-            where: what stands before a key in messages.
-            beside: keys that are taken elsewhere, to be named among those that are allowed.
+            where: prefix of keys in messages.
+            beside: further keys to list as allowed; the caller handles them.
 
         Raises:
             ConfigError: for an unknown key or a value that cannot be used.
@@ -114,7 +113,7 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """A tier of a kind that a package has added: see `kvstore.plugins`.
+    """A tier of another kind than disk: see `kvstore.plugins`.
 
     Attributes:
         type: the name of the kind.
@@ -130,9 +129,6 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         _check(self, _TIER)
-        # Imported where it is needed: most configurations have no such tier.
-        from kvstore.plugins import check_tier
-
         try:
             check_tier(self.type, self.parameters)
         except ValueError as error:
@@ -140,14 +136,12 @@ class TierConfig:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """No folder of this machine, as far as is known."""
+        """Always empty: no folder of this machine is known."""
         return ()
 
     @property
     def is_store(self) -> bool:
-        """Whether it is a remote engine that others use, too."""
-        from kvstore.plugins import is_store
-
+        """Whether the tier is a store that other hosts may use, too."""
         return is_store(self.type)
 
 
@@ -158,33 +152,33 @@ class Config:
     Attributes:
         cpu_bytes_to_use: host memory for chunks, a hard limit.
         eviction_policy: name of the policy for host memory, or a table of `name`
-            and its parameters. By default hit-density, with `whole_stores`, where host
-            memory is all there is, and lru above slower tiers: docs/simulate.md tells why.
+            and its parameters. By default lru if there are slower tiers, otherwise hit-density
+            with `whole_stores`; docs/simulate.md says why.
         admission: filters that decide which chunks enter host memory; written as
             one name, as a table of `name` and parameters, or as a list of these.
-        store_threshold: how often a chunk must have been asked for before it is
-            stored: n above 1 is short for the filter `reuse` with threshold n.
+        store_threshold: how often a chunk must have been looked up before it is
+            stored; n > 1 is short for the filter `reuse` with threshold n.
         tiers: slower tiers, fastest first, stores last.
-        chunk_bytes: size of every chunk. vLLM knows it; others give it.
-        identity: what must be equal for bytes to be exchanged between
-            processes and runs: model, dtype, layout. vLLM knows it; others must give it where
-            there is a tier. {}: all who use the same paths and sizes exchange bytes.
+        chunk_bytes: size of every chunk. vLLM sets it; others must give it.
+        identity: what processes and runs must have in common to share chunks: model, dtype,
+            layout. vLLM sets it; others must give it if there is a tier. With {}, all that use
+            the same paths and sizes share chunks.
         namespace: name of the folder below each tier's path; by default made
             from the model's name and the identity.
-        deadline_s: seconds without movement after which a deferred lookup is answered.
+        deadline_s: seconds without progress after which a deferred lookup is answered.
         max_wait_s: seconds after which it is answered in any case.
-        lease_s: seconds for which promoted chunks wait for a request that does not ask.
+        lease_s: seconds for which promoted chunks are kept for a request that does not ask.
         write_queue_bytes: most bytes on their way to one tier at any time.
-        keep_events: whether events are kept for `take_events`; vLLM decides it itself.
+        keep_events: whether events are kept for `take_events`; vLLM decides this itself.
         shutdown_timeout_s: seconds that a shutdown waits for copies to slower tiers.
-        demote_ahead: share of host memory, at most, that is kept free or copied ahead of
-            need where a tier's flow copies what host memory gives up.
-        recompute_s: seconds in which the server computes a chunk; what would take longer to read
-            is a miss. auto: as the server tells, 0: nobody asks.
+        demote_ahead: largest share of host memory that is kept free or copied ahead of need,
+            if a tier's flow copies chunks when host memory evicts them.
+        recompute_s: seconds in which the server computes a chunk; a chunk that would take longer
+            to read is a miss. auto: as the server reports; 0: never compare.
         pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
-        record_trace: file in which what requests ask for is recorded, as hashes.
+        record_trace: file that records what requests look up, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
-        spans: whether OpenTelemetry is told of waits and moves, see `kvstore.observe.tracing`.
+        spans: whether waits and moves become OpenTelemetry spans: see `kvstore.observe.tracing`.
     """
 
     cpu_bytes_to_use: int
@@ -213,22 +207,22 @@ class Config:
 
     @property
     def given_identity(self) -> Mapping[str, Any]:
-        """`identity`, for one who is not told it by an engine.
+        """`identity`, for a caller whose engine does not set it.
 
         Raises:
-            ConfigError: if there is a tier and no identity: another model's bytes may lie there.
+            ConfigError: if there is a tier and no identity: it may hold another model's chunks.
         """
         if self.identity is None and self.tiers:
             raise ConfigError(
-                "missing key identity: name what all who share chunks on a tier must have in "
-                'common, such as {"model": "m", "weights": "v1", "dtype": "bfloat16"}; {} shares '
-                "them with whoever has the same chunk_bytes"
+                "missing key identity: name what all processes that share chunks on a tier must "
+                'have in common, such as {"model": "m", "weights": "v1", "dtype": "bfloat16"}; {} '
+                "shares them with every process that has the same chunk_bytes"
             )
         return self.identity or {}
 
     @property
     def given_chunk_bytes(self) -> int:
-        """`chunk_bytes`, for one who is not told it by an engine.
+        """`chunk_bytes`, for a caller whose engine does not set it.
 
         Raises:
             ConfigError: if it is missing.
@@ -239,7 +233,7 @@ class Config:
 
     @property
     def compute_pace(self) -> float | None:
-        """`recompute_s`; None where the server tells."""
+        """`recompute_s`, or None if the server reports it."""
         return None if isinstance(self.recompute_s, str) else self.recompute_s
 
     @property
@@ -249,7 +243,7 @@ class Config:
 
     @property
     def host_filters(self) -> tuple[Choice, ...]:
-        """All filters of host memory, the one that `store_threshold` means included."""
+        """All filters of host memory, including the one that `store_threshold` stands for."""
         if self.store_threshold < 2:
             return self.admission
         return (Choice("reuse", (("threshold", self.store_threshold),)), *self.admission)
@@ -260,7 +254,7 @@ class Config:
 
         Args:
             values: as read from TOML or JSON; sizes may be text such as ``"64GiB"``.
-            ignore: keys that belong to somebody else.
+            ignore: keys that another component reads.
 
         Raises:
             ConfigError: for an unknown key or a value that cannot be used.
@@ -293,8 +287,7 @@ def _build(
     beside: Collection[str] = (),
 ) -> _T:
     if not isinstance(values, Mapping):
-        told = f"{where or 'configuration'} = {shown(values)}"
-        raise ConfigError(f"{told}: must be a table of keys")
+        raise ConfigError(f"{where or 'configuration'} = {shown(values)}: must be a table of keys")
     prefix = f"{where}." if where else ""
     unknown = [key for key in values if key not in checks]
     if unknown:
@@ -312,7 +305,7 @@ def _build(
 
 
 def _check(config: object, checks: Mapping[str, _Check]) -> None:
-    """Check each value of a new configuration, and put what the check returns in its place."""
+    """Check each value of a new configuration, and replace it with what the check returns."""
     for key, check in checks.items():
         value = getattr(config, key)
         try:
@@ -336,10 +329,10 @@ def _size(least: int) -> _Check:
 
 
 def check_size(name: str, value: object, least: int = 0) -> int:
-    """Bytes from `value`, written as everywhere in the configuration.
+    """Parse `value` as a size in bytes, as in the configuration.
 
     Raises:
-        ConfigError: if it is no size; calls it `name`.
+        ConfigError: if it is not a size; the message calls it `name`.
     """
     try:
         return int(_size(least)(value))
@@ -362,7 +355,7 @@ def _seconds(value: object) -> float:
     try:
         seconds = float(value)
     except OverflowError as error:
-        raise ValueError("must be a number of seconds, not that many") from error
+        raise ValueError("must be a number of seconds that fits a float") from error
     if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError("must be a number of seconds above 0")
     return seconds
@@ -392,7 +385,7 @@ def _path(what: str) -> _Check:
     def check(value: object) -> Path:
         try:
             if not isinstance(value, (str, os.PathLike)) or not str(value):
-                raise ValueError("empty, or no path")
+                raise ValueError("empty, or not a path")
             if b"\0" in os.fsencode(value):
                 raise ValueError("a zero byte")
             return Path(os.path.expanduser(value)).absolute()
@@ -478,23 +471,20 @@ def _tiers(value: object) -> tuple[DiskConfig | TierConfig, ...]:
             continue
         common = {key: rest.pop(key) for key in list(rest) if key in _TIER}
         table = {"type": tier.get("type"), "parameters": rest, **common}
-        tiers.append(_build(TierConfig, {**_TIER, "type": _anything}, table, where))
+        tiers.append(_build(TierConfig, {**_TIER, "type": lambda value: value}, table, where))
     for index, tier in enumerate(tiers):
         taken = {path for other in tiers[:index] for path in other.paths}
         for path in taken.intersection(tier.paths):
-            told = f"tiers[{index}].path = {str(path)!r}"
-            raise ConfigError(f"{told}: each tier needs a folder of its own")
+            raise ConfigError(
+                f"tiers[{index}].path = {str(path)!r}: each tier needs a folder of its own"
+            )
     for index, (tier, behind) in enumerate(pairwise(tiers)):
         if tier.is_store and not behind.is_store:
             raise ConfigError(
-                f"tiers[{index}] is a store and stands before tiers[{index + 1}], which is none: "
-                "the order is disks first, stores last"
+                f"tiers[{index}] is a store and comes before tiers[{index + 1}], which is not: "
+                "list disks first, stores last"
             )
     return tuple(tiers)
-
-
-def _anything(value: object) -> object:
-    return value
 
 
 def _table(value: object) -> Mapping[str, Any]:

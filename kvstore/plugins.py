@@ -1,8 +1,8 @@
 """Plugins: policies, filters and tiers, found by name.
 
 A kind of tier is a subclass of `kvstore.tiers.Tier` with a `name`. Its constructor takes a
-`TierPlace` and keyword parameters with defaults, which are numbers, texts or flags: they are what
-the configuration may set. A package adds its own by `register_tier`, or by an entry point in the
+`TierPlace` and keyword parameters with defaults (numbers, strings or booleans), which the
+configuration may set. A package adds its own with `register_tier`, or with an entry point in the
 group ``kvstore.tiers``.
 """
 
@@ -46,12 +46,12 @@ __all__ = [
 ]
 
 TRIAL_CAPACITY = 1000
-"""Chunks of the tier for which a choice is tried out before there is one."""
+"""Capacity, in chunks, with which a choice is tried out when the configuration is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A name, and the parameters that differ from their defaults.
+    """The name of a plugin, and the parameters that differ from their defaults.
 
     Example:
         Choice.parse("reuse(threshold=3)") == Choice("reuse", (("threshold", 3),))
@@ -68,11 +68,11 @@ class Choice:
         is_known: Callable[[str], bool],
         names: Callable[[], Sequence[str]],
     ) -> Choice:
-        """From a configuration: a name, or a table with `name` and parameters.
+        """Build a choice from a configuration value: a name, or a table of `name` and parameters.
 
         Args:
-            is_known, names: whether there is a name, and all that there are. Two, as to list them
-                all takes longer than the rest of a configuration.
+            is_known: whether a name exists.
+            names: lists all names, which takes longer.
 
         Raises:
             ValueError: if it is neither; the message lists the `names`.
@@ -91,14 +91,14 @@ class Choice:
             if not isinstance(name, str):
                 raise wrong("the table needs a name")
         else:
-            raise wrong(f"unknown {kind}")
+            raise wrong(f"must be a {kind}'s name, or a table of name and parameters")
         if not is_known(name):
             raise wrong(f"unknown {kind}")
-        return cls(name, tuple((key, _size(key, told)) for key, told in parameters.items()))
+        return cls(name, tuple((key, _size(key, value)) for key, value in parameters.items()))
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """From a command line: ``name`` or ``name(parameter=value, ...)``.
+        """Parse a choice from a command line: ``name`` or ``name(parameter=value, ...)``.
 
         Raises:
             ValueError: if it is written otherwise.
@@ -117,12 +117,12 @@ class Choice:
     def __str__(self) -> str:
         if not self.parameters:
             return self.name
-        told = ", ".join(f"{key}={value}" for key, value in self.parameters)
-        return f"{self.name}({told})"
+        parameters = ", ".join(f"{key}={value}" for key, value in self.parameters)
+        return f"{self.name}({parameters})"
 
 
 def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
-    """The policy for a tier of `capacity` chunks.
+    """Create the policy for a tier of `capacity` chunks.
 
     Raises:
         ValueError: as `kvstore.policies.create_policy`.
@@ -135,7 +135,7 @@ def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
 def build_filters(
     choices: Sequence[Choice], capacity: int, chunk_bytes: int
 ) -> AdmissionFilter | None:
-    """One filter that admits what all of `choices` admit, or None where there are none.
+    """Create one filter that admits what all of `choices` admit, or None if there are none.
 
     Raises:
         ValueError: as `kvstore.policies.create_filter`.
@@ -149,7 +149,7 @@ def build_filters(
 
 
 def check_policy(value: object) -> Choice:
-    """The choice that `value` of a configuration makes.
+    """Return the policy that the configuration value `value` chooses.
 
     Raises:
         ValueError: if there is no such policy, or it does not take those parameters.
@@ -160,7 +160,7 @@ def check_policy(value: object) -> Choice:
 
 
 def check_filters(value: object) -> tuple[Choice, ...]:
-    """The choices that `value` of a configuration makes: a name, a table, or a list of them.
+    """Return the filters that `value` of a configuration chooses: a name, a table, or a list.
 
     Raises:
         ValueError: if one is unknown or does not take those parameters.
@@ -173,7 +173,7 @@ def check_filters(value: object) -> tuple[Choice, ...]:
 
 
 def _size(parameter: str, value: Any) -> Any:
-    """Bytes may be written as sizes are elsewhere."""
+    """Parse the value as a size if its parameter is one: its name contains "bytes"."""
     return parse_size(value) if "bytes" in parameter and isinstance(value, str) else value
 
 
@@ -203,12 +203,12 @@ def register_tier(cls: _T) -> _T:
 
 
 def tier_names() -> list[str]:
-    """Every kind that there is, sorted."""
+    """List every kind of tier, sorted."""
     return sorted({"disk", *_kinds.names()})
 
 
 def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
-    """The name of a kind that is no disk, if it takes these parameters.
+    """Return the name of a kind of tier other than disk, if it takes these parameters.
 
     Raises:
         ValueError: if there is no such kind, or it does not take one of them.
@@ -220,7 +220,7 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
 
 
 def is_store(name: str) -> bool:
-    """`Tier.is_store` of this kind.
+    """Return `Tier.is_store` of this kind.
 
     Raises:
         ValueError: if there is no such kind.
@@ -229,7 +229,7 @@ def is_store(name: str) -> bool:
 
 
 def tail_bytes_of(name: str) -> int:
-    """`Tier.tail_bytes` of this kind.
+    """Return `Tier.tail_bytes` of this kind.
 
     Raises:
         ValueError: if there is no such kind.
@@ -238,7 +238,7 @@ def tail_bytes_of(name: str) -> int:
 
 
 def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> Tier:
-    """A tier of this kind, not opened.
+    """Create a tier of this kind without opening it.
 
     Raises:
         ValueError: as `check_tier`, and for a value that the kind refuses.

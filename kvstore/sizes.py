@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Sizes in bytes, parsed from text and formatted as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLOWED = 'allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"'
 
 
 def parse_size(value: object) -> int:
-    """Bytes from a whole number, or from text such as ``"64GiB"`` or ``"1.5 TB"``.
+    """Parse a size in bytes from a whole number, or from text such as ``"64GiB"`` or ``"1.5 TB"``.
 
     Raises:
         ValueError: for anything else, negative sizes included.
@@ -40,7 +40,7 @@ def parse_size(value: object) -> int:
             number = float(match[1]) if "." in match[1] else int(match[1])
             size = round(number * _UNITS[match[2].lower()])
         except (OverflowError, ValueError) as error:
-            raise ValueError(f"{ALLOWED}, of a size that exists") from error
+            raise ValueError(f"{ALLOWED}; this size is too large") from error
     else:
         raise ValueError(ALLOWED)
     if size < 0:
@@ -49,7 +49,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: float) -> str:
-    """A size for people: ``"1.5 GiB"``."""
+    """Format a size: ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

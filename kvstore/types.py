@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 NO_MOVE = -1
-"""The move of completions that nobody asked for."""
+"""The `move_id` of a completion that belongs to no move."""
 
 MAX_KEY_BYTES = 56
 """Longest key that a record of the disk format can hold, in bytes."""
@@ -60,9 +60,9 @@ def short_name(name: bytes, longest: int = MAX_KEY_BYTES) -> bytes:
 
 
 def group_of(key: bytes) -> bytes:
-    """The KV cache group of a key: its last four bytes, where they are the index of one.
+    """Return the KV cache group of a key: its last four bytes, if they are a group index.
 
-    A key without such an index belongs to no group: the answer is empty.
+    A key without such an index belongs to no group; the result is then empty.
     """
     return key[-4:] if len(key) > 4 and key[-4:-1] == b"\0\0\0" else b""
 
@@ -83,13 +83,13 @@ class Op(enum.Enum):
     RELOCATE = "relocate"
     """Copy slots of a slower tier to other slots of it."""
     SHRINK = "shrink"
-    """Give an empty segment of a slower tier back."""
+    """Remove an empty segment of a slower tier."""
     ASK = "ask"
-    """Say which of some chunks a store has."""
+    """Ask a store which of some chunks it has."""
     NOTE = "note"
-    """Write down on a slower tier that chunks were used."""
+    """Record on a slower tier that chunks were used."""
     ERASE = "erase"
-    """Let nothing be found of some chunks on a slower tier when it is opened again."""
+    """Erase chunks on a slower tier, so that they are not found when it is opened again."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Move:
     segment: int = -1
 
     def number(self, number: int) -> None:
-        """The move is handed out under this number."""
+        """Set the number under which the move is handed out."""
         self.id = number
 
 
@@ -120,15 +120,18 @@ class Move:
 class Completion:
     """The end of a move.
 
-    `ok` runs in parallel to the move's keys: a block that failed fails alone.
-    `segments` names the segment that GROW made ready (empty when the tier
-    cannot grow now), or those that CLEAR emptied; `found` is the answer to LIST,
-    (key, slot), which may name chunks that were displaced. `unread` are the places of
-    blocks that PROMOTE or RELOCATE could not read or copy this time, but that may be whole; a
-    block that failed and is not among them is lost. Those of ASK are keys without an answer.
-    `error` says in words what went wrong, for one log line. `changes` of a tier that others write
-    to (number `tier`) come as the completion of no move: `move_id` is NO_MOVE. `ended` is when it
-    ended, by the clock of the core; None where nobody knows better than who takes it in.
+    Attributes:
+        move_id: the move, or `NO_MOVE` for `changes`.
+        ok: whether each of the move's keys succeeded: a chunk that failed fails alone.
+        segments: the segment that GROW made ready (none if the tier cannot grow now), or those
+            that CLEAR emptied.
+        error: what went wrong, as text for one log line.
+        changes: what others have done to the tier number `tier`, if they write to it, too.
+        found: the (key, slot) pairs that LIST found; may name chunks that were displaced.
+        unread: indices of the keys that PROMOTE or RELOCATE could not copy this time, but that
+            may be intact. A chunk that failed and is not among them is lost. For ASK, the keys
+            without an answer.
+        ended: when the move ended, by the clock of the core; None if only the receiver can tell.
     """
 
     move_id: int
@@ -142,7 +145,7 @@ class Completion:
     ended: float | None = None
 
     def ended_by(self, now: float) -> float:
-        """When it ended, as far as anybody knows."""
+        """Return when the move ended; `now` if that is not known."""
         return now if self.ended is None else min(self.ended, now)
 
 
@@ -150,7 +153,8 @@ class Completion:
 class Changes:
     """What others have done to a tier: keys that are gone, then (key, slot) that appeared.
 
-    `taken`: the core has taken them in, or does not need them; time for more.
+    Attributes:
+        taken: the core has applied or dropped these changes, so more may be sent.
     """
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
@@ -161,11 +165,11 @@ class Changes:
         return len(self.appeared) + len(self.gone)
 
     def end(self) -> None:
-        """They are taken in, or not needed."""
+        """Mark the changes as applied or dropped."""
         self.taken = True
 
     def part(self, start: int, count: int) -> Changes:
-        """`count` of them from number `start` on; costs no more than these are."""
+        """Return `count` changes from number `start` on, in time proportional to `count`."""
         first = start - len(self.gone)
         return Changes(
             self.appeared[max(0, first) : max(0, first + count)], self.gone[start : start + count]
@@ -183,7 +187,7 @@ class Event:
 
 @dataclass(slots=True)
 class RecoveredTier:
-    """What a tier has recovered when it is opened.
+    """What a tier holds when it is opened.
 
     Attributes:
         name: the tier's name in logs and statistics.
@@ -192,9 +196,9 @@ class RecoveredTier:
         segment_slots: slots in a segment; slot s lies in segment s // segment_slots.
         segments: segments that are ready for use.
         max_segments: segments that fit the tier's capacity.
-        relocation_chunks: most chunks that one RELOCATE may name; 0 where it is not offered.
-        note_chunks: the same of NOTE.
-        stripes: devices among which segments are dealt out: segment s lies on device s % stripes.
+        relocation_chunks: most chunks that one RELOCATE may name; 0 if it is not supported.
+        note_chunks: the same for NOTE.
+        stripes: number of devices; segment s lies on device s % stripes.
     """
 
     name: str
@@ -210,11 +214,11 @@ class RecoveredTier:
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """What a tier is made for.
+    """What a tier stores chunks of.
 
     Attributes:
-        namespace: name of what may be exchanged: chunks of another namespace are never right.
-        identity: the same in full: model, dtype, layout and the like.
+        namespace: name of the set of chunks; chunks of another namespace are never valid here.
+        identity: what the namespace stands for: model, dtype, layout and so on.
         chunk_bytes: size of a chunk.
     """
 
@@ -225,12 +229,12 @@ class TierPlace:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """What one line of the log says, and what it names, for those whose logs are searched.
+    """A log line with its event and attributes, for structured logs.
 
     Attributes:
-        event: what happened, in words that stay the same: ``tier.away``.
+        event: stable name of what happened: ``tier.away``.
         text: the line.
-        about: what it names, by name: the tier, the error, how many, how long.
+        about: attributes by name: the tier, the error, a count, seconds.
     """
 
     event: str
@@ -242,25 +246,25 @@ class LogLine:
 
 
 def about(event: str, **named: object) -> dict[str, object]:
-    """The attributes of a log record, for the `extra` of `logging`: see `LogLine`.
+    """Return the attributes of a log record, for the `extra` of `logging`: see `LogLine`.
 
-    Each begins with ``kvstore.``. What is neither a number nor a truth value is told as text.
+    Each name gets the prefix ``kvstore.``. Values other than numbers and booleans become text.
     """
-    told = {
-        name: each if isinstance(each, (int, float)) else str(each) for name, each in named.items()
-    }
-    return {"kvstore.event": event, **{f"kvstore.{name}": each for name, each in told.items()}}
+    attributes: dict[str, object] = {"kvstore.event": event}
+    for name, value in named.items():
+        attributes[f"kvstore.{name}"] = value if isinstance(value, (int, float)) else str(value)
+    return attributes
 
 
 class Flow(enum.Enum):
     """How chunks flow between host memory and one slower tier."""
 
     WRITE_THROUGH = "write-through"
-    """Copied as soon as it is stored. What is reported stored survives the process."""
+    """Copied as soon as it is stored. What is reported as stored survives the process."""
 
     DEMOTE = "demote"
-    """Copied when host memory gives it up, unless the tier has it; the copy stays when it is
-    promoted, so that giving it up once more writes nothing."""
+    """Copied when host memory evicts it, unless the tier has it. The copy stays when the chunk is
+    promoted, so evicting it again writes nothing."""
 
     EXCLUSIVE = "exclusive"
-    """Copied when host memory gives it up; the copy is given up when it is promoted."""
+    """Copied when host memory evicts it; the copy is dropped when the chunk is promoted."""

@@ -1,6 +1,6 @@
-"""Eviction policies and admission filters, by name, for every tier alike."""
+"""Eviction policies and admission filters, by name, for all tiers."""
 
-# Under two names there would be two registries.
+# Imported under two names, the package would have two registries.
 if __name__ != "kvstore.policies":
     raise ImportError(f"import kvstore.policies, not {__name__}")
 

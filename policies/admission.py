@@ -1,14 +1,14 @@
 """Admission filter: the contract. It decides whether a chunk enters a tier.
 
-A filter stands before a tier and works with any eviction policy. It is asked
-before room is made, so that a chunk which it refuses costs nothing. It holds no
-bytes, does no I/O and is owned by one thread; time is passed in.
+A filter belongs to a tier and works with any eviction policy. It is asked
+before room is made, so that a refused chunk costs nothing. It holds no bytes,
+does no I/O and is owned by one thread; time is passed in.
 
 The caller guarantees:
 
-* `asked` is called once for a request, with every key of its prompt, those
-  behind the first miss included: otherwise one chunk of a new chain would enter
-  at each visit;
+* `asked` is called once for a request, with every key of its prompt, including
+  those after the first miss: otherwise only one more chunk of a new chain would
+  enter with each request;
 * `admit` is called for keys that are about to enter and are not resident, and
   the caller then tries to store what was admitted;
 * `now` never goes back.
@@ -16,9 +16,9 @@ The caller guarantees:
 The filter guarantees:
 
 * `admit` answers for each key, in the order given;
-* what it remembers is bounded;
-* `clear` leaves it as new, except for what was spent of a budget: bytes that
-  were written stay written.
+* its memory is bounded;
+* `clear` resets it, except for the spent part of a budget: bytes that were
+  written stay written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AdmissionFilter", "Chain"]
 
 
 class AdmissionFilter(ABC):
-    """Decides who may enter.
+    """Decides which chunks may enter a tier.
 
     Parameters of a filter are keyword-only arguments of its constructor, each
     with a default and annotated as `int`, `float`, `bool` or `str`.
@@ -44,7 +44,7 @@ class AdmissionFilter(ABC):
     """The name under which the filter is registered."""
 
     spends = False
-    """Whether a yes uses up something; a chain asks such a filter last."""
+    """Whether admitting uses up a budget; a chain asks such a filter last."""
 
     def __init__(self, capacity: int, chunk_bytes: int) -> None:
         if capacity < 1:
@@ -56,11 +56,11 @@ class AdmissionFilter(ABC):
 
     @abstractmethod
     def asked(self, keys: Sequence[bytes]) -> None:
-        """A request asked for `keys`, head first: all of its prompt, each once."""
+        """Count the keys of a request: its whole prompt, head first, each key once."""
 
     @abstractmethod
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
-        """Whether each of `keys`, head first, may enter.
+        """Return for each of `keys`, head first, whether it may enter.
 
         Args:
             now: seconds of any monotonic clock.
@@ -68,14 +68,14 @@ class AdmissionFilter(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget what was asked."""
+        """Forget all requests."""
 
 
 class Chain(AdmissionFilter):
-    """Admits what every one of its filters admits.
+    """Filter that admits what all of its filters admit.
 
-    A filter is asked only about keys that those before it admitted; filters
-    that spend are asked last.
+    A filter is asked only about keys that earlier filters admitted; filters
+    that spend a budget are asked last.
     """
 
     name = "chain"

@@ -21,14 +21,13 @@ _List = OrderedTable[bytes, None]
 class ARC(EvictionPolicy):
     """Balances keys seen once (T1) against keys seen again (T2).
 
-    The target size p of T1 learns from ghosts: a key that comes back after it
-    was evicted from T1 says that T1 was too small, one from T2 that T2 was; it
-    enters T2 in both cases. There are at most `capacity` ghosts besides as many
-    residents.
+    The target size p of T1 adapts to ghosts. If a key comes back after it was
+    evicted from T1, then T1 was too small; if from T2, then T2 was. The key enters
+    T2 in both cases. There are at most `capacity` ghosts and `capacity` residents.
 
-    The paper learns from a ghost hit before it evicts. So does this policy, for
-    the keys that `evict` is told are coming. Of a run of evictions each is
-    decided as if the keys before it had entered already.
+    The paper learns from a ghost hit before it evicts. So does this policy, for the
+    `incoming` keys of `evict`. If several keys are evicted, each is chosen as if the
+    keys before it had already entered.
     """
 
     name = "arc"
@@ -38,10 +37,10 @@ class ARC(EvictionPolicy):
         super().__init__(capacity)
         self._t1: _List = OrderedTable()
         self._t2: _List = OrderedTable()
-        # Those of T1 and T2 that are held.
+        # Held keys of T1 and T2.
         self._held1: OrderedTable[bytes, None] = OrderedTable()
         self._held2: OrderedTable[bytes, None] = OrderedTable()
-        # True once p has learnt from this ghost: its key was to come, and perhaps never did.
+        # True once p has adapted to this ghost, whose key was announced and may not have come.
         self._b1: OrderedTable[bytes, bool] = OrderedTable()
         self._b2: OrderedTable[bytes, bool] = OrderedTable()
         self._p = 0.0
@@ -83,7 +82,7 @@ class ARC(EvictionPolicy):
         if count > len(self._t1) + len(self._t2):
             return None
         if count == 1 and len(incoming) == 1:
-            # Written for speed: stores ask for one after the other.
+            # Fast path: stores evict one key at a time.
             self._learn(incoming[0])
             from_t1 = self._takes_t1(incoming[0], 0)
             coldest = self._t1 if from_t1 else self._t2
@@ -94,17 +93,13 @@ class ARC(EvictionPolicy):
                     (self._b1 if from_t1 else self._b2)[key] = False
                     return [key]
                 if answer == HELD:
-                    # Not to be asked about again: a search may have few questions.
+                    # Do not ask about it again below: the number of questions may be limited.
                     del coldest[key]
                     (self._held1 if from_t1 else self._held2)[key] = None
-        # Where fewer must leave than come, the first to come have room already.
+        # If fewer leave than come, there is already room for the first that come.
         early = max(0, len(incoming) - count)
-        entered1 = entered2 = 0
-        for first in incoming[:early]:
-            if self._learn(first):
-                entered2 += 1
-            else:
-                entered1 += 1
+        # Keys that will have entered T1.
+        entered1 = sum(not self._learn(first) for first in incoming[:early])
         t1, t2, held1, held2 = self._t1, self._t2, self._held1, self._held2
         victims: list[tuple[_List, bytes]] = []
         in_use1: list[tuple[bytes, None]] = []
@@ -126,10 +121,7 @@ class ARC(EvictionPolicy):
                 break
             if entry is None:
                 break
-            if ghost:
-                entered2 += 1
-            elif arriving is not None:
-                entered1 += 1
+            entered1 += arriving is not None and not ghost
         complete = len(victims) == count
         if complete:
             for queue, victim in victims:
@@ -164,12 +156,12 @@ class ARC(EvictionPolicy):
         return itertools.chain(self._t1, self._held1, self._t2, self._held2)
 
     def _takes_t1(self, incoming: bytes | None, further: int) -> bool:
-        """Whether T1, with `further` keys more, is too large for `incoming` to come in."""
+        """Whether to evict from T1 for `incoming`, if T1 had `further` more keys."""
         size = len(self._t1) + len(self._held1) + further
         return size > self._p or (size == self._p and incoming in self._b2)
 
     def _learn(self, key: bytes) -> bool:
-        """Move p if `key` is a ghost that has not been learnt from; whether it is a ghost."""
+        """Adapt p if `key` is a ghost to which it has not adapted; return whether it is a ghost."""
         b1, b2 = self._b1, self._b2
         if key in b1:
             if not b1[key]:

@@ -7,27 +7,26 @@ The caller guarantees:
 
 * `insert` is called only for keys that are not resident, `touch` and `remove`
   only for keys that are;
-* a request's keys come tail first, so that a policy which treats equals in
-  order of arrival sheds a chain from its end;
+* a request's keys come tail first, so that a policy which orders equal keys by
+  arrival evicts a chain from its end;
 * it calls `link` with what it knows of the order of a prompt before the touches
   and inserts of its keys;
-* `protected` answers the same for a key throughout one `evict` call, `LATER` excepted;
-* a key that was answered `HELD` is named to `release` when it may leave again.
+* `protected` gives the same answer for a key throughout one `evict` call, except `LATER`;
+* a key for which it answered `HELD` is passed to `release` when it may be evicted again.
 
 The policy guarantees:
 
 * `evict` returns exactly `count` distinct resident keys, none of them
-  protected, and forgets them; or, when fewer may leave, it returns None and
-  nothing has changed in the set of resident keys;
-* a key that `evict` met and found protected may be treated as used just now:
-  this is what keeps eviction O(1) amortised while a fixed part of the keys is
-  in use. A key that was answered `HELD` may be set aside: it stays resident, is
-  not asked about again, and comes back as used just now when the caller names
-  it to `release`. So eviction stays O(1) amortised even while nearly all keys
-  are in use;
-* `link`, `settle`, `cool` and `incoming` are advice: without them, or with advice that
-  proves wrong, everything here still holds;
-* `clear` leaves the policy as new.
+  protected, and forgets them; or, if fewer may be evicted, it returns None and
+  the set of resident keys does not change;
+* a key that `evict` found protected may be treated as just used: this keeps
+  eviction O(1) amortised while a fixed part of the keys is in use. A key that
+  is `HELD` may be set aside: it stays resident, is not asked about again, and
+  counts as just used when the caller passes it to `release`. So eviction stays
+  O(1) amortised even while nearly all keys are in use;
+* `link`, `settle`, `cool` and `incoming` are advice: without them, or with wrong
+  advice, all guarantees still hold;
+* `clear` resets the policy.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from typing import Final
 __all__ = ["HELD", "LATER", "EvictionPolicy", "Protected"]
 
 HELD: Final = 2
-"""An answer of `Protected`: the key may not leave before the caller names it to `release`."""
+"""Answer of `Protected`: the key must not be evicted before the caller passes it to `release`."""
 
 LATER: Final = 3
-"""An answer of `Protected`: this call of `evict` has asked enough. It shall return None and
-keep its place, so that the next call goes on from there. Nothing is said of the key."""
+"""Answer of `Protected`: this call of `evict` has asked too often. It must return None and keep
+its place, so that the next call continues there. The key itself may or may not be protected."""
 
 Protected = Callable[[bytes], int]
-"""Tells whether a key may not leave now: false, true, `HELD` or `LATER`. A policy may take
-the last two for true, and is slower for it."""
+"""Returns whether a key is protected from eviction: false, true, `HELD` or `LATER`. A policy may
+treat the last two like true, which makes it slower."""
 
 
 class EvictionPolicy(ABC):
-    """Decides who leaves when room is needed.
+    """Decides which keys are evicted when room is needed.
 
     Parameters of a policy are keyword-only arguments of its constructor, each
     with a default and annotated as `int`, `float`, `bool` or `str`.
@@ -64,16 +63,16 @@ class EvictionPolicy(ABC):
     """The name under which the policy is registered."""
 
     effort = 1.0
-    """How many times longer its calls take than LRU's, roughly, where chunks enter and leave. A
+    """Roughly how many times as long as LRU's its calls for entering and leaving chunks take. A
     step of a server moves that many times fewer chunks."""
 
     declines = True
-    """Whether `evict` may choose keys of the very store that room is made for. Such a
-    policy is asked chunk by chunk; another one takes a store whole."""
+    """Whether `evict` may choose keys of the store for which room is made. Room for such a policy
+    is made chunk by chunk, for others at once for a whole store."""
 
     spares_latest = False
-    """Whether `evict` chooses keys that have entered or were used last only when no others may
-    leave. Room for a whole store is then made in one go."""
+    """Whether `evict` chooses the keys that entered or were used last only if no others may be
+    evicted. Room for a whole store is then made at once."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -82,15 +81,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, key: bytes) -> None:
-        """`key` has entered the tier."""
+        """Add a key that has entered the tier."""
 
     @abstractmethod
     def touch(self, key: bytes) -> None:
-        """`key` is resident and was used."""
+        """Count a use of a resident key."""
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """`key` left the tier for a reason of the caller's (a failed copy, a purge)."""
+        """Remove a key that has left the tier for another reason (a failed copy, a purge)."""
 
     @abstractmethod
     def evict(
@@ -99,52 +98,51 @@ class EvictionPolicy(ABC):
         """Choose and forget exactly `count` keys, or return None.
 
         Args:
-            incoming: the keys for which room is made, in the order in which they
-                will be inserted (tail first), as far as they are known. They need
-                not be as many as `count`, and may in the end not be inserted.
+            incoming: the keys for which room is made, if known, in the order in which
+                they will be inserted (tail first). They may be more or fewer than
+                `count`, and may not be inserted after all.
         """
 
     def release(self, keys: Iterable[bytes]) -> None:  # noqa: B027
-        """`keys`, tail first, may leave again: the end of what `HELD` has said of them.
+        """Allow `HELD` keys, tail first, to be evicted again.
 
-        They are resident. Nothing is done about those that were not set aside.
+        They are resident. Those that were not set aside are ignored.
         """
 
     def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:  # noqa: B027
-        """`keys`, head first, follow one another in one prompt.
+        """Note that `keys`, head first, follow one another in one prompt.
 
         Args:
-            after: what the first of them follows; None when it begins its prompt
-                or that is not known. None of the keys need be resident.
+            after: the key before the first of them; None if that one begins its prompt,
+                or if it is not known. The keys need not be resident.
         """
 
     def settle(  # noqa: B027
         self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None
     ) -> None:
-        """A request has ended whose prompt was `keys`, head first, resident or not.
+        """End a request whose prompt was `keys`, head first, resident or not.
 
-        This is not a use. It says that of equals the later keys should leave
-        first.
+        This is not a use. Of equal keys, the later ones should be evicted first.
 
         Args:
-            ends: the last key of each KV cache group, where `keys` are of several; by
+            ends: the last key of each KV cache group, if `keys` are of several; by
                 default `keys` are of one group, and `keys[-1]` is its end.
         """
 
     def cool(self, keys: Iterable[bytes]) -> None:  # noqa: B027
-        """Nobody is expected to use `keys`, tail first: they should be among the first to leave.
+        """Make `keys`, tail first, among the first to be evicted: no use of them is expected.
 
-        They are resident. This is not a use, and void once a key is used again, where uses
-        count. A key that was set aside may be left as it is.
+        They are resident. This is not a use. If the policy counts uses, it no longer applies once
+        a key is used again. A key that was set aside may be ignored.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, ghosts and statistics included."""
+        """Forget everything, including ghosts and statistics."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of resident keys."""
+        """Number of resident keys."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
@@ -156,7 +154,7 @@ class EvictionPolicy(ABC):
             self.insert(key)
 
     def order(self) -> Iterable[bytes]:
-        """Resident keys, coldest first where the policy has an order.
+        """Return resident keys, coldest first, if the policy has an order.
 
         Used at a clean stop to keep recency across a restart.
         """

@@ -16,19 +16,19 @@ __all__ = ["DoorkeeperFilter"]
 
 
 class DoorkeeperFilter(AdmissionFilter):
-    """Admits a chunk that was asked for at least `threshold` times of late, as far as it can tell.
+    """Admits a chunk that was looked up about `threshold` times recently.
 
-    The request that stores a chunk counts as one that asked for it. Where
-    `reuse` keeps exact counts of a fixed number of keys, this keeps approximate
-    ones of everything that was asked in a window, in a few bytes per key: once in a
-    while a chunk is admitted too early, and too late only where it was first asked
-    for at the very beginning of a window. At the end of a window the doorkeeper is
-    emptied and all counts are halved.
+    The request that stores a chunk counts as one of them. While `reuse` keeps
+    exact counts of a fixed number of keys, this filter keeps approximate counts of
+    all keys in a window, in a few bytes per key. Occasionally a chunk is admitted
+    too early; too late only if it was first looked up at the very beginning of a
+    window. At the end of a window the doorkeeper is emptied and all counts are
+    halved.
 
     Args:
-        threshold: how often, from 1 to 16.
-        window: how many keys are asked for until counts are halved, as a multiple
-            of the capacity; above 0.
+        threshold: number of lookups, from 1 to 16.
+        window: number of keys looked up until counts are halved, as a multiple of the
+            capacity; above 0.
     """
 
     name = "doorkeeper"
@@ -38,9 +38,9 @@ class DoorkeeperFilter(AdmissionFilter):
     ) -> None:
         super().__init__(capacity, chunk_bytes)
         if not 1 <= threshold <= 16:
-            raise ValueError(f"threshold must lie between 1 and 16, not {threshold}")
+            raise ValueError(f"threshold must be from 1 to 16, not {threshold}")
         if not 0 < window <= 1024:
-            raise ValueError(f"window must lie above 0 and not above 1024, not {window}")
+            raise ValueError(f"window must be above 0 and at most 1024, not {window}")
         self.threshold = threshold
         self._window = max(1, int(capacity * window))
         self._door = Doorkeeper(self._window)

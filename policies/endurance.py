@@ -12,15 +12,14 @@ _DAY = 86_400.0
 
 
 class EnduranceBudget(AdmissionFilter):
-    """Admits as many bytes per day as the disk is to endure: a token bucket.
+    """Limits the bytes written per day with a token bucket.
 
-    The budget fills evenly and can be saved up for `burst_s` seconds, at least for
-    one chunk; it begins full. Over any time t no more is admitted than
-    t / 86400 x `bytes_per_day`, and once what can be saved up. Of a run of keys the
-    first are admitted.
+    The bucket fills evenly, begins full and holds the budget of `burst_s` seconds,
+    but at least one chunk. Over t seconds at most t / 86400 * `bytes_per_day`, plus
+    one full bucket, is admitted. Of a list of keys the first are admitted.
 
     Args:
-        bytes_per_day: 0 for as many as the tier holds, one full write per day.
+        bytes_per_day: 0 for the capacity of the tier, which is one full write per day.
         burst_s: seconds, at least 0.
     """
 
@@ -42,7 +41,7 @@ class EnduranceBudget(AdmissionFilter):
         self._now: float | None = None
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        """What was asked for does not matter here."""
+        """Do nothing: lookups do not matter here."""
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         if self._now is not None:
@@ -53,4 +52,4 @@ class EnduranceBudget(AdmissionFilter):
         return [True] * affordable + [False] * (len(keys) - affordable)
 
     def clear(self) -> None:
-        """What was written stays written: nothing is forgotten."""
+        """Do nothing: the spent budget stays spent."""

@@ -9,13 +9,13 @@ __all__ = ["FIFO"]
 
 
 class FIFO(LRU):
-    """Evicts the key that entered first, whatever its use.
+    """Evicts the key that entered first, regardless of uses.
 
-    A use costs nothing. A key that was found in use at eviction enters anew.
+    A key that was found in use at eviction counts as having just entered.
     """
 
     name = "fifo"
-    # What was used last may be what has entered first.
+    # The key that was used last may be the one that entered first.
     spares_latest = False
 
     settle = EvictionPolicy.settle

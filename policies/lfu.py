@@ -16,7 +16,7 @@ __all__ = ["LFU"]
 
 
 class _Uses:
-    """The keys that were used equally often, and their neighbours in the list of such groups."""
+    """A group of keys with equal numbers of uses, linked to the next lower and higher group."""
 
     __slots__ = ("count", "fewer", "held", "keys", "more")
 
@@ -28,10 +28,10 @@ class _Uses:
 
 
 class LFU(EvictionPolicy):
-    """Evicts the key with the fewest uses; of equals, the one whose last use lies furthest back.
+    """Evicts the key with the fewest uses; of equals, the least recently used.
 
-    Uses are never forgotten while a key is resident, so what was popular once
-    stays: see docs/policies.md before choosing it.
+    Uses are never forgotten while a key is resident, so keys that were popular once
+    stay: see docs/policies.md before choosing it.
     """
 
     name = "lfu"
@@ -39,7 +39,7 @@ class LFU(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        # A ring of groups with rising counts; its head, with count 0, stays empty.
+        # Head of a ring of groups with rising counts; the head has count 0 and stays empty.
         self._head = _Uses(0)
         self._groups: OrderedTable[bytes, _Uses] = OrderedTable()
         self._held = 0
@@ -66,7 +66,7 @@ class LFU(EvictionPolicy):
             return None
         coldest = self._head.more.keys
         if count == 1 and coldest and not protected(key := next(iter(coldest))):
-            # Written for speed: stores ask for one after the other.
+            # Fast path: stores evict one key at a time.
             self.remove(key)
             return [key]
         victims, in_use, held = sift(self._rising(), count, protected)
@@ -95,7 +95,7 @@ class LFU(EvictionPolicy):
             if key in group.held:
                 continue
             if group.count > 1:
-                # As if it had been used once.
+                # Treat it as used once.
                 self._add(key, self._head)
                 self._drop(key, group)
             self._head.more.keys.move_to_end(key, last=False)
@@ -125,7 +125,7 @@ class LFU(EvictionPolicy):
             group = group.more
 
     def _add(self, key: bytes, before: _Uses) -> None:
-        """Put `key` into the group with one use more than `before`."""
+        """Put `key` into the group with one more use than `before`."""
         group = before.more
         if group.count != before.count + 1:
             group = _Uses(before.count + 1)
@@ -135,7 +135,7 @@ class LFU(EvictionPolicy):
         self._groups[key] = group
 
     def _drop(self, key: bytes, group: _Uses) -> None:
-        """`key` is no longer of this group."""
+        """Remove `key` from this group, and the group if it is then empty."""
         if key in group.held:
             del group.held[key]
             self._held -= 1

@@ -13,11 +13,11 @@ __all__ = ["LRU"]
 
 
 class LRU(EvictionPolicy):
-    """Evicts the key whose last use lies furthest back.
+    """Evicts the least recently used key.
 
-    Fed tail first, as the core does, this is leaf-first LRU: a chain loses its
-    end before its beginning. The end of a request puts its whole prompt in that
-    order, also where some of it was used and some of it is new.
+    The core passes keys tail first, which makes this leaf-first LRU: a chain loses
+    its end before its beginning. When a request ends, its whole prompt is put in that
+    order, whether its chunks were used or are new.
     """
 
     name = "lru"
@@ -35,7 +35,7 @@ class LRU(EvictionPolicy):
         try:
             self._keys.move_to_end(key)
         except KeyError:
-            # It is held: its release will count as a use just now.
+            # Held keys count as just used when they are released.
             if key not in self._held:
                 raise
 

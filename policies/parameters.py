@@ -12,11 +12,11 @@ from typing import Any, cast
 __all__ = ["Parameter", "check_parameters", "parameters_of", "shown"]
 
 MAX_SHOWN = 200
-"""Most characters of a refused value that its message repeats."""
+"""Most characters of a refused value that an error message repeats."""
 
 _ADDRESS = re.compile(r"@|:/|//")
 
-_SHOWN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_SHOWN = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Parameter:
     default: Any
 
     def accepts(self, value: object) -> bool:
-        """Whether `value` has the right type. Whole numbers are numbers; truth values are not."""
+        """Whether `value` has the right type. A float may be an int, but not a bool."""
         if self.type is float:
             return isinstance(value, int | float) and not isinstance(value, bool)
         if self.type is int:
@@ -40,17 +40,17 @@ class Parameter:
 
 
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """The parameters of a class, by name.
+    """Return the parameters of a class, by name.
 
     Raises:
         TypeError: if one of them has no default, or an annotation other than
             int, float, bool and str.
     """
     arguments = inspect.signature(cls).parameters.values()
-    told = {each.name: each for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    hints = typing.get_type_hints(cast(Any, cls).__init__) if told else {}
+    ours = {each.name: each for each in arguments if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    hints = typing.get_type_hints(cast(Any, cls).__init__) if ours else {}
     found: dict[str, Parameter] = {}
-    for name, argument in told.items():
+    for name, argument in ours.items():
         kind = hints.get(name)
         if kind not in _SHOWN or argument.default is inspect.Parameter.empty:
             raise TypeError(
@@ -62,12 +62,14 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
 
 
 def shown(value: object) -> str:
-    """`value` as messages repeat it: not all of a long one, and of an address, even a mistyped
-    one, nothing that may be a password."""
+    """Format a value for an error message: shortened, and hidden if it may hold a password.
+
+    Any address, even a mistyped one, may hold a password.
+    """
     try:
         text = repr(value)
     except Exception:
-        # A number of five thousand digits, for one.
+        # For example an integer with too many digits to convert.
         return f"<{type(value).__name__}>"
     if _ADDRESS.search(text):
         return f"<{type(value).__name__} that may hold a password>"
@@ -75,20 +77,21 @@ def shown(value: object) -> str:
 
 
 def check_parameters(what: str, cls: type, values: Mapping[str, object]) -> None:
-    """Refuse names that `cls` does not take and values of another type.
+    """Check that `cls` takes these parameters, with values of these types.
+
+    Ranges are left to the constructor.
 
     Args:
-        what: how messages call it, such as ``policy 'lru'``.
+        what: name of `cls` in messages, such as ``policy 'lru'``.
 
     Raises:
-        ValueError: naming the parameter, the value and what is allowed. Ranges
-            are the constructor's own matter.
+        ValueError: names the parameter, the value and what is allowed.
     """
     allowed = parameters_of(cls) if values else {}
     for name, value in values.items():
         parameter = allowed.get(name)
         if parameter is None:
-            those = ", ".join(str(each) for each in allowed.values()) or "none"
-            raise ValueError(f"{what} has no parameter {name!r}; it takes: {those}")
+            known = ", ".join(map(str, allowed.values())) or "none"
+            raise ValueError(f"{what} has no parameter {name!r}; it takes: {known}")
         if not parameter.accepts(value):
             raise ValueError(f"{what}: {name} = {shown(value)} must be {_SHOWN[parameter.type]}")

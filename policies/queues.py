@@ -1,6 +1,6 @@
-"""Queues of candidates for eviction, shared by the policies that have several.
+"""Queues of candidates for eviction, as several policies use them.
 
-A queue is an `OrderedTable` from key to whatever its policy notes, coldest first.
+A queue is an `OrderedTable` from key to a value of the policy, coldest first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["BURST", "Later", "come_first", "let_go", "put_back", "sift", "take"]
 _V = TypeVar("_V")
 
 BURST = 8
-"""Keys in use that are met in one queue before another queue is tried: the bound
-that keeps an eviction O(1) amortised where all of one queue is in use."""
+"""Most keys in use that are passed in one queue before another queue is tried: keeps an
+eviction O(1) amortised if a whole queue is in use."""
 
 
 def sift(
     coldest_first: Iterable[bytes], count: int, protected: Protected
 ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Ask about keys until `count` may leave, all were asked about, or the answer is `LATER`.
+    """Ask about keys until `count` may be evicted, none is left, or the answer is `LATER`.
 
     Returns:
-        Those that may leave, those that are in use, and those that are `HELD`.
+        The keys that may be evicted, those in use, and those that are `HELD`.
     """
     victims: list[bytes] = []
     in_use: list[bytes] = []
@@ -47,7 +47,7 @@ def sift(
 
 
 class Later(Exception):  # noqa: N818
-    """The caller of `evict` wants no more questions now."""
+    """Raised when `Protected` answers `LATER`."""
 
 
 def take(
@@ -57,17 +57,17 @@ def take(
     held: OrderedTable[bytes, _V],
     most: int = BURST,
 ) -> tuple[bytes, _V] | None:
-    """Take the coldest key that may leave from a queue.
+    """Take the coldest key that may be evicted from a queue.
 
-    Protected keys that are met go to `in_use`, from where the caller appends
-    them to the queue when its choice is complete: so each is asked about once. Those
-    that are `HELD` go to `held`, where they stay until they are released.
+    Protected keys on the way go to `in_use`; the caller appends them to the queue
+    when its choice is complete, so that it asks about each only once. Keys that are
+    `HELD` go to `held`, where they stay until they are released.
 
     Returns:
-        None when the queue is empty or `most` protected keys were met.
+        None if the queue is empty or `most` protected keys were passed.
 
     Raises:
-        Later: if that is the answer; the key is the coldest of the queue again.
+        Later: if the answer is `LATER`; the key is then put back.
     """
     while queue:
         entry = queue.popitem(last=False)
@@ -91,10 +91,10 @@ def let_go(
     keys: Iterable[bytes],
     places: Sequence[tuple[OrderedTable[bytes, _V], OrderedTable[bytes, _V]]],
 ) -> None:
-    """Bring those of `keys` that are held back to the ends of their queues.
+    """Return held keys to the ends of their queues; ignore others.
 
     Args:
-        places: each queue with those of it that are held.
+        places: each queue with its held keys.
     """
     for key in keys:
         for queue, held in places:
@@ -104,7 +104,7 @@ def let_go(
 
 
 def come_first(keys: Iterable[bytes], *queues: OrderedTable[bytes, _V]) -> None:
-    """Make those of `keys` that are in one of the queues its coldest, the first of them first."""
+    """Move `keys` to the cold ends of their queues, the first of them first; ignore others."""
     for key in reversed([*keys]):
         for queue in queues:
             if key in queue:
@@ -113,7 +113,7 @@ def come_first(keys: Iterable[bytes], *queues: OrderedTable[bytes, _V]) -> None:
 
 
 def put_back(queue: OrderedTable[bytes, _V], taken: list[tuple[bytes, _V]]) -> None:
-    """Undo `take`: make `taken`, coldest first, the coldest of the queue again."""
+    """Undo `take`: put the entries `taken`, coldest first, back at the cold end of the queue."""
     for key, note in reversed(taken):
         queue[key] = note
         queue.move_to_end(key, last=False)

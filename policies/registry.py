@@ -49,8 +49,9 @@ class Registry(Generic[_T]):
     """Classes of one kind, by name.
 
     Args:
-        kind: what messages call them. base: what they are subclasses of.
-        group: the entry points that offer more of them.
+        kind: name of the kind in messages.
+        base: base class of all classes.
+        group: group of entry points that add more classes.
     """
 
     def __init__(self, kind: str, base: type[_T], group: str) -> None:
@@ -74,20 +75,20 @@ class Registry(Generic[_T]):
         self.classes[name] = cls
 
     def names(self) -> list[str]:
-        """Every name that is registered or offered by an installed package, sorted."""
+        """List every name that is registered or provided by an installed package, sorted."""
         found = {point.name for point in entry_points(group=self.group)}
         return sorted(found | self.classes.keys())
 
     def has(self, name: str) -> bool:
-        """Whether `names` has it. What is registered is known without a look at all packages."""
+        """Whether `names` includes it. For registered names this does not scan all packages."""
         return name in self.classes or name in self.names()
 
     def find(self, name: str) -> type[_T]:
-        """The class called `name`.
+        """Return the class called `name`.
 
         Raises:
-            ValueError: if there is none; the message lists those that exist. Or if the
-                package that offers it cannot be loaded.
+            ValueError: if there is none (the message lists all names), or if the package
+                that provides it cannot be loaded.
         """
         cls: object = self.classes.get(name)
         if cls is None:
@@ -109,7 +110,7 @@ class Registry(Generic[_T]):
         return cls
 
     def checked(self, name: str, parameters: dict[str, Any]) -> type[_T]:
-        """The class called `name`, if it takes these parameters.
+        """Return the class called `name` if it takes these parameters.
 
         Raises:
             ValueError: as `find`; for a parameter that it does not take, or of another type.
@@ -135,12 +136,12 @@ def register_policy(cls: _P) -> _P:
 
 
 def policy_names() -> list[str]:
-    """Every name that is registered or offered by an installed package, sorted."""
+    """List every name that is registered or provided by an installed package, sorted."""
     return _policies.names()
 
 
 def has_policy(name: str) -> bool:
-    """Whether `policy_names` has it."""
+    """Whether `policy_names` includes it."""
     return _policies.has(name)
 
 
@@ -155,11 +156,11 @@ def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy
 
 
 def find_policy(name: str) -> type[EvictionPolicy]:
-    """The policy called `name`.
+    """Return the policy called `name`.
 
     Raises:
-        ValueError: if no policy has that name; the message lists those that
-            exist. Or if the package that offers it cannot be loaded.
+        ValueError: if there is none (the message lists all names), or if the package
+            that provides it cannot be loaded.
     """
     return _policies.find(name)
 
@@ -175,12 +176,12 @@ def register_filter(cls: _F) -> _F:
 
 
 def filter_names() -> list[str]:
-    """Every name that is registered or offered by an installed package, sorted."""
+    """List every name that is registered or provided by an installed package, sorted."""
     return _filters.names()
 
 
 def has_filter(name: str) -> bool:
-    """Whether `filter_names` has it."""
+    """Whether `filter_names` includes it."""
     return _filters.has(name)
 
 
@@ -195,11 +196,11 @@ def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any)
 
 
 def find_filter(name: str) -> type[AdmissionFilter]:
-    """The filter called `name`.
+    """Return the filter called `name`.
 
     Raises:
-        ValueError: if no filter has that name; the message lists those that
-            exist. Or if the package that offers it cannot be loaded.
+        ValueError: if there is none (the message lists all names), or if the package
+            that provides it cannot be loaded.
     """
     return _filters.find(name)
 

@@ -1,4 +1,4 @@
-"""Reuse threshold: admit keys that were asked for before."""
+"""Reuse threshold: admit keys that were looked up before."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["ReuseThreshold"]
 
 
 class ReuseThreshold(AdmissionFilter):
-    """Admits a chunk that was asked for at least `threshold` times.
+    """Admits a chunk that was looked up at least `threshold` times.
 
-    The request that stores a chunk counts as one that asked for it. Exact
-    counts of the keys asked for last are kept, `table` of them. This is the idea
-    of the reuse-frequency gate in vLLM's offloading manager; unlike there, every
-    key of a request counts.
+    The request that stores a chunk counts as one of them. Counts are exact, and kept
+    for the `table` keys that were looked up last. This is the idea of the
+    reuse-frequency gate in vLLM's offloading manager; unlike there, every key of a
+    request counts.
 
     Args:
-        threshold: how often, at least 1.
-        table: how many keys are remembered, at least 1.
+        threshold: number of lookups, at least 1.
+        table: number of keys that are remembered, at least 1.
     """
 
     name = "reuse"
@@ -39,7 +39,7 @@ class ReuseThreshold(AdmissionFilter):
 
     def asked(self, keys: Sequence[bytes]) -> None:
         counts = self._counts
-        # Tail first: of a prompt longer than the table, the head is remembered.
+        # Tail first, so that the head of a prompt longer than the table is remembered.
         for key in reversed(keys):
             counts[key] = counts.pop(key, 0) + 1
         while len(counts) > self.table:
@@ -53,5 +53,5 @@ class ReuseThreshold(AdmissionFilter):
         self._counts.clear()
 
     def __len__(self) -> int:
-        """The number of keys that are remembered."""
+        """Number of remembered keys."""
         return len(self._counts)

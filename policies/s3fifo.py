@@ -18,18 +18,18 @@ __all__ = ["S3FIFO"]
 _Entry = tuple[bytes, int]
 
 _MOST = 3
-"""Uses beyond this many are not counted."""
+"""Highest count of uses."""
 
 
 class S3FIFO(EvictionPolicy):
-    """A small queue that sifts newcomers, a main queue, and ghosts of those sifted out.
+    """A small queue that filters new keys, a main queue, and ghosts of those filtered out.
 
-    A key used at least twice in the small queue moves to the main one, where
-    each counted use gives one more turn. A newcomer that is a ghost goes to the
-    main queue at once. There are as many ghosts as places in the main queue.
+    A key used at least twice in the small queue moves to the main queue, where each
+    counted use gives it one more round. A new key that is a ghost enters the main
+    queue directly. There are as many ghosts as places in the main queue.
 
     Args:
-        small: the share of the capacity that the small queue has, between 0 and 1.
+        small: the small queue's share of the capacity, between 0 and 1.
     """
 
     name = "s3-fifo"
@@ -38,13 +38,13 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, capacity: int, *, small: float = 0.1) -> None:
         super().__init__(capacity)
         if not 0 < small < 1:
-            raise ValueError(f"small must lie between 0 and 1, not {small}")
+            raise ValueError(f"small must be between 0 and 1, not {small}")
         self._small_target = max(1, int(capacity * small))
         self._main_most = capacity - self._small_target
         self._small: OrderedTable[bytes, int] = OrderedTable()
         self._main: OrderedTable[bytes, int] = OrderedTable()
         self._ghosts: OrderedTable[bytes, None] = OrderedTable()
-        # Those of the small and of the main queue that are held.
+        # Held keys of the small and the main queue.
         self._small_held: OrderedTable[bytes, int] = OrderedTable()
         self._main_held: OrderedTable[bytes, int] = OrderedTable()
 
@@ -70,13 +70,13 @@ class S3FIFO(EvictionPolicy):
         if count > len(small) + len(main):
             return None
         if count == 1:
-            # Written for speed: stores ask for one after the other.
+            # Fast path: stores evict one key at a time.
             sifts = len(small) + len(self._small_held) >= self._small_target or not main
             coldest = small if small and sifts else main
             if coldest and not protected(key := next(iter(coldest))):
                 if coldest is small and small[key] < 2:
                     del small[key]
-                    self._haunt((key,))
+                    self._add_ghosts((key,))
                     return [key]
                 if coldest is main and not main[key]:
                     del main[key]
@@ -88,7 +88,7 @@ class S3FIFO(EvictionPolicy):
         main_in_use: list[_Entry] = []
         try:
             while len(victims) < count and (small or main):
-                # For each that leaves here another will have entered the small queue.
+                # For each victim so far, a new key will have entered the small queue.
                 size = len(small) + len(self._small_held) + len(small_in_use) + len(victims)
                 if small and (size >= self._small_target or not main):
                     entry = take(small, protected, small_in_use, self._small_held)
@@ -109,7 +109,7 @@ class S3FIFO(EvictionPolicy):
             pass
         complete = len(victims) == count
         if complete:
-            self._haunt(key for key, _ in sifted)
+            self._add_ghosts(key for key, _ in sifted)
         else:
             put_back(small, sifted)
             put_back(main, dropped)
@@ -149,7 +149,7 @@ class S3FIFO(EvictionPolicy):
         return itertools.chain(self._small, self._small_held, self._main, self._main_held)
 
     def _place(self, key: bytes) -> OrderedTable[bytes, int]:
-        """Where a resident key is."""
+        """Return the queue of a resident key."""
         if key in self._small:
             return self._small
         if key in self._main:
@@ -157,7 +157,7 @@ class S3FIFO(EvictionPolicy):
         return self._small_held if key in self._small_held else self._main_held
 
     def _turn(self, protected: Protected, in_use: list[_Entry]) -> _Entry | None:
-        """Take the first of the main queue that has no turn left."""
+        """Take the first key of the main queue that has no rounds left."""
         main = self._main
         while (entry := take(main, protected, in_use, self._main_held)) is not None:
             key, turns = entry
@@ -166,7 +166,7 @@ class S3FIFO(EvictionPolicy):
             main[key] = turns - 1
         return None
 
-    def _haunt(self, keys: Iterable[bytes]) -> None:
+    def _add_ghosts(self, keys: Iterable[bytes]) -> None:
         ghosts = self._ghosts
         for key in keys:
             ghosts[key] = None

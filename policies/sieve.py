@@ -18,13 +18,13 @@ __all__ = ["SIEVE"]
 
 
 class SIEVE(EvictionPolicy):
-    """A queue in order of arrival and a hand that spares each used key once per pass.
+    """A queue in order of arrival, and a hand that spares each used key once per pass.
 
-    The queue is kept in two parts, what the hand has passed and what lies ahead
-    of it; when nothing lies ahead, the hand begins anew at the oldest.
+    The queue is kept in two parts: keys that the hand has passed, and keys ahead of
+    it. When no key is ahead, the hand starts again at the oldest.
 
-    Long sessions that have ended stay for a whole pass, so this policy is no
-    good default for prompts: see docs/policies.md.
+    The chunks of long sessions that have ended stay for a whole pass, so this policy
+    is not a good default for prompts: see docs/policies.md.
     """
 
     name = "sieve"
@@ -52,7 +52,7 @@ class SIEVE(EvictionPolicy):
         if count > len(self._passed) + len(self._ahead):
             return None
         if count == 1 and self._ahead:
-            # Written for speed: stores ask for one after the other.
+            # Fast path: stores evict one key at a time.
             key = next(iter(self._ahead))
             if not self._ahead[key] and not protected(key):
                 del self._ahead[key]
@@ -86,7 +86,7 @@ class SIEVE(EvictionPolicy):
         self._wrap()
 
     def cool(self, keys: Iterable[bytes]) -> None:
-        # The hand comes to them next.
+        # Move them to where the hand comes next.
         keys = [*keys]
         for key in keys:
             self._place(key)[key] = False
@@ -109,12 +109,12 @@ class SIEVE(EvictionPolicy):
         return itertools.chain(self._passed, self._held, self._ahead)
 
     def _place(self, key: bytes) -> OrderedTable[bytes, bool]:
-        """Where a resident key is."""
+        """Return the part of the queue that a resident key is in."""
         if key in self._ahead:
             return self._ahead
         return self._held if key in self._held else self._passed
 
     def _wrap(self) -> None:
-        """At the newest key the hand begins anew at the oldest, before anything else comes in."""
+        """Move the hand from the newest key to the oldest, if it has passed all."""
         if not self._ahead:
             self._ahead, self._passed = self._passed, self._ahead

@@ -2,8 +2,8 @@
 
 Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
 Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 3: a count-min
-sketch of small counters whose counts are halved at regular intervals, behind a
-doorkeeper, a Bloom filter that takes the first sight of each key.
+sketch of small counters that are halved at regular intervals, behind a doorkeeper, a
+Bloom filter that records the first occurrence of each key.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from zlib import crc32
 __all__ = ["Doorkeeper", "FrequencySketch"]
 
 _MOST = 15
-"""Counts do not go beyond."""
+"""Highest count."""
 
 _HALF = bytes(count // 2 for count in range(256))
 
 _SLICE = 4096
-"""Counters that are halved at once; the rest follows, a slice with each key that is added."""
+"""Counters that are halved at a time; each key that is added halves one more slice."""
 
 
 def _mixed(key: bytes) -> int:
-    """A hash that is the same in every process, unlike `hash`."""
+    """Return a hash that is the same in every process, unlike `hash`."""
     return crc32(key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
@@ -31,28 +31,29 @@ def _power_of_two(least: int) -> int:
 
 
 class FrequencySketch:
-    """Counts up to 15: at least the true count since the last halving began, or half of that for
-    what was added before its slice was halved.
+    """Approximate counts up to 15.
+
+    A count is at least the true count since the last halving began, or half of that for
+    keys added before their slice was halved.
 
     Args:
-        keys: how many different keys are to be told apart; takes between four
-            and eight bytes for each.
+        keys: number of different keys to distinguish; takes four to eight bytes for each.
     """
 
     def __init__(self, keys: int) -> None:
         self._counts = bytearray(_power_of_two(max(64, 4 * keys)))
         self._mask = len(self._counts) - 1
         self._halved = len(self._counts)
-        """Counters before this place are halved; the others are still to be."""
+        """Index of the first counter that the present halving has not reached yet."""
 
     def add(self, key: bytes) -> None:
-        """Count one sight; of the key's four counters only the lowest rise."""
+        """Count one occurrence: increment the lowest of the key's four counters."""
         counts, mask = self._counts, self._mask
         if self._halved <= mask:
             self._halve_slice()
         mixed = _mixed(key)
         step = mixed >> 40 | 1
-        # Written for speed: this is all that a use costs.
+        # Unrolled for speed: this is the whole cost of a use.
         a, b, c, d = (
             mixed & mask,
             mixed + step & mask,
@@ -72,7 +73,7 @@ class FrequencySketch:
                 counts[d] = least + 1
 
     def count(self, key: bytes) -> int:
-        """How often `key` was seen; too high where others share all its counters."""
+        """Return how often `key` was added; too high if others share all its counters."""
         counts, mask = self._counts, self._mask
         mixed = _mixed(key)
         step = mixed >> 40 | 1
@@ -84,9 +85,9 @@ class FrequencySketch:
         )
 
     def halve(self) -> None:
-        """Let what was seen so far weigh half as much as what comes."""
+        """Halve all counts, slice by slice."""
         while self._halved <= self._mask:
-            # The time before has hardly begun to be halved: that is a tiny sketch.
+            # Finish the previous halving first, which may be incomplete in a tiny sketch.
             self._halve_slice()
         self._halved = 0
         self._halve_slice()
@@ -103,10 +104,10 @@ class FrequencySketch:
 
 
 class Doorkeeper:
-    """A Bloom filter: finds every key that was added, and about one in forty of the rest.
+    """A Bloom filter: finds every key that was added, and about one in forty of the others.
 
     Args:
-        keys: how many keys it is to hold; takes one to two bytes for each.
+        keys: number of keys to hold; takes one to two bytes for each.
     """
 
     def __init__(self, keys: int) -> None:
@@ -114,7 +115,7 @@ class Doorkeeper:
         self._mask = 8 * len(self._bits) - 1
 
     def add(self, key: bytes) -> bool:
-        """Let `key` in; whether it was in already."""
+        """Add `key`; return whether it was found before."""
         bits, mask = self._bits, self._mask
         mixed = _mixed(key)
         step = mixed >> 40 | 1
@@ -136,5 +137,5 @@ class Doorkeeper:
         )
 
     def clear(self) -> None:
-        """Let nobody have been in."""
+        """Forget everything."""
         self._bits = bytearray(len(self._bits))

@@ -1,12 +1,12 @@
-"""Ordered table: a dictionary in order, without pauses for rebuilding.
+"""Ordered table: an ordered dictionary without pauses for rebuilding.
 
 Python's `dict` and `OrderedDict` are rebuilt when insertions have used up their space, which
-deletions do not give back. With 100,000 entries that takes 8 ms, with a million 60 to 130, in the
-middle of a step. `OrderedTable`, written in C, does the same work as fast and in less memory, and
-no call takes longer because the table is large: its index grows a little with each insertion.
+deletions do not free. With 100,000 entries that takes 8 ms, with a million 60 to 130 ms, in the
+middle of a step. `OrderedTable`, written in C, is as fast and takes less memory, and no call takes
+longer because the table is large: its index grows a little with each insertion.
 
-Where the package was installed without a C compiler, an `OrderedDict` stands in for it:
-everything works, and steps over large tiers have those pauses.
+If the package was installed without a C compiler, an `OrderedDict` replaces it: everything works,
+but steps over large tiers have these pauses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ else:
     except ImportError:
 
         class OrderedTable(OrderedDict):
-            """See the module's text."""
+            """Fallback without a C compiler."""
 
 
 COMPILED: bool = not issubclass(OrderedTable, dict)
-"""Whether the table in C is there."""
+"""Whether the table in C is available."""

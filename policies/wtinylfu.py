@@ -1,8 +1,8 @@
 """W-TinyLFU.
 
 Gil Einziger, Roy Friedman and Ben Manes, "TinyLFU: A Highly Efficient Cache
-Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 4: an LRU window,
-and behind it a segmented LRU into which the sketch of frequencies admits.
+Admission Policy", ACM Transactions on Storage 13 (4), 2017, section 4: an LRU window
+in front of a segmented LRU, to which a frequency sketch admits keys.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _Entry = tuple[bytes, None]
 
 
 class WTinyLFU(EvictionPolicy):
-    """A key that falls out of a small window must be more frequent than the one it displaces.
+    """Admits a key from a small window only if it is more frequent than the key it replaces.
 
-    The main part is segmented: a key enters on probation, and its next use
-    moves it to the protected segment. When room is needed and the window is full,
-    the coldest of the window and the coldest on probation are compared by how
-    often they were seen of late; the rarer one leaves. The paper's doorkeeper is
-    left out: it saves memory, not hits.
+    The main part is segmented: a key enters on probation, and its next use moves it
+    to the protected segment. When room is needed and the window is full, the coldest
+    key of the window is compared with the coldest on probation; the one with fewer
+    recent uses is evicted. The paper's doorkeeper is left out: it saves memory but
+    does not improve hits.
 
     Args:
-        window: the share of the capacity that the window has, between 0 and 1.
-        sample: how many uses are counted until all counts are halved, as a
-            multiple of the capacity.
+        window: the window's share of the capacity, between 0 and 1.
+        sample: number of uses counted until all counts are halved, as a multiple of
+            the capacity.
     """
 
     name = "w-tinylfu"
@@ -42,20 +42,20 @@ class WTinyLFU(EvictionPolicy):
     def __init__(self, capacity: int, *, window: float = 0.01, sample: float = 10.0) -> None:
         super().__init__(capacity)
         if not 0 < window < 1:
-            raise ValueError(f"window must lie between 0 and 1, not {window}")
+            raise ValueError(f"window must be between 0 and 1, not {window}")
         if not 1 <= sample <= 1024:
-            raise ValueError(f"sample must lie between 1 and 1024, not {sample}")
+            raise ValueError(f"sample must be from 1 to 1024, not {sample}")
         self._window_most = max(1, int(capacity * window))
         self._settled_most = int((capacity - self._window_most) * 0.8)
         self._window: _Queue = OrderedTable()
         self._probation: _Queue = OrderedTable()
         self._settled: _Queue = OrderedTable()
-        # Those of the three that are held.
+        # Held keys of the three queues.
         self._held: tuple[_Queue, ...] = (OrderedTable(), OrderedTable(), OrderedTable())
-        # Those on probation that leave for whatever comes, however often they were seen.
+        # Keys on probation that any new key replaces, however often they were used.
         self._cold: set[bytes] = set()
-        # Most of what is counted in a sample is seen once: with fewer counters than 16 for
-        # each place in the tier, strangers look like acquaintances.
+        # Most keys of a sample occur once. With fewer than 16 counters for each place in the
+        # tier, collisions would make them look frequent.
         self._sketch = FrequencySketch(4 * capacity)
         self._sample = max(1, int(capacity * sample))
         self._counted = 0
@@ -64,7 +64,7 @@ class WTinyLFU(EvictionPolicy):
         self._count(key)
         self._window[key] = None
         if len(self._window) + len(self._held[0]) > self._window_most:
-            # There was room: nobody had to be compared.
+            # The tier has room, so no comparison is needed.
             oldest, _ = self._window.popitem(last=False)
             self._probation[oldest] = None
 
@@ -104,7 +104,7 @@ class WTinyLFU(EvictionPolicy):
             return None
         held = self._held
         if count == 1 and window and probation and len(window) + len(held[0]) >= self._window_most:
-            # Written for speed: stores ask for one after the other.
+            # Fast path: stores evict one key at a time.
             newer, older = next(iter(window)), next(iter(probation))
             if not protected(newer) and not protected(older):
                 if not self._displaces(newer, older):
@@ -118,7 +118,7 @@ class WTinyLFU(EvictionPolicy):
         taken: tuple[list[_Entry], ...] = ([], [], [])
         victims: list[bytes] = []
         while len(victims) < count and any(queues):
-            # For each that leaves here another will have entered the window.
+            # For each victim so far, a new key will have entered the window.
             in_window = len(window) + len(held[0]) + len(in_use[0]) + len(victims)
             candidate = victim = None
             main = 1
@@ -189,7 +189,7 @@ class WTinyLFU(EvictionPolicy):
         return itertools.chain(*places, self._window, self._held[0])
 
     def _displaces(self, candidate: bytes, victim: bytes) -> bool:
-        """Whether the coldest of the window stays rather than the coldest on probation."""
+        """Whether `candidate`, from the window, replaces `victim`, on probation."""
         if victim in self._cold:
             return True
         return self._sketch.count(candidate) > self._sketch.count(victim)

@@ -117,7 +117,7 @@ def test_a_store_that_is_gone_is_left_out_of_a_scrape_and_the_log_says_so(
     with kvstore.open_sync(small(tmp_path, disk=32)) as store:
         registry = registered(store)
     assert scraped(registry) == {}
-    assert "metrics cannot be told" in caplog.text
+    assert "metrics are not available" in caplog.text
 
     async def opened() -> Any:
         async with kvstore.open(small(tmp_path, disk=32)) as other:
@@ -126,7 +126,7 @@ def test_a_store_that_is_gone_is_left_out_of_a_scrape_and_the_log_says_so(
     caplog.clear()
     registry = asyncio.run(opened())
     assert scraped(registry) == {}
-    assert "metrics cannot be told" in caplog.text
+    assert "metrics are not available" in caplog.text
 
 
 def test_a_loop_that_ends_amid_a_scrape_leaves_the_store_out_of_it(
@@ -151,7 +151,7 @@ def test_a_loop_that_ends_amid_a_scrape_leaves_the_store_out_of_it(
 
     asyncio.run(scrape()).join()
     assert found == [{}]
-    assert "metrics cannot be told" in caplog.text
+    assert "metrics are not available" in caplog.text
 
 
 def test_scrapes_that_come_first_at_the_same_time_find_each_series_once(tmp_path: Path) -> None:

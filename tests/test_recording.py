@@ -121,7 +121,7 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"x" + data[1:], "is no recording"),
+        (lambda data: b"x" + data[1:], "is not a recording"),
         (lambda data: data[:-30] + b"?" + data[-29:], "damaged at byte"),
         (lambda data: MAGIC + b"{}\n", "header is damaged"),
         (lambda data: MAGIC + b'{"chunk_bytes": "a"}\n', "header is damaged"),
@@ -158,7 +158,7 @@ def test_nothing_is_recorded_into_a_file_that_others_own_or_may_write_to(
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"record_trace = .*notes\.txt.*no recording"):
+    with pytest.raises(ConfigError, match=r"record_trace = .*notes\.txt.*not a recording"):
         Recorder(path, MIB, 1)
     assert path.read_text() == "mine"
     with pytest.raises(ConfigError, match="record_trace = "):

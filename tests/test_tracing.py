@@ -228,7 +228,7 @@ def test_a_tracer_that_raises_costs_nobody_anything(
     for _ in range(3):
         writer.write([WAIT])
     assert [record.getMessage() for record in caplog.records] == [
-        "spans cannot be handed to OpenTelemetry"
+        "spans cannot be passed to OpenTelemetry"
     ]
 
 
@@ -247,7 +247,7 @@ def test_a_span_that_cannot_be_ended_leaves_no_other_open(
 
 def test_without_an_sdk_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     SpanWriter(["disk"], CHUNK)
-    assert "nobody has set up OpenTelemetry's SDK" in caplog.text
+    assert "OpenTelemetry's SDK is not set up" in caplog.text
 
 
 def test_without_opentelemetry_the_configuration_is_refused(

@@ -1,6 +1,6 @@
 """Tiers: host memory and slower media, one module or folder each."""
 
-# Under two names there would be two registries.
+# Imported under two names, the package would exist twice.
 if __name__ != "kvstore.tiers":
     raise ImportError(f"import kvstore.tiers, not {__name__}")
 

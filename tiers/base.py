@@ -1,31 +1,31 @@
 """Tier: the contract of a slower tier.
 
-A tier stores chunks of one fixed size in numbered slots and copies them to
-and from rows of one host region. It decides nothing: it is told which key goes
-to which slot, which chunks leave and which are fetched.
+A tier stores chunks of one fixed size in numbered slots and copies them to and
+from rows of one host region. It decides nothing: the caller chooses which key
+goes to which slot, and which chunks are evicted or fetched.
 
 The caller guarantees:
 
 * `open` is called once, before anything else, and `close` once, at the end;
-* a row that is named in a running `read` is not touched by anybody else, and a
-  row in a running `write` is not written;
+* a row in a running `read` is not used elsewhere, and a row in a running `write`
+  is not written;
 * no two running calls name the same slot, unless all of them are reads.
 
 The tier guarantees:
 
-* `open` reports each chunk that an earlier process was told had been written,
-  and nothing that can be told apart from such a chunk;
-* `read` says True for a block only when its row holds exactly the bytes that
-  were written under that key; a block that fails fails alone;
-* `write` says True only when the chunk will be reported by the next `open`,
-  also when this process is killed right after;
+* `open` reports each chunk for which `write` reported success to an earlier
+  process, and nothing that can be distinguished from such a chunk;
+* `read` reports True for a chunk only if its row holds exactly the bytes that
+  were written under that key; a chunk that fails fails alone;
+* `write` reports True only if the next `open` will report the chunk, even if
+  this process is killed right after;
 * neither raises because the medium is slow, full or broken;
-* its event loop is never blocked.
+* the event loop is never blocked.
 
-A *store* is a tier of another kind: a remote engine that others write to as well, and that
-decides itself where a chunk lies and how long it stays. Slots mean nothing to it, and no call
-names a key twice. `open` reports
-no chunk; `holds` says which it has. What `write` says has been written may leave at any time.
+A *store* is a tier of another kind: a remote store that others also write to, and that decides
+itself where a chunk lies and how long it stays. Slots have no meaning, and no call names a key
+twice. `open` reports no chunks; `holds` says which the store has. A chunk that was written may
+disappear at any time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ __all__ = ["Tier", "Transfer", "error_of"]
 
 @dataclass(slots=True)
 class Transfer:
-    """The outcome of a call that moves blocks: one flag per key, and what went wrong in words.
+    """The outcome of a call that moves chunks.
 
-    `unread` are the places of blocks that `read` or `relocate` could not do this time, and that
-    may be whole: nothing is known of their bytes. One that failed and is not named there is lost.
+    Attributes:
+        ok: one flag for each key.
+        error: the error message, if any failed.
+        unread: indices of keys that `read` or `relocate` could not copy this time, but that may be
+            intact. A chunk that failed and is not among them is lost.
     """
 
     ok: list[bool]
@@ -54,7 +57,7 @@ class Transfer:
 
 
 def error_of(first: str | None, ok: Sequence[bool]) -> str | None:
-    """`Transfer.error` for a call in which `first` is what went wrong first: one line, not many."""
+    """Return `Transfer.error` for a call: the first error, and the number of other failures."""
     others = len(ok) - sum(ok) - 1
     if first is None or others < 1:
         return first
@@ -62,13 +65,13 @@ def error_of(first: str | None, ok: Sequence[bool]) -> str | None:
 
 
 class Tier(ABC):
-    """See the module's text.
+    """A slower tier: see the module's text for its contract.
 
     Attributes:
-        is_peer: whether others write to it: it is only read, and the engine calls `refresh` now
-            and then.
-        is_store: whether it has to be asked what it has.
-        tail_bytes: bytes of memory right behind each chunk that make it faster. It may get none.
+        is_peer: whether another process writes to it. It is then only read, and the engine calls
+            `refresh` now and then.
+        is_store: whether it must be asked which chunks it has.
+        tail_bytes: bytes of memory right behind each chunk that make it faster; optional.
     """
 
     is_peer = False
@@ -77,10 +80,10 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self, region: PinnedRegion) -> RecoveredTier:
-        """Take possession of the medium. May block; called before the engine runs.
+        """Open and lock the medium. May block; called before the engine runs.
 
         Raises:
-            KVStoreError: if the medium cannot be used; says which and why.
+            KVStoreError: if the medium cannot be used; names it and the reason.
         """
 
     @abstractmethod
@@ -93,50 +96,50 @@ class Tier(ABC):
     async def write(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
-        """Copy `rows` to `slots` under `keys`. What the slots held before is lost."""
+        """Copy `rows` to `slots` under `keys`. Earlier contents of the slots are lost."""
 
     async def holds(self, keys: Sequence[bytes]) -> Transfer:
-        """For a store: which of `keys`, in the order of a prompt, it has now.
+        """Return which of `keys`, in the order of a prompt, a store has now.
 
-        `Transfer.unread` are the places of keys of which that could not be known.
+        `Transfer.unread` are the indices of keys for which this is not known.
         """
         raise NotImplementedError
 
     @abstractmethod
     async def grow(self) -> tuple[int | None, str | None]:
-        """Make one more segment ready; returns its number, or None and why that cannot be now."""
+        """Make one more segment ready; return its number, or None and the reason."""
 
     @abstractmethod
     async def clear(self) -> list[int] | None:
-        """Forget all chunks, durably; returns the segments that are empty now, None on failure."""
+        """Forget all chunks, durably; return the segments that are now empty, None on failure."""
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
-        """Let the next `open` report none of these chunks, whatever slots hold them or held them.
+        """Erase chunks in all slots, so that the next `open` does not report them.
 
-        Called while no running call names any of `keys`. Records of others stay, those
-        that are written meanwhile too.
+        Called while no running call names any of `keys`. Other chunks stay, including those
+        that are being written.
 
         Returns:
-            Why that could not be, or None.
+            Why it failed, or None.
         """
         return "this tier cannot erase single chunks"
 
     async def note_uses(self, keys: Sequence[bytes], slots: Sequence[int]) -> str | None:
-        """Write down that these chunks, first used first, were used, for the case of a kill.
+        """Record that chunks were used, in order of use, so that a kill does not lose recency.
 
-        The next `open` reports them as used after all that were noted or written before; nothing
-        needs to reach the medium at once. A slot that holds another chunk by now is left alone.
-        Where the tier says `note_chunks` at opening.
+        The next `open` reports them as used after all that were noted or written before. They need
+        not reach the medium at once. A slot that holds another chunk by now is ignored. Called only
+        if the tier reports `note_chunks` at opening.
 
         Returns:
-            Why that could not be, or None.
+            Why it failed, or None.
         """
-        return "this tier does not write down uses"
+        return "this tier does not record uses"
 
     async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
-        """(key, slot) of the valid chunks in a segment; may name chunks that were displaced.
+        """List (key, slot) of the valid chunks in a segment; may include displaced chunks.
 
-        Where the tier says `relocation_chunks` at opening.
+        Called only if the tier reports `relocation_chunks` at opening.
 
         Raises:
             OSError: if the segment cannot be read.
@@ -148,42 +151,42 @@ class Tier(ABC):
     ) -> Transfer:
         """Copy chunks from `slots` to the empty slots `targets`; the old copies stay valid.
 
-        True for a chunk says that its copy is on the medium: a power cut does not take it.
+        True for a chunk means that its copy is on the medium and survives a power cut.
         """
         raise NotImplementedError
 
     async def remove_segment(self, segment: int) -> str | None:
-        """Remove a segment to which no running or later call refers; why not, or None."""
+        """Remove a segment that no running or later call uses; return why it failed, or None."""
         raise NotImplementedError
 
     async def refresh(self) -> Changes:
-        """For a followed tier: a portion of what others have done since the last call.
+        """Return a portion of what others have done to a peer's tier since the last call.
 
-        Called until there is nothing: then the tier has looked everywhere, and rests a while.
+        Called until a portion is empty; the tier has then looked everywhere, and pauses.
         """
         return Changes()
 
     @abstractmethod
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
-        """Finish what runs and let go of the medium.
+        """Finish running calls and release the medium.
 
         Args:
-            coldest_first: the (key, slot) that are valid now, in the order of
+            coldest_first: the (key, slot) pairs that are valid now, in the order of
                 recency that the next `open` should report.
         """
 
     def detach(self) -> None:  # noqa: B027
-        """Stop waiting for calls that do not return; called on the loop, before its end.
+        """Stop waiting for calls that hang; called on the loop, before its end.
 
-        Whoever waits for one is told that it failed. Rows may still be written to.
-        A tier that has no such calls need not do anything.
+        Such calls are reported as failed, but may still write to rows. A tier
+        without such calls need not do anything.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of the medium at once, with nothing running; may block shortly."""
+        """Release the medium at once, while no call is running; may block briefly."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Kind, place, size and means in a few words, for the line in the log at start."""
+        """Kind, place, size and I/O method, for the log line at start."""

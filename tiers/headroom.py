@@ -1,11 +1,11 @@
-"""Headroom: how much memory this process may still take.
+"""Headroom: how much memory this process may still allocate.
 
-The machine's free memory, and the limit of every control group on the way up,
-version 1 and 2. Clean page cache counts as free: the kernel gives it back when
-memory is asked for.
+This is bounded by the machine's free memory, and by the limit of every enclosing
+control group, version 1 and 2. Clean page cache counts as free, because the kernel
+frees it on demand.
 
-Memory that was asked for and not touched yet still looks free. So whoever is about to take some
-claims it first, by a name in the system's abstract socket namespace, which ends with its process.
+Allocated memory that was not touched yet still looks free. So a process claims memory before it
+allocates it, with a name in the system's abstract socket namespace, which ends with the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.errors import ConfigError
 __all__ = ["available_bytes", "claimed"]
 
 WAIT_S = 45.0
-"""So long a claim waits for others that may not need all that they have claimed any more."""
+"""How long a claim waits for others, which may already have allocated part of their memory."""
 
 PAUSE_S = 0.02
 ASKING, CLAIM = "kvstore-room", "kvstore-room-of-"
@@ -31,10 +31,10 @@ ASKING, CLAIM = "kvstore-room", "kvstore-room-of-"
 
 @contextlib.contextmanager
 def claimed(size: int) -> Iterator[None]:
-    """`size` bytes that no other claim counts on, until they are taken; processes ask in turn.
+    """Claim `size` bytes for a block in which they are allocated; processes claim in turn.
 
     Raises:
-        ConfigError: if there is not that much memory beside what others have claimed.
+        ConfigError: if there is not enough memory besides what others have claimed.
     """
     until = time.monotonic() + WAIT_S
     while (claim := _claim(size, last=time.monotonic() > until)) is None:
@@ -44,7 +44,7 @@ def claimed(size: int) -> Iterator[None]:
 
 
 def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object] | None:
-    """A claim; None while others that have one are about to take their memory."""
+    """Make a claim; return None if it must wait for the claims of others."""
     with _alone():
         others = sum(_claims())
         available = available_bytes()
@@ -60,7 +60,7 @@ def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Nobody else is here, if all others ask as well; nobody waits for one that is stuck."""
+    """Exclude other processes that claim memory, but do not wait forever for one that hangs."""
     until = time.monotonic() + WAIT_S
     while (held := _named(ASKING)) is None and time.monotonic() < until:
         time.sleep(PAUSE_S)
@@ -69,7 +69,7 @@ def _alone() -> Iterator[None]:
 
 
 def _named(name: str) -> socket.socket | None:
-    """A socket with this name; None if another has it, and one without where there are none."""
+    """Return a socket with this name; None if it is taken. Unnamed if names are not supported."""
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         holder.bind(f"\0{name}")
@@ -83,17 +83,17 @@ def _named(name: str) -> socket.socket | None:
 def _claims() -> Iterator[int]:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/unix").read_text().splitlines():
-            _, found, told = line.partition(f"@{CLAIM}")
-            size = told.partition("-")[0]
+            _, found, rest = line.partition(f"@{CLAIM}")
+            size = rest.partition("-")[0]
             if found and size.isdigit():
                 yield int(size)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that are available, or None where the system does not say.
+    """Return how many bytes are available, or None if the system does not say.
 
     Args:
-        root: the root of the file system that has ``proc`` and the mounts that it names.
+        root: root of the file system with ``proc`` and the mounts that it names.
     """
     rooms = [*_machine(root), *_groups(root)]
     return max(0, min(rooms)) if rooms else None
@@ -107,12 +107,12 @@ def _machine(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Room below each limit, of this process's control groups and of those above them."""
+    """Yield the room below each limit of this process's control groups and their parents."""
     for kind, mount, top, group in _hierarchies(root):
         folder = root / mount.lstrip("/")
         inside = group.removeprefix(top.rstrip("/")).strip("/")
         if group != top and not group.startswith(top.rstrip("/") + "/"):
-            # The group is outside of what is mounted here: only the top can be read.
+            # The group is not below the mounted folder: only the top can be read.
             inside = ""
         parts = [part for part in inside.split("/") if part]
         for depth in range(len(parts), -1, -1):
@@ -121,7 +121,7 @@ def _groups(root: Path) -> Iterator[int]:
 
 
 def _hierarchies(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """For each mounted hierarchy that may limit memory: kind, mount point, its top, our group."""
+    """Yield kind, mount point, top and our group of each hierarchy that may limit memory."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         groups: dict[str, str] = {}
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -160,13 +160,13 @@ def _room_v1(group: Path) -> Iterator[int]:
     stat = _table(group / "memory.stat")
     cache = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
     busy = stat.get("total_dirty", 0) + stat.get("total_writeback", 0)
-    # A limit further up may lie outside of what is mounted.
+    # A limit further up may be outside the mounted hierarchy.
     limit = min(limit, stat.get("hierarchical_memory_limit", limit))
     yield limit - used + max(0, cache - busy)
 
 
 def _number(path: Path) -> int | None:
-    """What the file says; None for "max" and for a file that is not there."""
+    """Read a number; None for "max" and for a missing file."""
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return None

@@ -1,4 +1,4 @@
-"""Lent memory: rows that belong to a server, which lends them for copies."""
+"""Lent memory: rows that a server owns and lends for copies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["LentRegion"]
 
 
 class LentRegion(PinnedRegion):
-    """The rows of `memory`, which has one row of bytes for each.
+    """The rows of `memory`, a two-dimensional view with a row of bytes for each.
 
-    Nothing is allocated, touched or registered: that is the lender's affair. The memory stays
-    valid until `close`, and longer where a copy that does not return still uses it.
+    Nothing is allocated, touched or registered: the lender does that. The memory stays valid
+    until `close`, and longer if a hanging copy still uses it.
 
     Attributes:
-        aligned: whether rows begin where direct I/O wants them to.
+        aligned: whether rows are aligned for direct I/O.
 
     Raises:
-        ConfigError: if rows have a size that no tier can store.
+        ConfigError: if no tier can store rows of this size.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -61,10 +61,10 @@ class LentRegion(PinnedRegion):
         return False
 
     def register_with_cuda(self) -> bool:
-        """Nothing: it is not ours to register."""
+        """Do nothing: the lender registers its memory."""
         return False
 
     def close(self) -> None:
-        """Let go of the memory. Views that are still held keep it alive until they go."""
-        # Not released: a tensor made from the view holds the object, and no buffer.
+        """Release the memory. Views that still exist keep it alive."""
+        # The view itself is not released: a tensor made from it refers to this object only.
         self._view = None

@@ -1,6 +1,6 @@
-"""Pages: populate memory ahead of use, with huge pages where the system has them.
+"""Pages: populate memory ahead of use, with huge pages if the system has them.
 
-Memory of 4 KiB pages costs direct I/O 40 to 60 % of its speed against huge pages.
+With 4 KiB pages, direct I/O is 40 to 60 % slower than with huge pages.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def new_memfd(name: str, size: int) -> int:
-    """An empty memfd of `size` bytes; its pages come as they are touched.
+    """Create a memfd of `size` bytes, whose pages are allocated when they are touched.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if it cannot be created.
     """
     return _memfd(name, size, 0)
 
 
 def new_huge_memfd(name: str, size: int) -> int | None:
-    """The same of reserved huge pages (``vm.nr_hugepages``), which are set aside for it at once.
+    """Create a memfd of reserved huge pages (``vm.nr_hugepages``), allocated at once.
 
     Returns:
-        None where there are too few.
+        None if there are too few huge pages.
     """
     if _free_huge_bytes() >= size:
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def _memfd(name: str, size: int, flags: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
-        # Mapping it once reserves huge pages for the file, and shows whether it can be mapped.
+        # Mapping it once reserves its huge pages, and fails if it cannot be mapped.
         mmap.mmap(fd, size).close()
     except OSError:
         os.close(fd)
@@ -62,17 +62,16 @@ def _memfd(name: str, size: int, flags: int) -> int:
 
 
 def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:
-    """Touch all pages of `memory`; what they hold stays as it is.
+    """Touch all pages of `memory` without changing their contents.
 
-    Several processes may do it to the same memory at once. A page is there once, whoever
-    comes first, and nobody waits for another.
+    Several processes may do this to the same memory at once, without waiting for each other.
 
     Args:
-        shared: other processes may write to the memory meanwhile.
-        share: where to begin, as a part of the whole.
+        shared: whether other processes may write to the memory meanwhile.
+        share: where to begin, as a fraction of the memory.
 
     Raises:
-        OSError: if the system cannot give the pages.
+        OSError: if the system cannot allocate the pages.
     """
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -95,7 +94,7 @@ def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Linux before 5.14 does not know the advice.
+        # Linux before 5.14 does not support MADV_POPULATE_WRITE.
         pages = np.frombuffer(memory, np.uint8)[::PAGE]
         if shared:
             pages.max()
@@ -104,7 +103,7 @@ def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:
 
 
 def _touch(address: int, length: int) -> None:
-    # Not mmap.madvise: that would hold up all other threads of the process.
+    # Not mmap.madvise, which holds the GIL.
     while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -112,7 +111,7 @@ def _touch(address: int, length: int) -> None:
 
 
 def backed_by_huge_pages(address: int) -> int:
-    """Bytes of huge pages that the kernel shows for the mapping at `address`."""
+    """Return how many bytes of the mapping at `address` are in huge pages."""
     huge = 0
     inside = False
     with contextlib.suppress(OSError, ValueError), open("/proc/self/smaps") as smaps:

@@ -1,8 +1,8 @@
 """Pinned memory: one region of rows, allocated once.
 
 A private region is anonymous memory. A shared region is a memfd: it has no name
-in any file system, so a killed process leaves nothing behind. How processes find
-each other over it is told in `kvstore.tiers.rendezvous`.
+in any file system, so a killed process leaves nothing behind. For how processes
+find it see `kvstore.tiers.rendezvous`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["PAGE", "PinnedRegion", "RegionShape", "round_to_page"]
 logger = logging.getLogger("kvstore.host")
 
 WORTH_A_LINE = 2**30
-"""Bytes of memory whose making is told in the log."""
+"""Size in bytes from which the allocation of a region is logged."""
 
 
 def round_to_page(size: int) -> int:
-    """The next multiple of the page size, in bytes."""
+    """Round up to a multiple of the page size."""
     return -(-size // PAGE) * PAGE
 
 
@@ -70,19 +70,19 @@ class RegionShape(NamedTuple):
 
 
 class PinnedRegion:
-    """`rows` rows of `row_bytes` bytes each, page-aligned, at equal distances.
+    """Host memory: `rows` page-aligned rows of `row_bytes` bytes each, at equal distances.
 
-    Build one with `private` or `shared`. The memory is touched at creation, so
-    that no page fault is left for the hot path.
+    Create one with `private` or `shared`. The memory is touched at creation, so
+    that the hot path has no page faults.
 
     Attributes:
         rows: number of rows.
         row_bytes: bytes in a row, a multiple of 4096.
-        tail_bytes: bytes between a row and the next, see `claim_tails`.
+        tail_bytes: bytes between a row and the next: see `claim_tails`.
         stride: bytes from the beginning of a row to that of the next.
         size: bytes of all rows and tails.
         address: address of row 0.
-        huge_bytes: how much of the region is backed by huge pages.
+        huge_bytes: bytes of the region in huge pages.
         registered: whether CUDA knows the memory as pinned.
     """
 
@@ -99,10 +99,10 @@ class PinnedRegion:
 
     @classmethod
     def private(cls, rows: int, row_bytes: int, tail_bytes: int = 0) -> PinnedRegion:
-        """Memory for this process alone, see `RegionShape`.
+        """Allocate memory for this process alone: see `RegionShape`.
 
         Raises:
-            ConfigError: if the machine has not that much memory.
+            ConfigError: if the machine does not have enough memory.
         """
         shape = RegionShape(rows, row_bytes, tail_bytes)
         size = _mapped_size(shape)
@@ -126,15 +126,15 @@ class PinnedRegion:
         *,
         tail_bytes: int = 0,
     ) -> PinnedRegion:
-        """Memory that `mappers` processes of this user map under `name`.
+        """Map memory that `mappers` processes of this user share under `name`.
 
-        The first to come makes it, and all touch its pages: there is never more than one
-        region, however many come at the same time and whoever of them is killed.
+        The first process creates it, and all touch its pages. There is never more than one
+        region, even if processes start at the same time and some are killed.
 
         Raises:
-            ConfigError: if the machine has not that much memory, or the region
+            ConfigError: if the machine does not have enough memory, or the region
                 exists with another size.
-            PathUnusableError: if no other process could be met within `timeout` seconds.
+            PathUnusableError: if the others were not found within `timeout` seconds.
         """
         shape = RegionShape(rows, row_bytes, tail_bytes)
         size = _mapped_size(shape)
@@ -149,7 +149,7 @@ class PinnedRegion:
             except OSError as error:
                 raise _not_mapped(name, size, error) from error
 
-        # Until the pages are there; who joins later finds them, or touches them with the first.
+        # The claim lasts until the pages are allocated; later processes find them or help.
         with contextlib.ExitStack() as claim:
             rendezvous = Rendezvous(name, (rows, shape.stride), mappers)
             fd = rendezvous.meet(make, timeout)
@@ -166,7 +166,7 @@ class PinnedRegion:
 
     @property
     def complete(self) -> bool:
-        """Whether all who are expected have come to the region."""
+        """Whether all expected processes have mapped the region."""
         return self._fd is None or is_complete(self._fd)
 
     @property
@@ -187,14 +187,14 @@ class PinnedRegion:
         return self.view[start : start + self.row_bytes]
 
     def claim_tails(self) -> bool:
-        """Whether the caller may write behind rows from now on: one may, if there are tails.
+        """Claim the tails behind rows; return whether the caller may use them from now on.
 
-        So a row and what is told of it can leave, or come, as one piece of memory.
+        So a row and its record are one contiguous piece of memory. Only one caller can claim them.
         """
         return self.tail_bytes > 0 and self._tails.acquire(blocking=False)
 
     def release_tails(self) -> None:
-        """Whoever claimed the tails, and nobody else, lets others do so."""
+        """Release the tails. Only for the caller that claimed them."""
         self._tails.release()
 
     @property
@@ -210,17 +210,17 @@ class PinnedRegion:
         return self._registration is not None
 
     def register_with_cuda(self) -> bool:
-        """Make the memory known to CUDA as pinned, where that can be; where not, no harm is done.
+        """Register the memory with CUDA as pinned, if possible.
 
         Returns:
-            Whether kernels may read the rows. A device may copy them in any case.
+            Whether kernels may read the rows. A device can copy them in any case.
         """
         assert self._memory is not None, "the region is closed"
         if self._registration is None:
             runtime = cuda_runtime()
             if runtime is None:
                 logger.info(
-                    "there is no CUDA device: host memory is not pinned",
+                    "no CUDA device found: host memory is not pinned",
                     extra=about("host.no_device"),
                 )
                 return False
@@ -228,14 +228,14 @@ class PinnedRegion:
             if registration is None:
                 return False
             self._registration = registration
-            # A fork would give this process another page at its next write, and leave the
-            # device the old one.
+            # After a fork, the next write would move this process to another page than the
+            # device's.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_DONTFORK)
         return self._registration.kernels_read
 
     def close(self) -> None:
-        """Give the memory back. Views that are still held keep it alive until they go."""
+        """Free the memory. Views that still exist keep it alive."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
@@ -244,7 +244,7 @@ class PinnedRegion:
             self._registration = None
         if self._rendezvous is not None:
             self._rendezvous.close()
-        # Not released: a tensor made from the view holds the object, and no buffer.
+        # The view itself is not released: a tensor made from it refers to this object only.
         self._bytes = self._view = None
         with contextlib.suppress(BufferError):
             memory.close()
@@ -258,7 +258,7 @@ class PinnedRegion:
         self._tails = threading.Lock()
 
     def _populate(self, share: float = 0.0) -> None:
-        """Touch the pages, from `share` on; if that fails, nothing is left."""
+        """Touch the pages, beginning at the fraction `share`; close the region on failure."""
         assert self._memory is not None
         started = time.perf_counter()
         try:
@@ -267,7 +267,7 @@ class PinnedRegion:
             self.close()
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"host memory of {self.size} bytes cannot be had: {error.strerror}"
+                    f"host memory of {self.size} bytes cannot be allocated: {error.strerror}"
                 ) from error
             raise
         seconds = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """Registration: pin memory for CUDA, so that a device copies at full speed.
 
-All of it or nothing: where CUDA refuses a part, what was registered before is taken back
-and the memory stays usable, by slow copies.
+All or nothing: if CUDA refuses a part, the rest is unregistered, and the memory stays usable with
+slow copies.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["CudaRuntime", "Registration", "Runtime", "cuda_runtime"]
 logger = logging.getLogger("kvstore.host")
 
 STEP_BYTES = 64 * 1024**3
-"""Recent drivers refuse more than 512 GiB in one call."""
+"""Bytes registered in one call; recent drivers refuse more than 512 GiB."""
 
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 
 
 class Runtime(Protocol):
-    """What is needed of CUDA. Codes are those of ``cudaError_t``; 0 is success."""
+    """The CUDA calls used here. Codes are those of ``cudaError_t``; 0 is success."""
 
     def register(self, address: int, size: int) -> int:
         """Pin memory."""
         ...
 
     def unregister(self, address: int) -> int:
-        """Unpin what was pinned at `address`."""
+        """Unpin the memory that was pinned at `address`."""
         ...
 
     def drain(self) -> None:
-        """Clear the pending error: the next caller to check would take it for its own."""
+        """Clear the pending error, which the next checked call would otherwise report."""
         ...
 
     def kernels_read_host(self) -> bool:
@@ -45,10 +45,10 @@ class Runtime(Protocol):
 
 
 class Registration:
-    """Registered memory.
+    """Memory that is registered with CUDA.
 
     Attributes:
-        kernels_read: kernels of the device may read it by its address in this process.
+        kernels_read: whether kernels may use its addresses in this process.
     """
 
     def __init__(self, runtime: Runtime, addresses: list[int], kernels_read: bool) -> None:
@@ -58,13 +58,13 @@ class Registration:
 
     @classmethod
     def of(cls, runtime: Runtime, address: int, rows: int, stride: int) -> Registration | None:
-        """Register rows in steps that end where rows end, so that no copy of a row lies in two.
+        """Register rows in steps of whole rows, so that no copy of a row spans two registrations.
 
         Args:
             stride: bytes from the beginning of a row to that of the next.
 
         Returns:
-            None if CUDA refuses; why and what it means is in the log.
+            None if CUDA refuses, which is logged.
         """
         size = rows * stride
         step = max(1, STEP_BYTES // stride) * stride
@@ -78,7 +78,7 @@ class Registration:
                 registration.end()
                 logger.warning(
                     "CUDA refuses to pin bytes %d to %d of %d of host memory (error %d): it stays "
-                    "unpinned, copies to and from the device will be slow",
+                    "unpinned, and copies to and from the device will be slow",
                     offset,
                     offset + part,
                     size,
@@ -99,21 +99,21 @@ class Registration:
         if not registration.kernels_read:
             logger.warning(
                 "kernels cannot read pinned host memory on this system (as on WSL2): "
-                "the device's copy engine does all copies",
+                "the device's copy engine makes all copies",
                 extra=about("host.kernels_cannot_read"),
             )
         return registration
 
     def end(self) -> None:
-        """Unregister all. What fails is logged and costs the rest nothing."""
+        """Unregister all memory. A failure is logged, and the rest is still unregistered."""
         while self._addresses:
             address = self._addresses.pop()
             code = _checked(self._runtime.unregister, address)
             if code:
                 self._runtime.drain()
                 logger.warning(
-                    "CUDA could not unpin host memory at %#x (error %d): it stays pinned as long "
-                    "as this process lives",
+                    "CUDA could not unpin host memory at %#x (error %d): it stays pinned until "
+                    "this process ends",
                     address,
                     code,
                     extra=about("host.not_unpinned", error=code),
@@ -133,8 +133,8 @@ class CudaRuntime:
 
     Args:
         torch: the module.
-        library: the runtime's own library, for what torch does not show; None where torch
-            has it built in.
+        library: the runtime's library, for calls that torch does not expose; None if it is
+            linked into torch.
     """
 
     def __init__(self, torch: Any, library: Any) -> None:
@@ -152,7 +152,7 @@ class CudaRuntime:
         if self._library is not None:
             self._library.cudaGetLastError()
             return
-        # torch looks for an error when it has started a kernel, raises it and forgets it.
+        # torch checks for an error after starting a kernel; raising it clears it.
         with contextlib.suppress(RuntimeError):
             self._torch.zeros(1, device="cuda")
 
@@ -171,7 +171,7 @@ class CudaRuntime:
 
 
 def cuda_runtime() -> CudaRuntime | None:
-    """The runtime of this process; None where there is no CUDA device."""
+    """Return the runtime of this process; None if there is no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -180,7 +180,7 @@ def cuda_runtime() -> CudaRuntime | None:
 
 
 def _loaded_library(maps: str) -> Any:
-    """The runtime that is loaded already: another copy of it would have errors of its own."""
+    """Return the runtime that is already loaded; another copy would have its own error state."""
     with contextlib.suppress(OSError), open(maps) as lines:
         for line in lines:
             path = line.rstrip().partition("/")

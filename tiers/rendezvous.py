@@ -1,15 +1,15 @@
-"""Rendezvous: the processes of one server find their shared memory.
+"""Rendezvous: let the processes of one server find their shared memory.
 
 The memory is a memfd, which has no name in any file system. Processes find each
 other by a name in the system's abstract socket namespace. The process that binds
-it is the host: it makes the memory, empty, and then listens. Later processes
+it is the host: it creates the memory, empty, and then listens. Later processes
 connect, learn from the system which process listens, and open the memory through
 the descriptors of that process. Nothing is ever sent.
 
 The name, the memory and the count of processes end with the processes that hold
-them. So a process that is killed, at whatever moment, leaves nothing behind and
-blocks nobody: the next process binds the name, and takes up memory that others
-still have open before it makes any.
+them. So a process that is killed at any moment leaves nothing behind and blocks no
+other: the next process binds the name, and looks for memory that others still have
+open before it creates any.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["OtherShapeError", "Rendezvous", "is_complete", "stem_of"]
 
 PAUSE_SECONDS = 0.005
 GRACE_SECONDS = 1.0
-"""How long a host may lack the memory: it is about to end."""
+"""How long a host may be without the memory, because it is about to end."""
 
 _WAITING = 1024
-"""Connections that nobody accepts; whoever comes leaves one."""
+"""Backlog of connections, which are never accepted; each process leaves one."""
 
 _COMPLETE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _LOCK = "hhqqi4x"
@@ -42,20 +42,20 @@ _LOCK = "hhqqi4x"
 
 
 class OtherShapeError(ConfigError):
-    """The others use rows of another number or size."""
+    """The other processes use another number or size of rows."""
 
 
 class _ElsewhereError(Exception):
-    """Under this name no region can be joined or made."""
+    """No region can be joined or created under this name: try the next."""
 
 
 class Rendezvous:
-    """The meeting of `mappers` processes of this user over the memory called `name`.
+    """Finds or creates the memory called `name`, shared by `mappers` processes of this user.
 
     Keep it as long as the memory, then close it.
 
     Attributes:
-        place: which of the `mappers` this process is, from 0 on, once it has met the others.
+        place: number of this process among the `mappers`, from 0, once `meet` has returned.
     """
 
     def __init__(self, name: str, shape: tuple[int, int], mappers: int) -> None:
@@ -68,13 +68,13 @@ class Rendezvous:
         self._lacking_since: float | None = None
 
     def meet(self, make: Callable[[str], int], timeout: float) -> int:
-        """A descriptor of the memory: of the others' memory, or what `make` returns for a name.
+        """Return a descriptor of the others' memory, or of memory that `make` creates.
 
-        `make` is called by one process at a time, and only where there is no memory yet.
+        Only one process at a time calls `make`, and only if there is no memory yet.
 
         Raises:
             OtherShapeError: if the others use another shape.
-            PathUnusableError: if no other process could be met within `timeout` seconds.
+            PathUnusableError: if the memory was not found within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         number = 0
@@ -92,12 +92,12 @@ class Rendezvous:
             if time.monotonic() > deadline:
                 raise PathUnusableError(
                     f"shared memory {self._name!r}: another process holds its name and has not "
-                    f"made the memory within {timeout:.0f} s"
+                    f"created the memory within {timeout:.0f} s"
                 )
             time.sleep(PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Nobody else will join by way of this process."""
+        """Stop being the host: no more processes can join through this one."""
         if self._host is not None:
             self._host.close()
             self._host = None
@@ -106,7 +106,7 @@ class Rendezvous:
         return f"\0{self._stem}{os.getuid()}-{number}"
 
     def _host_at(self, number: int, make: Callable[[str], int]) -> int | None:
-        """The memory, as its host; None where another process is that."""
+        """Become the host and return the memory; None if another process is the host."""
         host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             host.bind(self._address(number))
@@ -115,8 +115,8 @@ class Rendezvous:
             if error.errno == errno.EADDRINUSE:
                 return None
             raise PathUnusableError(
-                f"the processes of shared memory {self._name!r} cannot meet over an abstract "
-                f"socket: {error.strerror}"
+                f"the processes of shared memory {self._name!r} cannot find each other by an "
+                f"abstract socket: {error.strerror}"
             ) from error
         try:
             fd = self._open_of_anybody()
@@ -130,24 +130,24 @@ class Rendezvous:
         return fd
 
     def _join_at(self, number: int) -> int | None:
-        """The memory of the host; None when it is to be asked again."""
+        """Open the memory of the host; None: try again."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.setblocking(False)
             try:
                 asking.connect(self._address(number))
             except (ConnectionRefusedError, BlockingIOError):
-                # It does not listen yet, or it is gone.
+                # The host does not listen yet, or has ended.
                 return None
-            told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, uid, _ = struct.unpack("3i", told)
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", credentials)
             if uid != os.getuid():
                 raise PathUnusableError(
-                    f"the name of shared memory {self._name!r} is held by a process of user {uid}: "
-                    "it belongs to another user"
+                    f"the name of shared memory {self._name!r} is held by a process of another "
+                    f"user ({uid})"
                 )
             fd = self._open_of(pid) if pid else None
             if fd is not None and not _is_alive(asking):
-                # A successor may have looked for the memory when nobody had it open.
+                # The host has ended, and its successor may have created other memory.
                 os.close(fd)
                 return None
         if fd is None:
@@ -155,7 +155,7 @@ class Rendezvous:
         return fd
 
     def _wait_for_lacking_host(self, pid: int) -> None:
-        """A host without the memory is about to end, or a fork of it keeps the name."""
+        """Wait for a host without the memory to end; give up its name if a fork keeps it."""
         now = time.monotonic()
         if self._lacking_since is None:
             self._lacking_since = now
@@ -172,16 +172,16 @@ class Rendezvous:
         return None
 
     def _open_of(self, pid: int) -> int | None:
-        """The memory, if that process has it open.
+        """Return the memory if that process has it open.
 
         Raises:
-            _ElsewhereError: if it has one to which all have come already, and no other.
+            _ElsewhereError: if it only has memory that all of its processes have joined.
         """
         folder = f"/proc/{pid}/fd"
         try:
             names = os.listdir(folder)
         except PermissionError as error:
-            # A zombie, which has ended and was not waited for, looks alive, too.
+            # A zombie still has a folder in /proc.
             if _is_gone(pid):
                 return None
             raise PathUnusableError(
@@ -204,7 +204,7 @@ class Rendezvous:
         return None
 
     def _open(self, path: str, target: str) -> int | None:
-        """That memory; None if all have come to it already, or another user planted it."""
+        """Open memory; None if all its processes have joined, or it belongs to another user."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if is_complete(fd) or os.fstat(fd).st_uid != os.getuid():
             os.close(fd)
@@ -213,15 +213,16 @@ class Rendezvous:
         if shape != self._shape:
             os.close(fd)
             raise OtherShapeError(
-                f"shared memory {self._name!r} has rows x bytes {shape}, not {self._shape}: "
+                f"shared memory {self._name!r} has the shape (rows x bytes) {shape}, not "
+                f"{self._shape}: "
                 "all processes of one server must use the same sizes"
             )
         return fd
 
     def _count_in(self, fd: int) -> None:
-        """Take a place among those who come; the last one seals the memory.
+        """Take a place among the processes; the last one seals the memory.
 
-        A place is a lock on one byte, which ends with the process that has it.
+        A place is a lock on one byte, which ends with the process that holds it.
         """
         for place in range(self._mappers):
             with contextlib.suppress(BlockingIOError, PermissionError):
@@ -237,13 +238,13 @@ class Rendezvous:
 
 
 def stem_of(name: str) -> str:
-    """How the names of the memory, as ``/proc`` shows it, and of the socket begin."""
+    """Return the prefix of the names of the socket and of the memory in ``/proc``."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=12)
     return f"kvstore-{digest.hexdigest()}-"
 
 
 def is_complete(fd: int) -> bool:
-    """Whether all have come to the memory. It stays so."""
+    """Whether all processes have joined the memory, now or earlier."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _COMPLETE == _COMPLETE
 
 
@@ -252,12 +253,12 @@ def _lock(place: int) -> bytes:
 
 
 def _is_taken(fd: int, place: int) -> bool:
-    told = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(place))
-    return bool(struct.unpack(_LOCK, told)[0] != fcntl.F_UNLCK)
+    lock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock(place))
+    return bool(struct.unpack(_LOCK, lock)[0] != fcntl.F_UNLCK)
 
 
 def _is_alive(asking: socket.socket) -> bool:
-    """Whether the other end still listens: it never sends, and never accepts."""
+    """Whether the host still listens: it never accepts or sends, so `recv` would block."""
     try:
         asking.recv(1)
     except BlockingIOError:

@@ -1,5 +1,5 @@
 """The `kvstore` command."""
 
-# Under two names there would be two registries.
+# Imported under two names, the package would exist twice.
 if __name__ != "kvstore.tools":
     raise ImportError(f"import kvstore.tools, not {__name__}")

@@ -1,8 +1,7 @@
 """The `kvstore` command.
 
-Exit status: 0 all is well, 1 something wrong was found, 2 the command could
-not be carried out (usage, a path that holds no cache, a disk that fails, an
-output that nobody reads to its end).
+Exit status: 0 no fault was found, 1 a fault was found, 2 the command failed
+(usage, a path without a cache, a disk error, a closed output pipe).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding lacks is no reason to break off.
+        # Escape characters that the terminal's encoding lacks instead of failing.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Where nobody takes the output, the interpreter is not to try once more at its end."""
+    """Redirect a broken stdout, so that the interpreter does not flush it again at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -68,7 +67,7 @@ def _fail(text: str) -> int:
 
 
 def _folder(text: str) -> Path:
-    """The path of a folder; "" is none, however a shell came by it."""
+    """Parse the path of a folder; refuse "", which an unset shell variable gives."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must be the path of a folder, not empty")
     return Path(text)
@@ -81,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=kvstore.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, run, text in (
-        ("inspect", inspect, "list namespaces, lanes and segments with what they hold"),
-        ("verify", verify, "read every payload against its digest"),
-        ("stat", run_stat, "how well chunks lie: occupancy of segments, extents"),
-        ("compact", run_compact, "give sparse segments back and put chunks in order"),
+        ("inspect", inspect, "list namespaces, lanes and segments and their contents"),
+        ("verify", verify, "check every payload against its digest"),
+        ("stat", run_stat, "show fragmentation: occupancy of segments, extents"),
+        ("compact", run_compact, "remove sparse segments and put chunks in order"),
         ("purge", run_purge, "forget chunks by namespace, age or key"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -95,24 +94,26 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if run in (run_compact, run_purge):
             command.add_argument(
-                "--dry-run", action="store_true", help="only say what would be done"
+                "--dry-run", action="store_true", help="only report what would be done"
             )
             command.add_argument(
                 "--no-strict-modes",
                 dest="strict_modes",
                 action="store_false",
-                help="take lanes that other users own or may write to, too",
+                help="also accept lanes that other users own or may write to",
             )
         if run is run_purge:
             command.add_argument("--namespace", help="only in the namespace of that name")
-            command.add_argument("--unused", metavar="AGE", help="not used for 36h, 7d, ...")
+            command.add_argument(
+                "--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ..."
+            )
             command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
             command.add_argument("--all", action="store_true", help="every chunk")
     text = "replay a trace of requests with other sizes, policies and flows"
     command = commands.add_parser("simulate", help=text, description=text)
     add_arguments(command)
     command.set_defaults(run=run_simulate)
-    text = "how a server's tiers do, or what a cache on disk takes in, as it happens"
+    text = "show the rates and states of a server's tiers, or the growth of a cache on disk, live"
     command = commands.add_parser("top", help=text, description=text)
     add_top_arguments(command)
     command.set_defaults(run=run_top)

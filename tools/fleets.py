@@ -25,11 +25,11 @@ HEADER = (
 def replay_fleets(
     options: argparse.Namespace, trace: Trace, setups: Sequence[Setup], size: int | None
 ) -> int:
-    """Replay by several servers, with a store that they share and without one."""
+    """Replay over several servers, for each combination of setup, store and router."""
     if options.replicas < 1:
         raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
     if options.hints or options.optimum or options.picture is not None:
-        raise ConfigError("--replicas: not with --hints, --optimum or --picture")
+        raise ConfigError("--replicas cannot be combined with --hints, --optimum or --picture")
     routers = split(options.router)
     for router in routers:
         if router not in ROUTERS:
@@ -45,11 +45,11 @@ def replay_fleets(
         rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size)))
     note("")
     if options.json:
-        told = [_row_of_fleet(*row) for row in rows]
-        print(json.dumps({"trace": about(trace, part), "replays": told}, indent=2))
+        replays = [_row_of_fleet(*row) for row in rows]
+        print(json.dumps({"trace": about(trace, part), "replays": replays}, indent=2))
         return 0
     print_trace(trace, part)
-    print(f"{options.replicas} servers; sizes are those of each")
+    print(f"{options.replicas} servers; sizes are per server")
     shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
     print_table([HEADER, *shown])
     return 0

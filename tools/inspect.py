@@ -14,12 +14,12 @@ __all__ = ["inspect"]
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print the survey; 1 when it met something wrong."""
+    """Print the survey; return 1 if it found a fault."""
     namespaces = survey(options.path)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        told = {"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]}
-        print(json.dumps(told, indent=2))
+        report = {"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]}
+        print(json.dumps(report, indent=2))
     else:
         for namespace in namespaces:
             _print(namespace)

@@ -1,4 +1,4 @@
-"""Options and output that every kind of ``kvstore simulate`` shares."""
+"""Options and output shared by all kinds of ``kvstore simulate``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["about", "chunks_of", "note", "print_table", "print_trace", "scaled",
 
 
 def split(text: str) -> list[str]:
-    """At the commas that stand in no parentheses."""
+    """Split at commas outside parentheses."""
     return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
 
 
 def chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
-    """Chunks from a number, a share of the trace's chunks, or bytes.
+    """Parse a number of chunks: a number, a share of the trace's chunks, or a size in bytes.
 
     Args:
-        size: bytes of a chunk; None where nobody has told.
+        size: bytes of a chunk; None if unknown.
     """
     if re.fullmatch(r"\d+(\.\d+)?%", text):
         return int(trace.unique * float(text[:-1]) / 100)
@@ -39,14 +39,14 @@ def chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
         ) from error
     if size is None:
         raise ConfigError(
-            f"{option} {text}: a size in bytes needs --chunk-bytes, as {trace.name} does not tell "
-            "how large a chunk is"
+            f"{option} {text}: a size in bytes needs --chunk-bytes, because {trace.name} does not "
+            "give the size of a chunk"
         )
     return wanted // size
 
 
 def scaled(setup: Setup, scale: float) -> Setup:
-    """The same for a part of the trace, which has this share of its chunks."""
+    """Scale a setup for a sample that has this share of the trace's chunks."""
     if scale == 1:
         return setup
     return replace(
@@ -57,41 +57,41 @@ def scaled(setup: Setup, scale: float) -> Setup:
 
 
 def about(trace: Trace, part: Trace) -> dict[str, Any]:
-    """What JSON tells of a trace and the part of it that was replayed."""
-    told: dict[str, Any] = {
+    """Describe a trace and the part of it that was replayed, for JSON."""
+    description: dict[str, Any] = {
         "name": trace.name,
         "requests": len(trace.requests),
         "accesses": trace.accesses,
         "unique": trace.unique,
     }
     if part is not trace:
-        told["sample"] = {
+        description["sample"] = {
             "requests": len(part.requests), "accesses": part.accesses, "unique": part.unique
         }  # fmt: skip
-    return told
+    return description
 
 
 def print_trace(trace: Trace, part: Trace) -> None:
-    """The same as text."""
+    """Print a trace and the part of it that was replayed."""
     print(
         f"{trace.name}: {len(trace.requests)} requests, {trace.accesses} accesses to "
         f"{trace.unique} chunks"
     )
     if part is not trace:
         print(
-            f"a sample of it: {len(part.requests)} requests, {part.accesses} accesses to "
+            f"sample: {len(part.requests)} requests, {part.accesses} accesses to "
             f"{part.unique} chunks; sizes are scaled"
         )
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they have to be, the first row above them."""
+    """Print rows as aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def note(text: str) -> None:
-    """How far it is, on a terminal; nothing takes it away again."""
+    """Show progress on a terminal; an empty text clears it."""
     if sys.stderr.isatty():
         print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)

@@ -37,11 +37,11 @@ __all__ = ["add_arguments", "run_simulate"]
 DEFAULT_HOST = "10%"
 
 NOTED_BYTES = 8 * 2**20
-"""Reading a trace of so many bytes takes long enough to show how far it is."""
+"""Size of a trace from which the progress of reading it is shown."""
 
 CURVE_POINTS = 12
 CURVE_ACCESSES = 2_000_000
-"""A curve is made from about so many accesses, unless told otherwise."""
+"""Approximate number of accesses that a curve replays, unless --sample is given."""
 
 HEADER = (
     "host", "policy", "admission", "disk", "policy", "admission", "flow", "hints",
@@ -50,12 +50,12 @@ HEADER = (
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    several = "several, separated by commas, are all tried"
+    """Add the command's arguments."""
+    several = "tries each of a comma-separated list"
     command.add_argument("trace", type=Path, help="Mooncake, packed, or kvstore's own recording")
     command.add_argument(
         "--host",
-        help=f"chunks, percent of the trace's, or bytes; {several}; 10%% by default",
+        help=f"chunks, percent of the trace's chunks, or bytes; {several}; 10%% by default",
     )
     command.add_argument("--disk", default="0", help="the same for disk; 0 means none")
     command.add_argument("--policy", default="lru", help=f"for host memory; {several}")
@@ -68,11 +68,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--flow", default="write-through", help=f"{flows}; {several}")
     command.add_argument(
         "--hints", action="store_true",
-        help="replay also with clients that tell when their conversations go on",
+        help="also replay with clients that announce when their conversations go on",
     )  # fmt: skip
     command.add_argument(
         "--replicas", type=int,
-        help="servers behind a router; sizes are those of each, and what they share is --store",
+        help="servers behind a router; sizes are per server, and --store is shared",
     )  # fmt: skip
     command.add_argument("--store", default="0", help="chunks of a store that replicas share")
     command.add_argument(
@@ -80,12 +80,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--chunk-bytes",
-        help="size of a chunk, such as 2MiB; sizes in bytes need it where the trace does not tell",
+        help="size of a chunk, such as 2MiB; sizes in bytes need it if the trace does not give it",
     )  # fmt: skip
     command.add_argument("--limit", type=int, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
-    command.add_argument("--seed", type=int, default=0, help="of the sample")
-    command.add_argument("--optimum", action="store_true", help="add what nobody can surpass")
+    command.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    command.add_argument("--optimum", action="store_true", help="add Belady's upper bound")
     command.add_argument(
         "--curve", action="store_true", help="hit ratio of each policy over sizes, host memory only"
     )
@@ -94,7 +94,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Replay a trace with every combination that was asked for."""
+    """Replay a trace with every combination of the options."""
     if options.picture is not None:
         check_picture(options.picture)
     if options.limit is not None and options.limit < 1:
@@ -129,14 +129,14 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.picture is not None:
         _draw_rows(options.picture, trace, rows, best)
     if options.json:
-        told = {
+        report = {
             "trace": about(trace, part),
             "chunk_bytes": size or DEFAULT_CHUNK_BYTES,
             "replays": rows,
         }
         if options.optimum:
-            told["optimum"] = best
-        print(json.dumps(told, indent=2))
+            report["optimum"] = best
+        print(json.dumps(report, indent=2))
         return 0
     print_trace(trace, part)
     print_table([HEADER, *map(_shown, rows)])
@@ -152,7 +152,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 
 def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) -> int:
-    """Hit ratios over sizes: exact for plain LRU, from a sample for the rest."""
+    """Print hit ratios over sizes: exact for plain LRU, from a sample for the others."""
     rate = options.sample
     if rate is None:
         rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
@@ -179,15 +179,15 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
     if options.picture is not None:
         draw(options.picture, trace.name, lines)
     if options.json:
-        told = {
+        curves = {
             name: [{"chunks": size, "hit_ratio": ratio} for size, ratio in points]
             for name, points in lines.items()
         }
-        print(json.dumps({"trace": about(trace, part), "curves": told}, indent=2))
+        print(json.dumps({"trace": about(trace, part), "curves": curves}, indent=2))
         return 0
     print_trace(trace, part)
     if part is not trace and Choice("lru") in policies:
-        print("lru is of the whole trace")
+        print("lru is for the whole trace")
     table = [("chunks", "% of all", *lines)]
     for index, size in enumerate(sizes):
         ratios = [f"{100 * points[index][1]:.2f}" for points in lines.values()]
@@ -196,14 +196,14 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
     return 0
 
 
-# -- what was asked for ----------------------------------------------------------------------
+# -- options -------------------------------------------------------------------------------
 
 
 def _setups(
     options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int | None
 ) -> list[Setup]:
     if options.host is None:
-        # Nobody asked for a share of a trace that has too few chunks for one.
+        # The default must also work for a trace so short that 10 % is less than a chunk.
         hosts = [max(1, chunks_of("--host", DEFAULT_HOST, trace, size))]
     else:
         hosts = [chunks_of("--host", text, trace, size) for text in split(options.host)]
@@ -272,7 +272,7 @@ def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int | None:
     return size
 
 
-# -- what is told ------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------
 
 
 def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:

@@ -25,24 +25,24 @@ __all__ = ["Snapshot", "add_top_arguments", "run_top", "scrape", "tables"]
 PREFIXES = ("vllm:kvstore_", "kvstore_")
 
 WHOLE = ""
-"""Stands for the tier of what is of the whole store."""
+"""In place of a tier, for metrics of the whole store."""
 
 SECONDS = 10.0
 """How long a server may take to answer."""
 
-NEEDED = "kvstore top needs more: pip install kvstore[top]; this is missing:"
+NEEDED = "kvstore top needs more packages: pip install kvstore[top]; missing is"
 
 STATES = ("closed", "stalled", "congested", "outpaced", "slow")
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a server told at one time, summed over its engines.
+    """A server's metrics at one time, summed over its engines.
 
     Attributes:
         at: seconds of a monotonic clock.
-        values: by name without prefix, and tier.
-        buckets: of histograms, by name and tier: counts up to each bound.
+        values: values by name without prefix, and tier.
+        buckets: histograms by name and tier: counts up to each bound.
     """
 
     at: float
@@ -51,23 +51,23 @@ class Snapshot:
 
     @property
     def tiers(self) -> list[str]:
-        """The tiers that it has told of."""
+        """Tiers that have metrics."""
         return sorted({tier for _, tier in self.values if tier != WHOLE})
 
     def get(self, name: str, tier: str = WHOLE) -> float:
-        """A value; 0 where it was not told."""
+        """Return a value, 0 if it is missing."""
         return self.values.get((name, tier), 0.0)
 
     def rate(self, before: Snapshot, name: str, tier: str = WHOLE) -> float:
-        """By how much it has grown, a second; 0 where it started anew."""
+        """Return the growth of a counter per second, 0 if the server has restarted."""
         more = self.get(name, tier) - before.get(name, tier)
         return max(0.0, more) / max(self.at - before.at, 1e-9)
 
     def quantile(self, before: Snapshot, name: str, share: float, tier: str = WHOLE) -> float:
-        """A bound that this share of what came since did not exceed; NaN where nothing came."""
+        """Return a quantile of the observations since `before`, NaN if there were none."""
         now, then = self.buckets.get((name, tier), {}), before.buckets.get((name, tier), {})
         if any(now.get(bound, 0.0) < count for bound, count in then.items()):
-            # The server started anew: all that it tells came since.
+            # The server has restarted: all its observations are new.
             then = {}
         counts = {bound: count - then.get(bound, 0.0) for bound, count in sorted(now.items())}
         whole = counts.get(math.inf, 0.0)
@@ -77,18 +77,20 @@ class Snapshot:
 
 
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "where",
         metavar="URL|PATH",
-        help="a server's metrics, as http://host:8000/metrics, or the folder of a cache",
+        help="a server's metrics, such as http://host:8000/metrics, or the folder of a cache",
     )
     parser.add_argument("--interval", type=_seconds, default=2.0, help="seconds, 2 by default")
-    parser.add_argument("--times", type=int, default=0, help="how often; by default until Ctrl-C")
+    parser.add_argument(
+        "--times", type=int, default=0, help="number of updates; by default until Ctrl-C"
+    )
 
 
 def run_top(options: argparse.Namespace) -> int:
-    """Show it until Ctrl-C, or so many times.
+    """Show a server or a folder until Ctrl-C, or as often as `--times` says.
 
     Raises:
         KVStoreError: if a package is missing, or there is nothing to show.
@@ -115,7 +117,7 @@ def _looks(
     times: int,
     show: Callable[[Snapshot, Snapshot], Table],
 ) -> Iterator[RenderableType]:
-    """What to show after each look. The first look has to succeed; later ones are tried again."""
+    """Yield what to show after each look. The first look must succeed; later ones are retried."""
     from rich.text import Text
 
     before: Snapshot | None = look()
@@ -128,12 +130,12 @@ def _looks(
             now = look()
         except KVStoreError as error:
             gone = gone or time.strftime("%H:%M:%S")
-            # What the server tells when it is back begins anew.
+            # A restarted server counts from 0, so no rates can be shown at first.
             before = None
-            yield Text(f"not reachable since {gone}, trying: {error}")
+            yield Text(f"not reachable since {gone}, trying again: {error}")
             continue
         if before is None:
-            yield Text(f"reachable again, was not since {gone}")
+            yield Text(f"reachable again; was not reachable since {gone}")
         else:
             yield show(before, now)
         before, gone = now, ""
@@ -143,10 +145,10 @@ def _looks(
 
 
 def scrape(url: str) -> Snapshot:
-    """What the server at `url` tells Prometheus of kvstore.
+    """Read kvstore's metrics from the server at `url`.
 
     Raises:
-        KVStoreError: if it does not answer, or tells nothing of kvstore.
+        KVStoreError: if it does not answer, or has no metrics of kvstore.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -162,7 +164,7 @@ def scrape(url: str) -> Snapshot:
     try:
         samples = [each for its in text_string_to_metric_families(text) for each in its.samples]
     except ValueError as error:
-        raise KVStoreError(f"{url}: not what Prometheus reads: {error}") from error
+        raise KVStoreError(f"{url}: not in Prometheus' text format: {error}") from error
     for sample in samples:
         prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
         if prefix is None or sample.name.endswith("_created"):
@@ -176,12 +178,12 @@ def scrape(url: str) -> Snapshot:
         else:
             snapshot.values[name, tier] = snapshot.get(name, tier) + sample.value
     if not snapshot.values:
-        raise KVStoreError(f"{url}: it tells nothing of kvstore")
+        raise KVStoreError(f"{url}: has no metrics of kvstore")
     return snapshot
 
 
 def tables(before: Snapshot, now: Snapshot) -> Table:
-    """What happened between two looks at a server."""
+    """Tabulate what happened between two looks at a server."""
     from rich.table import Table
 
     loaded = now.rate(before, "loaded_host_chunks")
@@ -231,7 +233,7 @@ def _time(seconds: float) -> str:
 
 
 def look_at(path: str) -> Snapshot:
-    """What a cache on disk holds now; its lanes stand in the place of tiers."""
+    """Survey a cache on disk; its lanes take the place of tiers."""
     snapshot = Snapshot(time.monotonic())
     for namespace in survey(path):
         for lane in namespace.lanes:

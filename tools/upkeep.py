@@ -28,18 +28,21 @@ __all__ = ["run_compact", "run_purge", "run_stat"]
 
 
 def run_stat(options: argparse.Namespace) -> int:
-    """Print the layout of every lane; 1 when something was wrong."""
+    """Print the layout of every lane; return 1 if there are faults."""
     namespaces = survey(options.path)
     found = layouts_of(namespaces)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        lanes = [{**dataclasses.asdict(one), **_derived(one.layout)} for one in found]
-        told = {"lanes": lanes, "faults": [dataclasses.asdict(fault) for fault in faults]}
-        print(json.dumps(told, indent=2))
+        lanes = [
+            {**dataclasses.asdict(one), "chunks_per_extent": one.layout.chunks_per_extent}
+            for one in found
+        ]
+        report = {"lanes": lanes, "faults": [dataclasses.asdict(fault) for fault in faults]}
+        print(json.dumps(report, indent=2))
         return 1 if faults else 0
     for one in found:
         layout = one.layout
-        print(f"{one.lane}")
+        print(one.lane)
         print(
             f"  {layout.live} of {layout.slots} slots in {layout.segments} segments, "
             f"{format_size(layout.file_bytes)}; {layout.needed} segments would do"
@@ -55,9 +58,9 @@ def run_stat(options: argparse.Namespace) -> int:
 
 
 def run_compact(options: argparse.Namespace) -> int:
-    """Compact lanes that nobody uses.
+    """Compact lanes that no process uses.
 
-    1 when one was refused or something was damaged, 2 when one could not be compacted.
+    Returns 1 if a lane was refused or has faults, 2 if one could not be compacted.
     """
 
     def progress(moved: int, live: int) -> None:
@@ -82,7 +85,7 @@ def run_compact(options: argparse.Namespace) -> int:
 
 
 def run_purge(options: argparse.Namespace) -> int:
-    """Forget chunks; 1 when a lane or a segment was refused, 2 when one could not be purged."""
+    """Forget chunks; return 1 if a lane or a segment was refused, 2 if one could not be purged."""
     conditions = (options.namespace, options.key, options.unused)
     if not options.all and all(one is None for one in conditions):
         raise ConfigError("say what to purge: --namespace, --unused, --key, or --all")
@@ -122,7 +125,7 @@ def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Seconds from ``"90s"``, ``"15m"``, ``"36h"`` or ``"7d"``.
+    """Parse an age, such as ``"90s"``, ``"15m"``, ``"36h"`` or ``"7d"``, to seconds.
 
     Raises:
         ConfigError: for anything else.
@@ -152,15 +155,15 @@ def _print_compacted(one: CompactedLane, dry_run: bool) -> None:
 
 
 def _damage(result: Compaction) -> str:
-    """What was found to be wrong, in one phrase; chunks that were not moved were not read."""
+    """Summarize the faults in one phrase. Chunks that were not moved were not checked."""
     records = sum(fault.slot is not None and fault.key is None for fault in result.faults)
     files = sum(fault.slot is None for fault in result.faults)
-    told = f"{result.dropped} damaged and dropped"
+    summary = f"{result.dropped} damaged and dropped"
     if records:
-        told += f", {records} damaged records"
+        summary += f", {records} damaged records"
     if files:
-        told += f", {files} segments with faults"
-    return told
+        summary += f", {files} segments with faults"
+    return summary
 
 
 def _print_purged(one: PurgedLane, dry_run: bool) -> None:
@@ -175,10 +178,6 @@ def _print_purged(one: PurgedLane, dry_run: bool) -> None:
 
 def _print_not_done(one: CompactedLane | PurgedLane) -> None:
     print(f"REFUSED {one.refused}" if one.refused else f"FAILED {one.failed}")
-
-
-def _derived(layout: Any) -> dict[str, float]:
-    return {"chunks_per_extent": layout.chunks_per_extent}
 
 
 def _print_json(found: Sequence[dict[str, Any]]) -> None:

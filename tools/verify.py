@@ -16,7 +16,7 @@ __all__ = ["verify"]
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Verify all payloads; 1 when something is wrong. Progress goes to a terminal only."""
+    """Verify all payloads; return 1 if there are faults. Progress is shown on a terminal only."""
     faults: list[Fault] = []
     progress = Progress(0, 0, 0)
     started = time.monotonic()
@@ -31,12 +31,12 @@ def verify(options: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if options.json:
-        told = {
+        report = {
             "chunks": progress.chunks,
             "bytes": progress.done_bytes,
             "faults": [dataclasses.asdict(fault) for fault in faults],
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
     else:
         print(
             f"{progress.chunks} chunks, {format_size(progress.done_bytes)} read, "

@@ -1,7 +1,7 @@
 """Backends: a fixed number of blocks of one size, on one medium.
 
-A backend hands blocks out and takes them back. It decides nothing, and does not know what a block
-holds. The caller guarantees to allocate no more blocks than are free, and to free each once.
+A backend allocates and frees blocks. It decides nothing, and does not know what a block holds. The
+caller guarantees to allocate no more blocks than are free, and to free each once.
 
 `PinnedBackend` keeps blocks in host memory that CUDA knows as pinned, where there is a GPU.
 `MappedFileBackend` keeps them in a file that is mapped into memory.
@@ -37,10 +37,10 @@ __all__ = [
 
 
 class BlockStatus(ctypes.Structure):
-    """An offloaded block, in a few bytes; backends extend it by ``_fields_`` of their own.
+    """State of an offloaded block; backends add ``_fields_`` of their own.
 
     Attributes:
-        ref_cnt: loads under way; -1 until the block has been stored.
+        ref_cnt: number of loads under way; -1 until the block has been stored.
     """
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("ref_cnt", ctypes.c_int32)]
@@ -56,11 +56,11 @@ class BlockStatus(ctypes.Structure):
 
 
 class Backend(ABC):
-    """Blocks that are rows of one region of memory.
+    """A fixed number of blocks on one medium.
 
     Attributes:
         block_size: tokens of an offloaded block.
-        medium: the medium's name, as in events.
+        medium: name of the medium, as in events.
     """
 
     def __init__(self, block_size: int, medium: str) -> None:
@@ -69,32 +69,32 @@ class Backend(ABC):
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """How many blocks can be allocated."""
+        """Return how many blocks can be allocated."""
 
     @abstractmethod
     def allocate_blocks(self, keys: Sequence[bytes]) -> list[BlockStatus]:
-        """One block for each of `keys`, which are not stored yet.
+        """Allocate one block for each of `keys`, which are not stored yet.
 
         Raises:
-            ValueError: if fewer are free; then none was allocated.
+            ValueError: if fewer are free; then none is allocated.
         """
 
     @abstractmethod
     def free(self, block: BlockStatus) -> None:
-        """Take a block back."""
+        """Free a block."""
 
     def get_load_store_spec(
         self, keys: Iterable[bytes], blocks: Iterable[BlockStatus]
     ) -> LoadStoreSpec:
-        """Where `blocks` lie, which hold `keys`, for a worker.
+        """Return where `blocks`, which hold `keys`, lie, for a worker.
 
         Raises:
-            NotImplementedError: if the backend does not say; its manager then has to know.
+            NotImplementedError: if the backend leaves this to its manager.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
     def close(self) -> None:  # noqa: B027
-        """Let go of the medium."""
+        """Release the medium."""
 
 
 class RowStatus(BlockStatus):
@@ -112,7 +112,7 @@ class RowStatus(BlockStatus):
 
 
 class RowBackend(Backend):
-    """Hands out the rows of `array`, the lowest first: neighbours are copied together.
+    """The rows of `array`; allocates the lowest first, as neighbours are copied together.
 
     Attributes:
         array: uint8, of shape (blocks, bytes of a block).
@@ -128,7 +128,7 @@ class RowBackend(Backend):
 
     def allocate_blocks(self, keys: Sequence[bytes]) -> list[BlockStatus]:
         if len(keys) > len(self._free):
-            raise ValueError(f"{len(keys)} blocks were asked for, {len(self._free)} are free")
+            raise ValueError(f"{len(keys)} blocks were requested, {len(self._free)} are free")
         return [RowStatus(heapq.heappop(self._free)) for _ in keys]
 
     def free(self, block: BlockStatus) -> None:
@@ -158,7 +158,7 @@ class PinnedBackend(RowBackend):
             block_bytes: bytes of a block; a row is as long, rounded up to a page.
 
         Raises:
-            ConfigError: if the machine has not that much memory, or a number is below 1.
+            ConfigError: if the machine does not have enough memory, or a number is below 1.
         """
         self.region = PinnedRegion.private(num_blocks, round_to_page(block_bytes))
         super().__init__(block_size, "host", self.region.array)
@@ -170,10 +170,10 @@ class PinnedBackend(RowBackend):
 
 
 class MappedFileBackend(RowBackend):
-    """Rows of a file, which the system writes back and reads ahead as it likes.
+    """Rows of a memory-mapped file.
 
-    For a medium that is memory (tmpfs, DAX) or larger than memory. What the file holds is worth
-    nothing without the manager that knows it: it is made anew, and removed at the end.
+    For a medium that is memory (tmpfs, DAX) or larger than memory. The file is useless without the
+    manager that knows its contents, so it is created anew and removed at the end.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class MappedFileBackend(RowBackend):
         """
         Args:
             block_bytes: bytes of a block; a row is as long, rounded up to a page.
-            path: the file, which must not exist. All its space is allocated.
+            path: the file, which must not exist. All of its space is allocated.
 
         Raises:
             ConfigError: if a number is below 1.
-            PathUnusableError: if the file exists or cannot be made; then none is left.
+            PathUnusableError: if the file exists or cannot be created; none is left behind.
         """
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigError(
@@ -198,20 +198,20 @@ class MappedFileBackend(RowBackend):
         try:
             fd = os.open(self.path, flags, 0o600)
         except (OSError, ValueError) as error:
-            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
+            raise PathUnusableError(f"{self.path}: {_reason(error)}") from error
         try:
             os.posix_fallocate(fd, 0, num_blocks * row_bytes)
             self._memory = mmap.mmap(fd, num_blocks * row_bytes)
         except (OSError, OverflowError, ValueError) as error:
             self.path.unlink()
-            raise PathUnusableError(f"{self.path}: {_said(error)}") from error
+            raise PathUnusableError(f"{self.path}: {_reason(error)}") from error
         finally:
             os.close(fd)
         array = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, row_bytes)
         super().__init__(block_size, "mapped file", array)
 
     def close(self) -> None:
-        """Remove the file. Arrays made from it keep its memory until they go."""
+        """Remove the file. Its memory is kept while arrays over it exist."""
         with contextlib.suppress(AttributeError):
             del self.array
         with contextlib.suppress(BufferError):
@@ -219,5 +219,5 @@ class MappedFileBackend(RowBackend):
         self.path.unlink(missing_ok=True)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)

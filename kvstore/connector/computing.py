@@ -1,9 +1,9 @@
 """Measure how fast the server computes chunks, from its calls.
 
-What a step computes of a request are the chunks that it offers to be stored, from the first
-that was a miss on: those before it were loaded, or the device had them. A step takes from its
-end, when it is handed to the workers, until they report it; one that is handed over before the
-last was reported begins when that was.
+The chunks that a step computes of a request are those that it offers to be stored, starting with
+the first miss; earlier ones were loaded, or the device had them. Computing begins when the step is
+handed to the workers, or when they report the step before, whichever is later. It ends when they
+report the step.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from kvstore.types import group_of
 __all__ = ["Computing"]
 
 LEAST_CHUNKS = 2
-"""A step in which no request computes as many says nothing of prompts."""
+"""Fewest chunks of a request in a step that are counted: fewer is not a prompt."""
 
 MOST_STEPS = 16
-"""Steps that are under way at once; a server with more does not report them."""
+"""Most steps under way at once; a server with more does not report its steps."""
 
 
 class Computing:
-    """See the module's text.
+    """Measures the chunks computed and the seconds taken.
 
     Args:
-        tell: told how many chunks were computed, and in how many seconds.
+        tell: called with a number of chunks and the seconds in which they were computed.
     """
 
     def __init__(self, tell: Callable[[int, float], None]) -> None:
         self._tell = tell
-        # Of requests that compute: the first key that was missed, None once it was offered.
+        # Request -> the first key that was a miss, or None once it was offered.
         self._missed: dict[str, bytes | None] = {}
-        # Chunks offered since the last step went; steps under way, when each ended and its chunks.
+        # Chunks offered since the last step ended.
         self._chunks = 0
+        # Steps under way: when each was handed to the workers, and its chunks.
         self._steps: deque[tuple[float, int]] = deque()
         self._reported = 0.0
 
     def missed(self, request: str, key: bytes) -> None:
-        """The request will compute this chunk and what follows."""
+        """Note that the request computes this chunk and those after it."""
         self._missed[request] = key
 
     def offered(self, request: str, keys: Sequence[bytes]) -> None:
-        """`keys`, each group's in prompt order, are offered in a step, before or after its end."""
+        """Count chunks offered to be stored; `keys` are in prompt order within each group."""
         if request not in self._missed:
             return
         first = self._missed[request]
@@ -62,24 +63,24 @@ class Computing:
             self._chunks += chunks
 
     def finished(self, request: str) -> None:
-        """The request computes nothing more."""
+        """Forget a request that computes nothing more."""
         self._missed.pop(request, None)
 
     def step_began(self) -> None:
-        """What was offered so far belongs to the step before."""
+        """Begin a step: chunks offered so far belong to the step before."""
         if self._chunks and self._steps:
             ended, chunks = self._steps[-1]
             self._steps[-1] = ended, chunks + self._chunks
         self._chunks = 0
 
     def step_ended(self, now: float) -> None:
-        """The step is handed to the workers."""
+        """Note that a step is handed to the workers."""
         self._steps.append((now, 0))
         if len(self._steps) > MOST_STEPS:
             self._steps.clear()
 
     def step_reported(self, now: float) -> None:
-        """The workers have reported the first of the steps under way."""
+        """Note that the workers have computed the oldest step under way."""
         self.step_began()
         if not self._steps:
             return

@@ -1,31 +1,31 @@
 """The contract of a manager.
 
-A manager lives in the scheduler's process. It knows which blocks are offloaded and where,
-and moves no byte itself: it tells the server from where to where a worker shall copy. Keys
-are ``bytes``, one for each offloaded block, in the order of the prompt.
+A manager lives in the scheduler's process. It knows which blocks are offloaded and where. It copies
+nothing itself: it tells the server what a worker must copy, from where to where. Keys are
+``bytes``, one for each offloaded block, in the order of the prompt.
 
 It is called in one of two forms:
 
-* by lists: ``lookup(keys)`` counts the leading keys that can be loaded, and no call says
-  which request it belongs to;
+* by lists: ``lookup(keys)`` counts the leading keys that can be loaded, and no call names a
+  request;
 * by keys: ``lookup(key, req_context)``, and every call names its request.
 
 The caller guarantees:
 
 * all calls come from one thread at a time;
 * `prepare_load` names keys that can be loaded: the leading ones that `lookup` has counted, or
-  those that it has answered True, in the same step. A step ends with `on_schedule_end`.
-  For a server that never calls it, it ends when a prompt is looked up once more, when
-  all that was found has been loaded, or after a quarter of a second;
+  those for which it has answered True, in the same step. A step ends with `on_schedule_end`.
+  If a server never calls it, a step ends when a prompt is looked up once more, when all that
+  was found has been loaded, or after a quarter of a second;
 * each `prepare_load` and `prepare_store` is followed by its completion.
 
 The manager guarantees:
 
 * no call waits for I/O, and none raises because a medium is slow, full or broken;
-* between `prepare_load` and `complete_load` nobody rewrites what is loaded; between
-  `prepare_store` and `complete_store` nobody else is given the places, and nobody
-  is told to load from them;
-* None for a lookup ("ask again") is followed by another answer at last;
+* between `prepare_load` and `complete_load` the blocks are not overwritten; between
+  `prepare_store` and `complete_store` their places are not given out again, and no load
+  reads them;
+* a lookup that answers None ("ask again") is in the end answered otherwise;
 * completions of what was never prepared are counted and change nothing.
 """
 
@@ -52,11 +52,11 @@ __all__ = [
 
 
 class RequestContext(Protocol):
-    """What a manager must know of a request."""
+    """What a manager must know about a request."""
 
     @property
     def req_id(self) -> str:
-        """The request's name, no other's while it lives."""
+        """Name of the request, unique while it lives."""
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ class ReqContext:
 
     Attributes:
         req_id: its name.
-        position: where in the prompt a key ends, in tokens, for servers that name keys of
-            several KV cache groups, or in another order than the prompt's.
-        kv_transfer_params, kv_hints: hints of what will become of it, see `kvstore.core.hints`.
-        trace_headers: names the span that it belongs to, by the header ``traceparent`` of W3C's
-            Trace Context, where its client has sent one.
+        position: returns the position in the prompt, in tokens, at which a key ends; for servers
+            that name keys of several KV cache groups, or in another order than the prompt's.
+        kv_transfer_params, kv_hints: hints about the request: see `kvstore.core.hints`.
+        trace_headers: HTTP headers of which ``traceparent`` (W3C Trace Context) names the parent
+            of the request's spans.
     """
 
     req_id: str
@@ -81,14 +81,14 @@ class ReqContext:
 
 @dataclass(slots=True, init=False)
 class PrepareStoreOutput:
-    """What is to be stored, and where.
+    """Which keys are to be stored, and where.
 
     Attributes:
-        keys_to_store: those of the keys that are not offloaded yet and may be, in their order.
+        keys_to_store: the keys that are accepted and not offloaded yet, in their order.
         store_spec: their places, in the same order.
-        evicted_keys: what has left to make room.
-        block_hashes_to_store, block_hashes_evicted: other published names of the two, also as
-            keywords.
+        evicted_keys: keys that were evicted to make room.
+        block_hashes_to_store, block_hashes_evicted: published aliases of the two, also as
+            keyword arguments.
     """
 
     keys_to_store: list[bytes]
@@ -105,7 +105,7 @@ class PrepareStoreOutput:
         block_hashes_evicted: list[bytes] | None = None,
     ) -> None:
         if store_spec is None:
-            raise TypeError("store_spec is missing: where the keys are to be stored")
+            raise TypeError("store_spec is missing: it says where the keys are to be stored")
         self.keys_to_store = _either("keys_to_store", keys_to_store, block_hashes_to_store)
         self.store_spec = store_spec
         self.evicted_keys = _either("evicted_keys", evicted_keys, block_hashes_evicted or [])
@@ -124,7 +124,7 @@ class OffloadingEvent:
     """Keys that appeared on (`removed` is False) or left a medium.
 
     Attributes:
-        block_hashes: another published name of `keys`, also as a keyword.
+        block_hashes: published alias of `keys`, also as a keyword argument.
         block_size: tokens of an offloaded block.
     """
 
@@ -153,39 +153,39 @@ class OffloadingEvent:
 
 
 def _either(name: str, keys: list[bytes] | None, other: list[bytes] | None) -> list[bytes]:
-    """The argument `name`, or what was given under its other name."""
+    """Return the argument `name`, or its published alias."""
     found = other if keys is None else keys
     if found is None:
-        raise TypeError(f"{name} is missing: the keys")
+        raise TypeError(f"{name} is missing")
     return found
 
 
 def asking(req_context: RequestContext | None) -> RequestContext:
-    """The request that looks one key up.
+    """Return the request that looks up one key.
 
     Raises:
-        KVStoreError: if none is named.
+        KVStoreError: if no request is named.
     """
     if req_context is None:
-        raise KVStoreError("lookup of one key needs the request that asks: req_context")
+        raise KVStoreError("lookup of one key needs req_context, the request that asks")
     return req_context
 
 
 def by_lists(
     req_context: RequestContext | bool | None, success: bool
 ) -> tuple[RequestContext | None, bool]:
-    """Whose store is complete, and whether it is: by lists, `success` comes in its place."""
+    """Return the request and `success`; in calls by lists, `success` comes second."""
     if req_context is None or hasattr(req_context, "req_id"):
         return req_context, success
     return None, bool(req_context)
 
 
 class OffloadingManager(ABC):
-    """Lets callers name requests to a manager that is called by lists only.
+    """Base of managers: knows what is offloaded, and where. See the module's text.
 
     Attributes:
-        loads_are_uses: `prepare_load` counts as a use, and `touch` is called for what was used
-            without it. Otherwise `touch` is called for all of a request that is looked up.
+        loads_are_uses: whether `prepare_load` counts as a use. If so, `touch` is called only for
+            keys that were used without being loaded, otherwise for all keys of a request.
     """
 
     loads_are_uses: bool = False
@@ -200,16 +200,16 @@ class OffloadingManager(ABC):
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None
     ) -> int | None:
-        """What can be loaded: how many leading `keys`, or whether the one key of a request.
+        """Return how many leading `keys` can be loaded, or whether the one key of a request can.
 
-        None says that it is being fetched: ask again.
+        None means that it is being fetched: ask again.
         """
 
     def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
-        """How many leading `keys` of a request can be loaded: `lookup` key by key, in one call.
+        """Return how many leading `keys` of a request can be loaded, in one call.
 
-        None as soon as one before the first that is not there is to be asked for again; all up
-        to there have been asked for.
+        None if any key before the first miss is being fetched. All keys up to the first miss are
+        looked up in any case.
         """
         deferred = False
         count = 0
@@ -224,37 +224,37 @@ class OffloadingManager(ABC):
         return None if deferred else count
 
     def is_deferred(self, req_context: RequestContext) -> bool:
-        """Whether every lookup of the request would be answered None now: it has asked again."""
+        """Whether every lookup of the request would be answered None now. Counts as asking."""
         return False
 
     @abstractmethod
     def prepare_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> LoadStoreSpec:
-        """Protect `keys` until `complete_load`; returns where they lie, in their order.
+        """Protect `keys` until `complete_load`; return where they lie, in their order.
 
         Raises:
-            KeyError: if one of them cannot be loaded; then nothing was protected.
+            KeyError: if one of them cannot be loaded; then none is protected.
         """
 
     def touch(  # noqa: B027
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
-        """`keys` were used, although not loaded from here. Those that are not here are ignored."""
+        """Count a use of `keys` that were not loaded from here. Unknown keys are ignored."""
 
     def complete_load(  # noqa: B027
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> None:
-        """`keys` have been loaded, each as often as it was prepared: they may leave."""
+        """End the protection of loaded `keys`, each as often as it was prepared."""
 
     @abstractmethod
     def prepare_store(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> PrepareStoreOutput | None:
-        """Reserve places for those of `keys` that are not here, making room if need be.
+        """Reserve places for those of `keys` that are not here, evicting others if necessary.
 
-        What does not fit whole is accepted for the prefix that fits. None means that nothing
-        can be stored now: offer it again.
+        If not all fit, the longest prefix that fits is accepted. None means that nothing can be
+        stored now: offer it again.
         """
 
     def complete_store(  # noqa: B027
@@ -263,46 +263,48 @@ class OffloadingManager(ABC):
         req_context: RequestContext | bool | None = None,
         success: bool = True,
     ) -> None:
-        """`keys` have been stored and can be loaded; without `success` they are dropped.
+        """Make stored `keys` loadable; without `success`, drop them.
 
-        In the form by lists `success` comes second, as in ``complete_store(keys, False)``.
+        In calls by lists `success` comes second, as in ``complete_store(keys, False)``.
         """
 
     def on_new_request(self, req_context: RequestContext) -> None:  # noqa: B027
-        """A request was seen for the first time."""
+        """Begin a request, when it is seen for the first time."""
 
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
-        """A request asks and prepares no more; completions may still come."""
+        """End a request: it looks up and prepares no more. Completions may still come."""
 
     def on_schedule_end(self, context: object = None) -> None:  # noqa: B027
-        """A step of the scheduler ends. What some servers tell of it is not needed."""
+        """End a step of the scheduler. `context`, which some servers pass, is not used."""
 
     def on_step_reported(self) -> None:  # noqa: B027
-        """The workers have computed the first of the steps that ended and were not reported yet.
+        """Note that the workers have computed the oldest step that was not reported yet.
 
-        A server that says so for every step, in order, lets a manager know how long computing
-        takes: what takes longer to fetch is a miss.
+        A server that reports every step, in order, lets a manager measure how long computing
+        takes: what would take longer to fetch is then a miss.
         """
 
     def has_pending_work(self) -> bool:
-        """Whether the server shall go on taking steps although it has no request."""
+        """Whether the server must go on taking steps although it has no request."""
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What appeared on or left a medium since the last call."""
+        """Return what appeared on or left a medium since the last call."""
         return ()
 
     def reset(self) -> None:  # noqa: B027
-        """Forget everything, also what is being loaded or stored: only its places stay its own
-        until it is completed. Should a key be prepared again before, the older transfer ends first.
+        """Forget everything, including what is being loaded or stored.
+
+        The places of these transfers stay reserved until they are completed. If a key is prepared
+        again before that, its older transfer must be completed first.
         """
 
     def shutdown(self) -> None:  # noqa: B027
-        """Let go of everything. No call follows."""
+        """Release everything. No call follows."""
 
 
 def knows_requests(manager: OffloadingManager) -> bool:
-    """Whether calls of `manager`, and of the one behind it, can name their request."""
+    """Whether calls of `manager`, and of the manager behind it, can name their request."""
     backing = getattr(manager, "backing", None)
     if backing is not None:
         return knows_requests(backing)
@@ -312,11 +314,11 @@ def knows_requests(manager: OffloadingManager) -> bool:
 
 
 class ListManager(OffloadingManager):
-    """Asks `inner` by lists, whoever the request is.
+    """Adapter that calls `inner` by lists, without naming requests.
 
     Args:
-        suffix: the end of all keys, which `inner` is not told: with one KV cache group what is
-            left is the hash of a block.
+        suffix: end of all keys, removed in calls of `inner`; with one KV cache group, what
+            remains is the hash of a block.
     """
 
     def __init__(self, inner: OffloadingManager, suffix: bytes = b"") -> None:

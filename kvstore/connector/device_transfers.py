@@ -1,7 +1,7 @@
-"""Transfers that were handed to the workers, and the device blocks that they use.
+"""Transfers under way at the workers, and the device blocks that they use.
 
-`Loads` says which chunks of a request go to which of its blocks. `Stores` offers what a request has
-computed to the manager, chunk by chunk. `ConnectorStats` counts both.
+`Loads` maps the chunks of a request to its blocks. `Stores` offers what a request has computed to
+the manager, chunk by chunk. `ConnectorStats` counts both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Job:
 
     Attributes:
         block_ids: blocks of the device that it reads or writes.
-        awaited: workers that have not ended it yet.
-        failed: some worker could not do it.
+        awaited: number of workers that have not finished it yet.
+        failed: whether it failed at some worker.
     """
 
     number: int
@@ -38,9 +38,9 @@ class Job:
 
 
 class Jobs:
-    """Numbers transfers, and knows which of them stand in the way of a new use of blocks.
+    """The transfers under way, and the device blocks that each uses.
 
-    A block may be given to somebody else while a transfer uses it. That one has then to end
+    A block may be given to another request while a transfer uses it. The transfer must then end
     before the block is written again.
     """
 
@@ -60,7 +60,7 @@ class Jobs:
     def begin(
         self, tracked: TrackedRequest, keys: list[bytes], block_ids: list[int], *, is_store: bool
     ) -> Job:
-        """A new job."""
+        """Create a job and record the blocks that it uses."""
         job = Job(self._made, tracked, keys, block_ids, is_store, self._workers)
         self._made += 1
         self._jobs[job.number] = job
@@ -69,10 +69,10 @@ class Jobs:
         return job
 
     def ended(self, number: int, workers: int, *, failed: bool) -> Job | None:
-        """`workers` more have ended a job; returns it once all have, or None.
+        """Note that `workers` more have finished a job; return the job once all have, or None.
 
         Raises:
-            KeyError: if there is no such job under way.
+            KeyError: if no such job is under way.
         """
         job = self._jobs[number]
         job.failed |= failed
@@ -88,7 +88,7 @@ class Jobs:
         return job
 
     def using(self, blocks: Set[int]) -> set[int]:
-        """The jobs that use one of `blocks` at least."""
+        """Return the jobs that use at least one of `blocks`."""
         users = self._users
         return {number for block in users.keys() & blocks for number in users[block]}
 
@@ -108,16 +108,16 @@ class EndedLoads:
 
 @dataclass(slots=True)
 class ConnectorStats:
-    """Counters since the beginning.
+    """Counters since the start.
 
     Attributes:
         loads, stores: transfers that were begun.
-        failed_loads, failed_stores: those that did not succeed.
-        refused_stores: stores that found no room, each time they were offered.
-        deferred: lookups that were to be asked again.
+        failed_loads, failed_stores: transfers that failed.
+        refused_stores: stores that found no room, counted each time they were offered.
+        deferred: lookups answered with "ask again".
         matched_tokens: tokens of the loads that were begun.
-        loaded_bytes, stored_bytes, loading_seconds, storing_seconds: of all workers together.
-        unknown_jobs: ends of transfers that were reported and not under way.
+        loaded_bytes, stored_bytes, loading_seconds, storing_seconds: totals of all workers.
+        unknown_jobs: transfers that were reported as ended but were not under way.
     """
 
     loads: int = 0
@@ -134,7 +134,7 @@ class ConnectorStats:
     unknown_jobs: int = 0
 
     def count_copies(self, output: ConnectorOutput) -> None:
-        """What workers have copied."""
+        """Add what workers have copied."""
         self.loaded_bytes += output.loaded.bytes
         self.stored_bytes += output.stored.bytes
         self.loading_seconds += output.loaded.seconds
@@ -142,22 +142,22 @@ class ConnectorStats:
 
 
 class Loads:
-    """Begins loads, and knows what is being loaded."""
+    """Begins loads, and tracks which chunks are being loaded."""
 
     def __init__(self, manager: OffloadingManager, jobs: Jobs, *, shares_blocks: bool) -> None:
         """
         Args:
-            shares_blocks: a request can use the blocks into which another one loads.
+            shares_blocks: whether a request can use the blocks into which another one loads.
         """
         self._manager = manager
         self._jobs = jobs
         self._shares_blocks = shares_blocks
         self._loading: dict[bytes, int] = {}
-        """Key -> the job that loads it, where requests share blocks."""
+        """Key -> the job that loads it, if requests share blocks."""
         self._begun: dict[int, TransferJob] = {}
 
     def take_begun(self) -> dict[int, TransferJob]:
-        """Those that have begun since the last call."""
+        """Return the loads that have begun since the last call."""
         begun, self._begun = self._begun, {}
         return begun
 
@@ -191,7 +191,7 @@ class Loads:
             self._loading.update(dict.fromkeys(keys, job.number))
 
     def end(self, job: Job) -> None:
-        """A load has ended."""
+        """Finish a load."""
         self._manager.complete_load(job.keys, job.tracked.context)
         for key in job.keys:
             if self._loading.get(key) == job.number:
@@ -199,7 +199,7 @@ class Loads:
         job.tracked.load_ends(failed=job.failed)
 
     def under_way(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether some of a request's next `tokens` tokens are being loaded for another."""
+        """Whether any of a request's next `tokens` tokens are being loaded for another request."""
         if not self._loading:
             return False
         end = tracked.computed + tokens
@@ -217,7 +217,7 @@ class Loads:
 def _to_load(
     tracked: TrackedRequest, state: GroupState, blocks: Sequence[BlockLike], end: int
 ) -> tuple[int, int]:
-    """The first of a group's blocks that is to be loaded, and how many there are up to `end`."""
+    """Return the first of a group's blocks to load, and the number of its blocks up to `end`."""
     group = state.group
     count = group.blocks_to(end)
     if len(blocks) < count or len(state.keys) < group.chunks_to(end):
@@ -236,7 +236,7 @@ class Stores:
     """Begins stores.
 
     Attributes:
-        refused: stores that found no room, each time they were offered.
+        refused: stores that found no room, counted each time they were offered.
     """
 
     def __init__(self, manager: OffloadingManager, jobs: Jobs, *, prompt_only: bool) -> None:
@@ -248,13 +248,13 @@ class Stores:
     def offer(
         self, tracked: TrackedRequest, scheduled: int | None
     ) -> tuple[Job, TransferJob] | None:
-        """Offer what a request will have computed in this step and was not offered yet.
+        """Offer the chunks that a request completes in this step, if not offered before.
 
-        Where nothing finds room, it is offered again in its next step. Where a part finds some, the
-        rest is not. None if nothing is to be copied.
+        If no chunk finds room, all are offered again in the request's next step. If some do, the
+        others are not offered again. Returns None if nothing is to be copied.
 
         Args:
-            scheduled: tokens that it computes in this step, or None if it has finished.
+            scheduled: tokens that the request computes in this step, or None if it has finished.
         """
         if tracked.loading is not None:
             return None
@@ -277,19 +277,19 @@ class Stores:
                 chosen = {key: offered[key] for key in out.keys_to_store}
                 source, block_ids = _source(tracked, chosen, ends)
                 job = self._jobs.begin(tracked, list(chosen), block_ids, is_store=True)
-                tracked.store_begins(job.number)
+                tracked.jobs.add(job.number)
                 begun = job, TransferJob(tracked.context.req_id, source, out.store_spec)
         tracked.offered_up_to(ends)
         return begun
 
     def end(self, job: Job) -> None:
-        """A store has ended."""
+        """Finish a store."""
         self._manager.complete_store(job.keys, job.tracked.context, not job.failed)
-        job.tracked.store_ends(job.number)
+        job.tracked.jobs.discard(job.number)
 
 
 def _to_store(state: GroupState, end: int) -> dict[bytes, list[int]]:
-    """Chunks up to `end` that were not offered yet, and the blocks in which they are."""
+    """Return the chunks up to `end` that were not offered yet, each with its blocks."""
     found: dict[bytes, list[int]] = {}
     for chunk in range(state.next_chunk, end):
         blocks = state.blocks_of(chunk)
@@ -302,7 +302,7 @@ def _to_store(state: GroupState, end: int) -> dict[bytes, list[int]]:
 def _source(
     tracked: TrackedRequest, chosen: dict[bytes, list[int]], ends: list[int]
 ) -> tuple[DeviceLoadStoreSpec, list[int]]:
-    """The blocks of the chunks that are stored, group by group."""
+    """Return the blocks of the chosen chunks, group by group."""
     block_ids: list[int] = []
     sizes: list[int] = []
     begins: list[int] = []

@@ -1,4 +1,4 @@
-"""Handlers: move the bytes of a transfer, in the worker's process."""
+"""Handlers: copy the bytes of a transfer, in the worker's process."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["CudaHandler", "HostHandler", "OffloadingHandler", "TransferResult", 
 logger = logging.getLogger("kvstore")
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
-"""From where to where."""
+"""Source and target."""
 
 
 def _nothing() -> None:
-    """Nobody has to be told."""
+    """Do nothing."""
 
 
-def _no_way(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
-    """A transfer that the handler does not take."""
+def _refuse(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
+    """Log that the handler does not take a transfer; return False."""
     logger.error(
-        "job %d: no way from %r to %r",
+        "job %d was refused: this handler does not copy from %r to %r",
         job_id,
         source,
         target,
@@ -47,8 +47,8 @@ class TransferResult:
     """The end of a transfer.
 
     Attributes:
-        transfer_size: bytes that were moved.
-        transfer_time: seconds that it took.
+        transfer_size: bytes copied.
+        transfer_time: seconds taken.
     """
 
     job_id: int
@@ -58,37 +58,37 @@ class TransferResult:
 
 
 class OffloadingHandler(ABC):
-    """Moves blocks from one medium to one other, for a worker.
+    """Copies blocks from one medium to another, for a worker.
 
-    Guarantees that each job that was taken is reported once, in the order of taking, and that
-    nothing raises because a copy fails: its job has no success.
+    Guarantees that each job that was taken is reported once, in the order in which they were taken,
+    and that a failed copy raises nothing: its job is reported without success.
     """
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Begin a transfer; returns whether it was taken."""
+        """Begin a transfer; return whether it was taken."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """What has ended since the last call. Never waits."""
+        """Return the transfers that have ended since the last call. Never waits."""
 
     def wait(self, job_ids: Collection[int]) -> None:  # noqa: B027
-        """Wait until these have ended; they are reported all the same."""
+        """Wait until these transfers have ended; `get_finished` still reports them."""
 
     def shutdown(self) -> None:  # noqa: B027
-        """Wait for what is under way, and let go of everything."""
+        """Wait for transfers under way and release everything."""
 
 
 class HostHandler(OffloadingHandler):
-    """For a KV cache in host memory: a transfer has ended when `transfer_async` returns.
+    """Handler for a KV cache in host memory: a transfer has ended when `transfer_async` returns.
 
-    Serves both directions: which one, the specs of a transfer say.
+    Serves both directions.
     """
 
     def __init__(self, copies: HostCopies, release: Callable[[], None] = _nothing) -> None:
         """
         Args:
-            release: called at shutdown, when nobody here uses host memory any more.
+            release: called at shutdown, once host memory is no longer used here.
         """
         self._copies: HostCopies | None = copies
         self._release = release
@@ -106,7 +106,7 @@ class HostHandler(OffloadingHandler):
             elif isinstance(source, HostLoadStoreSpec) and isinstance(target, DeviceLoadStoreSpec):
                 moved = copies.load(source, target)
             else:
-                return _no_way(job_id, source, target)
+                return _refuse(job_id, source, target)
         except (IndexError, ValueError):
             logger.exception("job %d failed", job_id, extra=about("job.failed", job=job_id))
             self._done.append(TransferResult(job_id, False))
@@ -126,9 +126,9 @@ class HostHandler(OffloadingHandler):
 
 
 class CudaHandler(OffloadingHandler):
-    """For a KV cache on a CUDA device: transfers of one direction queue up on a stream.
+    """Handler for a KV cache on a CUDA device: queues the transfers of one direction on a stream.
 
-    Nothing waits but `wait` and `shutdown`.
+    Only `wait` and `shutdown` wait.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class CudaHandler(OffloadingHandler):
     ) -> None:
         """
         Args:
-            store: whether it copies to rows, or from them.
-            release: as of `HostHandler`.
+            store: True to copy from the device to rows, False for the other direction.
+            release: see `HostHandler`.
         """
         self._copies: CudaCopies | None = copies
         self._release = release
         self._store = store
         self._queue: deque[tuple[int, Ticket | None]] = deque()
-        """Jobs in their order; None for one that could not begin."""
+        """Jobs in order; None for a job that could not begin."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, target = spec
@@ -156,7 +156,7 @@ class CudaHandler(OffloadingHandler):
             if not isinstance(host, HostLoadStoreSpec) or not isinstance(
                 device, DeviceLoadStoreSpec
             ):
-                return _no_way(job_id, source, target)
+                return _refuse(job_id, source, target)
             ticket = copies.store(device, host) if self._store else copies.load(host, device)
         except (IndexError, ValueError, RuntimeError, KVStoreError):
             logger.exception(
@@ -164,7 +164,7 @@ class CudaHandler(OffloadingHandler):
             )
         if ticket is not None and ticket.error:
             logger.error(
-                "job %d: not all of it went to the device (%d)",
+                "job %d: the device refused some of its copies (error %d)",
                 job_id,
                 ticket.error,
                 extra=about("job.failed", job=job_id),
@@ -181,9 +181,9 @@ class CudaHandler(OffloadingHandler):
                     break
                 seconds = ticket.seconds if ticket is not None and not ticket.error else 0.0
             except Exception:
-                # A device that has failed says so to whatever it is asked, and copies nothing more.
+                # A device that has failed raises in every call, and copies nothing more.
                 logger.exception(
-                    "job %d: the device does not answer", job, extra=about("device.silent", job=job)
+                    "job %d: the device has failed", job, extra=about("device.silent", job=job)
                 )
                 ticket = None
             self._queue.popleft()
@@ -196,7 +196,7 @@ class CudaHandler(OffloadingHandler):
     def wait(self, job_ids: Collection[int]) -> None:
         for job, ticket in self._queue:
             if job in job_ids and ticket is not None:
-                # A device that has failed ends nothing more: `get_finished` reports it.
+                # A device that has failed completes nothing more: `get_finished` reports that.
                 with contextlib.suppress(RuntimeError):
                     ticket.wait()
 
@@ -208,7 +208,7 @@ class CudaHandler(OffloadingHandler):
             copies.shutdown()
         except Exception:
             logger.exception(
-                "the device does not answer; its rows are given back all the same",
+                "the device has failed; its rows are released anyway",
                 extra=about("device.silent"),
             )
         self._release()

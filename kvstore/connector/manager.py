@@ -1,4 +1,4 @@
-"""Tiered manager: the contract of a manager over the core, with all its tiers."""
+"""Tiered manager: host memory and slower tiers behind the contract of a manager."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ __all__ = [
 logger = logging.getLogger("kvstore")
 
 NOBODY = "\0"
-"""A request that has prepared nothing."""
+"""Name of a request that has prepared nothing, for stray completions."""
 
 PENDING_SECONDS = 0.25
-"""For how long after a store the server is asked to take steps for copies to tiers.
+"""Seconds after a store for which copies to tiers count as pending work.
 
-A server with pending work neither sleeps nor ends. After that, copies go on while it is idle, so
-a tier that hangs or is slow delays it no longer.
+A server with pending work neither sleeps nor ends. After that time, copies go on while it is idle,
+and a tier that hangs or is slow no longer delays the server.
 """
 
 STEP_SECONDS = 0.25
-"""How long a step lasts whose end nobody tells."""
+"""Longest step, for servers that do not call `on_schedule_end`."""
 
 
 @in_turns(
@@ -80,10 +80,10 @@ STEP_SECONDS = 0.25
     "abandon_transfers",
 )
 class KVStoreManager(OffloadingManager):
-    """Answers from memory what host memory and slower tiers have; no call waits for I/O.
+    """Manager of host memory and slower tiers; no call waits for I/O.
 
-    Chunks on slower tiers are fetched as soon as they are looked up: None until they
-    are there, or until ``deadline_s`` has gone by without movement.
+    Chunks on slower tiers are fetched as soon as they are looked up. The answer is None until they
+    have arrived, or until ``deadline_s`` has passed without progress.
 
     Attributes:
         region: host memory; the specs of loads and stores name its rows.
@@ -108,20 +108,21 @@ class KVStoreManager(OffloadingManager):
     ) -> None:
         """
         Args:
-            config: see `kvstore.config`; it must give ``chunk_bytes``, and with a tier
-                ``identity``.
-            region: host memory that workers see, too, with as many rows as
-                `kvstore.assembly.rows_for` says; by default the manager makes its own.
+            config: see `kvstore.config`; must have ``chunk_bytes``, and ``identity`` if there is
+                a tier.
+            region: host memory shared with workers, with as many rows as
+                `kvstore.assembly.rows_for` says; by default the manager allocates its own.
             block_size: tokens of a chunk, for events.
-            one_group: all keys are of one KV cache group.
-            steady: the server calls `on_schedule_end`, and takes steps while there is pending work.
-            late_completions: what was under way at a reset is completed like all else;
-                otherwise `transfers_ended` is called for it.
-            label: how caches on disk are called; by default as the model of the identity.
-            release: called once nobody here uses `region` any more; by default it is closed.
+            one_group: whether all keys are of one KV cache group.
+            steady: whether the server calls `on_schedule_end`, and takes steps while there is
+                pending work.
+            late_completions: whether transfers that were under way at a reset are completed like
+                all others; if not, `transfers_ended` is called for them.
+            label: name of caches on disk; by default the model's name in the identity.
+            release: called once `region` is no longer used here; by default it is closed.
 
         Raises:
-            KVStoreError: if the configuration or a path cannot be used. Then nothing is kept.
+            KVStoreError: if the configuration or a path cannot be used. Nothing is kept then.
         """
         checked = config if isinstance(config, Config) else Config.from_mapping(config)
         chunk_bytes, identity = checked.given_chunk_bytes, checked.given_identity
@@ -153,15 +154,15 @@ class KVStoreManager(OffloadingManager):
         self._prompts = Prompts(self._core, checked.lease_s)
         self.stepper.on_begin = self._expire
         self._asked: dict[str, bytes] = {}
-        """The first key that each request has asked for in this step."""
+        """Request -> the first key that it has looked up in this step."""
         self._found: set[str] = set()
-        """Requests that were told of hits in this step, and have not loaded them."""
+        """Requests with hits in this step that they have not loaded yet."""
         self._loading = UnderWay()
         """Loads without a request."""
         self._storing = UnderWay()
         self._abandoned: list[Transfer] = []
         self._store_refused = False
-        """Since the last step: somebody waits for room, although nobody is deferred."""
+        """Whether a store was refused since the last step, and so waits for room."""
         self._stored = 0.0
         """When chunks were stored last."""
         self._closed = False
@@ -192,7 +193,10 @@ class KVStoreManager(OffloadingManager):
                 self._found.add(request)
             return found
         if req_context is not None:
-            raise KVStoreError("lookup of several keys takes no req_context: ask key by key")
+            raise KVStoreError(
+                "lookup of several keys takes no req_context: look up one key at a time, or call "
+                "lookup_prefix"
+            )
         return self._lookup_all(keys if isinstance(keys, list) else list(keys))
 
     def lookup_prefix(self, keys: Iterable[bytes], req_context: RequestContext) -> int | None:
@@ -231,15 +235,15 @@ class KVStoreManager(OffloadingManager):
         if answer:
             self._found.add(prompt.id)
         elif answer is None:
-            # It may be asked again long before another call would start what it waits for.
+            # Start the promotions now: the server may ask again long before it calls anything else.
             self.stepper.hand_over()
         return answer
 
     def _begin_for(self, request: str, key: bytes) -> None:
-        """Begin a step unless one goes on.
+        """Begin a step unless one is under way.
 
-        Where nobody tells its end, who asks for its first key again asks in a new step, unless
-        others have found what they have not loaded yet.
+        If the server does not call `on_schedule_end`, a request that looks up its first key again
+        begins a new step, unless other requests have hits that they have not loaded yet.
         """
         if not self.stepper.begun:
             self.stepper.begin()
@@ -255,14 +259,14 @@ class KVStoreManager(OffloadingManager):
         self._asked.setdefault(request, key)
 
     def _end_if_late(self) -> None:
-        """The end of a step that nobody tells: its hits are kept from others no longer."""
+        """End an overlong step of a server that does not call `on_schedule_end`."""
         stepper = self.stepper
         lasting = stepper.begun and not stepper.ends_told
         if lasting and time.monotonic() - stepper.began > STEP_SECONDS:
             self._renew()
 
     def _loads(self, request: str) -> None:
-        """`request` loads what it has found: nobody else's hits may be left to keep."""
+        """Note that `request` loads its hits; end the step if no other request has any."""
         self._found.discard(request)
         if not self._found and self.stepper.begun and not self.stepper.ends_told:
             self._renew()
@@ -273,7 +277,7 @@ class KVStoreManager(OffloadingManager):
         self.stepper.renew()
 
     def begin_step(self) -> None:
-        """Begin a step, for callers that ask the core itself."""
+        """Begin a step, for callers that use the core directly."""
         self.stepper.begin()
 
     def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
@@ -397,7 +401,7 @@ class KVStoreManager(OffloadingManager):
         self.computing.step_reported(time.monotonic())
 
     def has_pending_work(self) -> bool:
-        # Copies to a tier queue up in the core and go out as earlier ones end.
+        # Queued copies are handed out as earlier ones end.
         return self._core.unsaved > 0 and time.monotonic() - self._stored < PENDING_SECONDS
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -411,27 +415,27 @@ class KVStoreManager(OffloadingManager):
         return self._core.stats()
 
     def abandon_transfers(self) -> None:
-        """The server will not report the loads and stores that are under way, and keeps the rest.
+        """Abandon the loads and stores under way: the server will not report their ends.
 
-        Their chunks stay as they are until `transfers_ended`. What was being stored is dropped
-        then: nobody can say what the device has written.
+        Their chunks stay protected until `transfers_ended`. Then unfinished stores are dropped,
+        because it is not known what the device has written. All other chunks are kept.
         """
-        # Those that were abandoned before are still among them.
+        # Includes those that were abandoned before.
         self._abandoned = [transfer for transfer, _ in self._core.device_transfers()]
 
     def reset(self, *, close_tiers: bool = False) -> None:
-        """Forget everything, on every tier; with `close_tiers` see `kvstore.core.Core.reset`.
+        """Forget everything, on every tier. For `close_tiers` see `kvstore.core.Core.reset`.
 
-        Loads and stores that are under way keep their rows until they are completed, or until
-        `transfers_ended`. Should the same key be prepared again meanwhile, the older transfer
-        is completed first.
+        Loads and stores under way keep their rows until they are completed, or until
+        `transfers_ended`. If a key is prepared again meanwhile, its older transfer must be
+        completed first.
         """
         self._abandoned.clear()
         self._core.reset(close_tiers=close_tiers)
         self.stepper.hand_over()
 
     def transfers_ended(self) -> None:
-        """What was under way at the last reset, or was abandoned, has ended."""
+        """Release the transfers that were under way at the last reset, or abandoned."""
         self._core.transfers_ended()
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:

@@ -1,10 +1,10 @@
 """Match: count the tokens of a request that can be loaded.
 
-The answer is the largest boundary that every group can supply. A group that attends to all tokens
-supplies a boundary if all chunks before it are there; one with a sliding window, if those are
-there that the token after it needs. Each group is asked for the largest boundary up to the one that
-those before it have left; as a smaller one may lie where a window is not there, groups are
-asked anew until all agree.
+The result is the largest boundary that every group can supply. A group that attends to all tokens
+supplies a boundary if all chunks before it can be loaded; a group with a sliding window, if the
+chunks that the next token needs can be loaded. Each group is asked for its largest boundary up to
+the one that the groups before it can supply. At a smaller boundary a window may be incomplete, so
+the groups are asked again until all agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Matcher:
 
     def __init__(self, manager: OffloadingManager, groups: Sequence[Group]) -> None:
         self._manager = manager
-        # The rarest boundaries last: they are the most likely to hold, once the others do.
+        # Groups with the smallest windows last: they lower the boundary least often.
         self._groups = sorted(
             groups, key=lambda group: (group.window is not None, -(group.window or 0))
         )
@@ -35,15 +35,15 @@ class Matcher:
         end: int,
         context: RequestContext,
     ) -> int | None:
-        """How many tokens after the first `computed` can be loaded, `end` at most.
+        """Count the tokens after the first `computed` that can be loaded, up to position `end`.
 
-        Less than a chunk of any group is 0. None says that it depends on chunks that are being
-        fetched.
+        Less than a chunk of any group counts as 0. None means that the answer depends on chunks
+        that are being fetched.
 
         Args:
             keys: for each group the keys of the request's whole chunks.
         """
-        # Before anybody is asked: what was said for a larger end need not hold for a smaller one.
+        # Limit the end first: answers for a larger end need not hold for a smaller one.
         end = min(end, *(len(keys[group.index]) * group.tokens_per_chunk for group in self._groups))
         if end - computed < self._least:
             return 0
@@ -58,7 +58,7 @@ class Matcher:
                     deferred = unsure = True
                     continue
                 if boundary < end:
-                    # What was said for a larger end need not hold for this one.
+                    # Answers for a larger end need not hold for this one.
                     again |= unsure
                     end = boundary
                 if end - computed < self._least:
@@ -75,7 +75,7 @@ class Matcher:
         end: int,
         context: RequestContext,
     ) -> int | None:
-        """The largest boundary up to `end` that the group can supply, or None."""
+        """Return the largest boundary up to `end` that the group can supply; None: ask again."""
         first = computed // group.tokens_per_chunk
         wanted = keys[first : group.chunks_to(end)]
         if group.window is None:
@@ -87,11 +87,11 @@ class Matcher:
     def _last_window(
         self, group: Group, keys: Sequence[bytes], needed: int, context: RequestContext
     ) -> int | None:
-        """Where in `keys` the last run of hits ends that is as long as the window.
+        """Return where in `keys` the last run of hits ends that fills the window.
 
-        One that begins at the first key may be shorter. The very last needs `needed` chunks, as
-        the boundary may lie within its last chunk. None if a key behind its beginning is being
-        fetched; keys before that have then been asked for all the same, so that all are fetched
+        A run that begins at the first key may be shorter. One at the end of `keys` takes `needed`
+        chunks, because the boundary may lie within its last chunk. None if a key after the run's
+        beginning is being fetched; earlier keys have been looked up, too, so that all are fetched
         at once.
         """
         lookup = self._manager.lookup

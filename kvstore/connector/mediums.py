@@ -34,7 +34,7 @@ class LoadStoreSpec(ABC):
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """The medium's name."""
+        """Return the name of the medium."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
@@ -63,12 +63,12 @@ class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the device's KV cache, those of one group after those of the one before.
+    """Blocks of the device's KV cache, group by group.
 
     Attributes:
-        group_sizes: blocks of each KV cache group.
-        block_indices: for each group, the place of its first block in the prompt, in
-            blocks: it may lie in the middle of a chunk.
+        group_sizes: number of blocks of each KV cache group.
+        block_indices: for each group, the index of its first block in the prompt, which may lie
+            in the middle of a chunk.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class DeviceLoadStoreSpec(BlockIDsLoadStoreSpec):
         """
         Args:
             group_sizes: by default all blocks are of one group.
-            block_indices: by default each group begins at a chunk.
+            block_indices: by default each group begins with a chunk.
 
         Raises:
-            ValueError: if the groups do not add up.
+            ValueError: if the sizes or indices do not match the blocks.
         """
         super().__init__(block_ids)
         self.group_sizes = list(group_sizes) if group_sizes is not None else [len(self)]
@@ -116,13 +116,13 @@ class TransferJob:
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """What the workers shall do at one step. Jobs are numbered in the order of their making.
+    """The jobs of one step, for the workers. Jobs are numbered in the order of creation.
 
     Attributes:
-        load_jobs: to be done before a request computes on.
-        store_jobs: copies of what the step computes, and of what was computed before.
-        jobs_to_flush: jobs of this step or of an earlier one whose blocks are about to be
-            written again: to be ended before the step computes anything.
+        load_jobs: loads, each to be done before its request goes on.
+        store_jobs: copies of what this step computes, or earlier steps have computed.
+        jobs_to_flush: jobs of this or an earlier step whose blocks are about to be written again;
+            they must end before the step computes anything.
     """
 
     load_jobs: dict[int, TransferJob] = field(default_factory=dict)
@@ -132,14 +132,14 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class Moved:
-    """Copies in one direction: how many, of how many bytes, in how many seconds."""
+    """Totals of the copies in one direction."""
 
     copies: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """One more copy."""
+        """Add one copy."""
         self.copies += 1
         self.bytes += size
         self.seconds += seconds
@@ -152,11 +152,11 @@ class Moved:
 
 @dataclass(slots=True)
 class ConnectorOutput:
-    """What workers have ended since they were asked last.
+    """The jobs that workers have ended since the last report.
 
     Attributes:
-        completed_jobs: job -> how many workers have ended it, whether well or not.
-        failed_jobs: those that have not succeeded with one worker at least.
+        completed_jobs: job -> how many workers have ended it, successfully or not.
+        failed_jobs: jobs that failed at one worker or more.
     """
 
     completed_jobs: Counter[int] = field(default_factory=Counter)
@@ -165,7 +165,7 @@ class ConnectorOutput:
     stored: Moved = field(default_factory=Moved)
 
     def __add__(self, other: ConnectorOutput) -> ConnectorOutput:
-        """What several workers have ended."""
+        """Merge the reports of several workers."""
         return ConnectorOutput(
             self.completed_jobs + other.completed_jobs,
             self.failed_jobs | other.failed_jobs,

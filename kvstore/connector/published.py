@@ -1,8 +1,8 @@
-"""Published names: the calls of published integrations, over kvstore's own.
+"""Compatibility layer: the names and calls of published integrations.
 
-A server that was written for them changes its imports. Requests are named instead of transfers: a
-store has ended once its request has finished and all of its blocks are copied, which keeps them
-until then. `docs/connector.md` lists what is otherwise, and better.
+A server that was written for them only changes its imports. Reports name requests instead of
+transfers: a store has ended once its request has finished and all of its blocks are copied; until
+then the blocks are kept. `docs/connector.md` lists the differences from kvstore's own classes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ CALLS = ("lookup", "touch", "prepare_load", "complete_load", "prepare_store", "c
 
 
 def _by_hashes(cls: _M) -> _M:
-    """A manager whose calls take ``block_hashes`` for ``keys``."""
+    """Class decorator: let a manager's calls take ``block_hashes`` in place of ``keys``."""
     for name in CALLS:
         setattr(cls, name, _by_hash(getattr(cls, name)))
     return cls
@@ -112,7 +112,7 @@ def _by_hash(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CPUBackend(RowBackend):
-    """Numbers of blocks; their memory is the workers'."""
+    """Block numbers without memory: the workers own the memory."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         super().__init__(block_size, "CPU", np.empty((num_blocks, 0), np.uint8))
@@ -148,7 +148,7 @@ def _short(keys: Any) -> Any:
 class KVStoreManager(ours.KVStoreManager):
     """`kvstore.connector.manager.KVStoreManager`, for hashes of any length.
 
-    One that is too long for a key is known by its SHA-256, also in events.
+    A hash that is too long for a key is replaced by its SHA-256, also in events.
     """
 
     def lookup(self, keys: Any, req_context: Any = None) -> Any:
@@ -194,19 +194,19 @@ class KVStoreSpec(OurSpec):
 
 
 class OffloadingSpecFactory:
-    """Makes the spec that ``spec_name`` names, by default `KVStoreSpec`."""
+    """Creates the spec that ``spec_name`` names, by default `KVStoreSpec`."""
 
     _registry: ClassVar[dict[str, tuple[str, str]]] = {"KVStoreSpec": (__name__, "KVStoreSpec")}
 
     @classmethod
     def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
-        """`name` stands for a class, which is imported when it is asked for.
+        """Register a class under `name`; it is imported when it is first needed.
 
         Raises:
             ValueError: if the name is taken.
         """
         if name in cls._registry:
-            raise ValueError(f"spec {name!r} is registered already")
+            raise ValueError(f"spec {name!r} is already registered")
         cls._registry[name] = module_path, class_name
 
     @classmethod
@@ -215,7 +215,7 @@ class OffloadingSpecFactory:
     ) -> OffloadingSpec:
         """
         Raises:
-            ConfigError: if nobody has that name.
+            ConfigError: if no spec has that name.
         """
         extra = config.kv_transfer_config.kv_connector_extra_config or {}
         name = extra.get("spec_name", "KVStoreSpec")
@@ -223,7 +223,7 @@ class OffloadingSpecFactory:
         if module is None:
             raise ConfigError(
                 f"spec_name = {name!r}: must be one of {', '.join(sorted(cls._registry))}, or a "
-                "class of the module that spec_module_path names"
+                "class in the module that spec_module_path names"
             )
         spec = getattr(importlib.import_module(module), class_name)(config, kv_cache_config)
         assert isinstance(spec, OffloadingSpec)
@@ -235,10 +235,10 @@ class OffloadingSpecFactory:
 
 @dataclass
 class OffloadingConnectorMetadata:
-    """What workers shall do at a step, by the names of requests.
+    """The transfers of a step, by request.
 
     Attributes:
-        reqs_to_flush: requests whose stores have to end before the step computes.
+        reqs_to_flush: requests whose stores must end before the step computes.
     """
 
     reqs_to_load: dict[str, TransferSpec]
@@ -248,7 +248,7 @@ class OffloadingConnectorMetadata:
 
 @dataclass
 class BlockStored:
-    """Blocks that are offloaded from now on."""
+    """Event: blocks were offloaded."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -261,7 +261,7 @@ class BlockStored:
 
 @dataclass
 class BlockRemoved:
-    """Blocks that are offloaded no more."""
+    """Event: blocks are no longer offloaded."""
 
     block_hashes: list[bytes]
     medium: str | None = None
@@ -270,8 +270,8 @@ class BlockRemoved:
 class OffloadingConnectorScheduler(ConnectorScheduler):
     """`ConnectorScheduler`, to which workers report requests instead of transfers.
 
-    A manager that knows the form by lists only is called by lists. With one KV cache group it is
-    told the hashes of blocks.
+    A manager that does not take requests is called by lists; with one KV cache group, by the
+    hashes of blocks.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -282,7 +282,7 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         super().__init__(spec, manager)
         self._workers = spec.num_workers
         self._stored: set[str] = set()
-        """Requests that have stored something, and were not reported since they have finished."""
+        """Requests that have begun stores and were not reported as sent yet."""
 
     def build_connector_meta(  # type: ignore[override]
         self, scheduler_output: StepOutputLike
@@ -293,14 +293,14 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
             for req_id, tracked in self._requests.items()
             if not meta.jobs_to_flush.isdisjoint(tracked.jobs)
         }
-        # Workers wait for them before anything of this step.
+        # Workers wait for these stores before they begin anything of this step.
         self._all_ended(self._stores_of(flush) - meta.store_jobs.keys())
         stores = _by_request(meta.store_jobs)
         self._stored.update(stores)
         return OffloadingConnectorMetadata(_by_request(meta.load_jobs), stores, flush)
 
     def update_connector_output(self, connector_output: Any) -> EndedLoads:
-        """`connector_output` names requests in ``finished_sending`` and ``finished_recving``."""
+        """Process the requests in ``finished_sending`` and ``finished_recving``."""
         sent = set(connector_output.finished_sending or ())
         jobs = self._stores_of(sent)
         self._stored -= sent
@@ -313,12 +313,12 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
     def request_finished(
         self, request: RequestLike, block_ids: Any = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request` has finished: its blocks are kept until ``finished_sending`` names it."""
+        """Finish a request; its blocks are kept until ``finished_sending`` names it."""
         super().request_finished(request, block_ids)
         return request.request_id in self._stored, None
 
     def take_events(self) -> Iterable[Any]:
-        """What was stored and removed since the last call, as `BlockStored`, `BlockRemoved`."""
+        """Yield what was stored and removed since the last call."""
         for event in super().take_events():
             hashes = [key[:-4] for key in event.keys]
             if event.removed:
@@ -329,7 +329,7 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
     def _store(
         self, req_id: str, scheduled: int | None, stores: dict[int, TransferJob]
     ) -> set[int]:
-        # Nothing of a request is stored once it has finished: its blocks may be gone.
+        # Store nothing of a finished request: its blocks may be gone.
         return set() if scheduled is None else super()._store(req_id, scheduled, stores)
 
     def _stores_of(self, requests: Collection[str]) -> set[int]:
@@ -353,11 +353,11 @@ def _by_request(jobs: Mapping[int, TransferJob]) -> dict[str, TransferSpec]:
 
 @dataclass
 class _Request:
-    """What a worker knows of a request.
+    """A worker's state of a request.
 
     Attributes:
         stores: its stores under way.
-        finished: the scheduler has told that it has finished.
+        finished: whether the scheduler has reported it as finished.
     """
 
     stores: set[int] = field(default_factory=set)
@@ -365,7 +365,7 @@ class _Request:
 
 
 class OffloadingConnectorWorker:
-    """`ConnectorWorker`, which reports requests instead of transfers.
+    """`ConnectorWorker` that reports requests instead of transfers.
 
     The calls of a step: `handle_preemptions`, `start_kv_transfers`, computing, `prepare_store_kv`,
     `get_finished`.
@@ -375,10 +375,10 @@ class OffloadingConnectorWorker:
         self._worker = ConnectorWorker(spec)
         self._made = 0
         self._names: dict[int, str] = {}
-        """Job -> its request."""
+        """Job -> its request's name."""
         self._loads: set[int] = set()
         self._requests: dict[str, _Request] = {}
-        """Those that have stored something."""
+        """Requests that have stored something."""
 
     def register_kv_caches(
         self,
@@ -407,17 +407,17 @@ class OffloadingConnectorWorker:
         self._worker.start_transfers(ConnectorMetadata(load_jobs=loads))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """The stores of this step; they begin with the next."""
+        """Take the stores of this step; they begin with the next."""
         stores = self._jobs(metadata.reqs_to_store)
         for number, job in stores.items():
             self._requests.setdefault(job.req_id, _Request()).stores.add(number)
         self._worker.start_transfers(ConnectorMetadata(store_jobs=stores))
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        """Requests that have finished and are stored, and those that are loaded.
+        """Return the requests that have finished and are stored, and those that are loaded.
 
         Raises:
-            KVStoreError: if a copy failed. There is no way to say so of a request.
+            KVStoreError: if a copy failed, as the result cannot express that.
         """
         output = self._worker.get_finished()
         if output.failed_jobs:

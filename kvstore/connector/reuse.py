@@ -1,4 +1,4 @@
-"""Reuse manager: store only what is asked for again."""
+"""Reuse filter: store only what was looked up several times."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvstore.connector.mediums import LoadStoreSpec
 __all__ = ["FilterReusedOffloadingManager"]
 
 MOST_REQUESTS = 2**14
-"""Requests that are known, if a server never tells their ends."""
+"""Most requests that are remembered, if a server does not report their ends."""
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
-    """Offers `backing` only keys that `store_threshold` requests have looked up.
+    """Manager that offers `backing` only keys that `store_threshold` requests have looked up.
 
     A request counts once for each key that it names, found or not, however often it asks. Lookups
-    by lists name no request: each counts when it is answered, as one that is told to ask again
-    is the same one next time.
+    by lists name no request: each counts when it is answered, because one that is told to ask again
+    will repeat the same lookup.
 
-    What is skipped takes no room there and evicts nothing. Counts are kept for the
-    `max_tracker_size` keys that were looked up last. All else is up to `backing`.
+    Counts are kept for the `max_tracker_size` keys that were looked up last. All other calls are
+    passed on to `backing`.
 
     Attributes:
         counts: how many requests have named a key, the coldest key first.
@@ -44,7 +44,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
     ) -> None:
         """
         Raises:
-            ValueError: for a threshold below 2 or a tracker without room for a key.
+            ValueError: if `store_threshold` is below 2 or `max_tracker_size` below 1.
         """
         if store_threshold < 2:
             raise ValueError(
@@ -58,7 +58,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.max_tracker_size = max_tracker_size
         self.counts: OrderedDict[bytes, int] = OrderedDict()
         self._named: OrderedDict[str, set[bytes]] = OrderedDict()
-        """For each request the keys that it has been counted for."""
+        """Request -> the keys for which it was counted."""
 
     @property
     def loads_are_uses(self) -> bool:  # type: ignore[override]
@@ -81,7 +81,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         named = list(keys)
         answer = self.backing.lookup(named)
         if answer is not None:
-            # Who asks again because it was told to does not come back.
+            # After None the server repeats the lookup, which must not count twice.
             self._count(named)
         return answer
 
@@ -98,7 +98,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.prepare_store(wanted, *_where(req_context))
 
     def _count_for(self, request: str, keys: Iterable[bytes]) -> None:
-        """The request names these keys."""
+        """Count the request once for each of these keys."""
         known = self._named.setdefault(request, set())
         fresh = [key for key in keys if key not in known]
         known.update(fresh)
@@ -114,7 +114,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
                 counts.popitem(last=False)
             counts[key] = count + 1
 
-    # -- what is up to the backing manager -------------------------------------------------
+    # -- passed on to the backing manager --------------------------------------------------
 
     def is_deferred(self, req_context: RequestContext) -> bool:
         return self.backing.is_deferred(req_context)
@@ -173,5 +173,5 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
 
 def _where(req_context: RequestContext | None) -> tuple[RequestContext, ...]:
-    """A manager that knows the form by lists only is not told of requests."""
+    """Return the argument only if it was given: `backing` may take calls by lists only."""
     return () if req_context is None else (req_context,)

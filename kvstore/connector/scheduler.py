@@ -2,20 +2,20 @@
 
 At each step of its scheduler a server
 
-1. asks `get_num_new_matched_tokens` for requests that it may begin; None: not in this step;
-2. tells `update_state_after_alloc` the blocks of a request that it begins. What was found of it
-   is loaded; it computes nothing until the load has ended;
-3. ends the step with `build_connector_meta`, and gives the result to the workers' halves, before
+1. calls `get_num_new_matched_tokens` for requests that it may begin; None: not in this step;
+2. calls `update_state_after_alloc` with the blocks of a request that it begins. The tokens that
+   were found are loaded, and the request computes nothing until the load has ended;
+3. ends the step with `build_connector_meta`, and passes the result to the workers' halves before
    they compute;
-4. gives what they have ended to `update_connector_output`.
+4. passes what the workers report to `update_connector_output`.
 
-Of a request that has finished, or was aborted between steps, it tells `request_finished`, and
-names it in `finished_req_ids` of the next step. Its blocks, and those of one that was preempted,
-may be given to others at once, as long as each block that is given out is named in the step
-that does it: transfers that still use such a block are ended before it is written. Its name may
-be another's once a step has named it, and its load, if there was one, has ended.
+When a request has finished, or was aborted between steps, the server calls `request_finished` and
+lists it in `finished_req_ids` of the next step. Its blocks, and those of a preempted request, may
+be given to others at once, provided the step that gives a block out names it: transfers that still
+use the block end before it is written. The request's name may be used again once a step has
+listed it and its load, if any, has ended.
 
-Steps go on while there `has_pending_work`.
+Steps go on while `has_pending_work`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("kvstore")
 
 
 class ConnectorScheduler:
-    """See the module's text. One thread at a time calls it.
+    """Decides what workers load and store. One thread at a time calls it.
 
     Attributes:
         manager: knows what is offloaded.
@@ -50,7 +50,7 @@ class ConnectorScheduler:
     def __init__(self, spec: OffloadingSpec, manager: OffloadingManager | None = None) -> None:
         """
         Args:
-            manager: to be asked instead of the one that `spec` makes.
+            manager: used instead of the one that `spec` creates.
         """
         self.manager: OffloadingManager = manager or spec.get_manager()
         self._groups = groups_of(spec)
@@ -61,9 +61,9 @@ class ConnectorScheduler:
         self._stores = Stores(self.manager, self._jobs, prompt_only=spec.offload_prompt_only)
         self._requests: dict[str, TrackedRequest] = {}
         self._given_out: set[int] = set()
-        """Blocks that somebody got in the present step."""
+        """Blocks that were given to a request in this step."""
         self._written: set[int] = set()
-        """Those of them that are written in it: the others are only read, and may be shared."""
+        """Those of them that this step writes; the others are only read, and may be shared."""
         self._stats = ConnectorStats()
 
     # -- what can be loaded ----------------------------------------------------------------
@@ -71,21 +71,21 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens after the first `num_computed_tokens` can be loaded.
+        """Count the tokens after the first `num_computed_tokens` that can be loaded.
 
-        None: ask again in a later step. Some of it is being fetched, or another request is loading
-        it into blocks that this one can share, or earlier transfers of this request go on.
-        Each of these ends.
+        None means: ask again in a later step. Some chunks are being fetched, or another request
+        is loading them into blocks that this one can share, or earlier transfers of this request
+        are under way. Each of these ends.
 
-        All known tokens may be found. Where the next one is sampled from what the last one gives,
-        a server computes the last one all the same.
+        All known tokens may be found. A server that needs the output of the last token to sample
+        the next one still computes the last token.
 
         Args:
-            num_computed_tokens: leading tokens that the device's own prefix cache has, whole blocks
-                of them.
+            num_computed_tokens: leading tokens, in whole blocks, that the device's own prefix
+                cache has.
 
         Returns:
-            The number, and whether they are loaded between steps, as they are if there are any.
+            The number, and whether the tokens are loaded between steps: True unless it is 0.
         """
         tracked = self._track(request)
         tracked.drop_blocks()
@@ -106,7 +106,7 @@ class ConnectorScheduler:
 
     def _match(self, tracked: TrackedRequest) -> int | None:
         keys = [state.keys for state in tracked.groups]
-        # The last token is computed anew: a window has to reach back from there.
+        # The last token is always computed, so a window has to reach back from there.
         end = tracked.request.num_tokens - self._windowed
         matched = self._matcher.match(keys, tracked.computed, end, tracked.context)
         if matched and self._loads.under_way(tracked, matched):
@@ -116,30 +116,32 @@ class ConnectorScheduler:
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
     ) -> None:
-        """`request` has got blocks; its next `num_external_tokens` tokens are to be loaded.
+        """Load the next `num_external_tokens` tokens of `request` into its blocks.
 
-        Blocks that hold them already, as the device's own prefix cache says, are left alone,
-        and so are those that a window has left.
+        Blocks that already hold them according to the device's own prefix cache are skipped, and
+        so are blocks that a window has passed.
 
         Args:
-            blocks: all of its blocks.
-            num_external_tokens: as many as were found in this step. Where no group has a window
-                they may be fewer; 0: none.
+            blocks: all blocks of the request.
+            num_external_tokens: as many as were found in this step, or 0; fewer are allowed if no
+                group has a window.
 
         Raises:
-            KVStoreError: if it has too few blocks, or was never looked up.
-            KeyError: if some of it was not found in this step.
+            KVStoreError: if the request has too few blocks, or was never looked up.
+            KeyError: if some of the tokens were not found in this step.
         """
         if num_external_tokens == 0:
             return
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            raise KVStoreError(f"request {request.request_id} was not looked up: nothing to load")
+            raise KVStoreError(
+                f"request {request.request_id} has nothing to load: it was not looked up"
+            )
         self._loads.begin(tracked, blocks, num_external_tokens)
         for its in blocks.blocks:
             known = [block for block in its if not block.is_null]
             self._given_out.update(block.block_id for block in known)
-            # One with a hash holds what it names.
+            # A block with a hash already holds its tokens.
             self._written.update(block.block_id for block in known if block.block_hash is None)
         self._stats.loads += 1
         self._stats.matched_tokens += num_external_tokens
@@ -147,12 +149,13 @@ class ConnectorScheduler:
     # -- the end of a step ---------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: StepOutputLike) -> ConnectorMetadata:
-        """What the workers shall do; ends the step.
+        """End the step and return the workers' jobs.
 
-        Stored is what is computed once the step is done: workers copy it when the next one begins.
+        Chunks that are computed by the end of the step are stored: workers copy them when the next
+        step begins.
         """
         flush: set[int] = set()
-        # First: who was preempted since the last step may have got blocks again in this one.
+        # First, because a preempted request may have got new blocks in this step.
         for req_id in scheduler_output.preempted_req_ids or ():
             tracked = self._requests.get(req_id)
             if tracked is not None:
@@ -161,7 +164,7 @@ class ConnectorScheduler:
         self._take_blocks(scheduler_output)
         self.manager.on_schedule_end()
         loads = self._loads.take_begun()
-        # A load of this step uses blocks that were given out for it.
+        # The blocks of this step's loads were given out for these loads.
         flush |= self._jobs.using(self._written)
         flush -= loads.keys()
         stores: dict[int, TransferJob] = {}
@@ -174,7 +177,7 @@ class ConnectorScheduler:
         return ConnectorMetadata(loads, stores, flush)
 
     def _take_blocks(self, output: StepOutputLike) -> None:
-        """Requests have got blocks in this step; others may have lost them."""
+        """Note which blocks requests have got in this step, and take them from earlier users."""
         given: dict[str, tuple[BlockIds, bool]] = {}
         for new in output.scheduled_new_reqs:
             given[new.req_id] = new.block_ids, True
@@ -197,7 +200,7 @@ class ConnectorScheduler:
                 self._requests[req_id].give_blocks(ids, anew=anew)
 
     def _give_out(self, block_ids: BlockIds, computed: int) -> None:
-        """Somebody got these blocks, and only reads those of its first `computed` tokens."""
+        """Note that a request got these blocks, and only reads those of its first `computed`."""
         for group, its in zip(self._groups, block_ids, strict=False):
             self._given_out.update(its)
             self._written.update(its[computed // group.tokens_per_block :])
@@ -205,7 +208,7 @@ class ConnectorScheduler:
     def _store(
         self, req_id: str, scheduled: int | None, stores: dict[int, TransferJob]
     ) -> set[int]:
-        """Offer what a request has; returns what must be done before the step computes."""
+        """Offer a request's chunks; return jobs that must end before the step computes."""
         tracked = self._requests.get(req_id)
         begun = None if tracked is None else self._stores.offer(tracked, scheduled)
         if begun is None:
@@ -218,16 +221,16 @@ class ConnectorScheduler:
     # -- what has ended ------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> EndedLoads:
-        """Take in what workers have ended, one of them or several together.
+        """Process the report of one worker, or the merged reports of several.
 
         Returns:
-            The requests whose loads have ended with all workers; they can be scheduled.
-            Those that have finished meanwhile are named all the same.
+            The requests whose loads have ended at all workers and which can be scheduled. May
+            include requests that have finished meanwhile.
         """
         stats = self._stats
         stats.count_copies(connector_output)
         ended = EndedLoads([], [])
-        # Where a key is prepared again after a reset, the older transfer ends first.
+        # If a key is prepared again after a reset, its older transfer must end first.
         for number, workers in sorted(connector_output.completed_jobs.items()):
             failed = number in connector_output.failed_jobs
             if number not in self._jobs:
@@ -253,10 +256,10 @@ class ConnectorScheduler:
         return ended
 
     def on_step_reported(self) -> None:
-        """The workers have computed the first of the steps that were built and not reported yet.
+        """Note that the workers have computed the oldest step that was not reported yet.
 
-        A server need not say so; where it does, for every step, nothing is waited for that is
-        sooner computed.
+        Optional. If a server reports every step, no request waits for chunks that are faster to
+        compute.
         """
         self.manager.on_step_reported()
 
@@ -265,12 +268,13 @@ class ConnectorScheduler:
     def request_finished(
         self, request: RequestLike, block_ids: Any = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request` has finished or was aborted.
+        """Finish a request that has ended or was aborted.
 
-        What of it is not stored yet is offered in the step that names it in `finished_req_ids`.
+        Chunks that were not stored yet are offered in the step that lists the request in
+        `finished_req_ids`.
 
         Returns:
-            Whether its blocks have to be kept: never. Nothing is to be told to the client.
+            Whether its blocks have to be kept (never), and parameters for the client (none).
         """
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
@@ -301,29 +305,29 @@ class ConnectorScheduler:
 
     @property
     def stats(self) -> ConnectorStats:
-        """What has happened so far."""
+        """Counters since the start."""
         return replace(self._stats, refused_stores=self._stores.refused)
 
     def has_pending_work(self) -> bool:
-        """Whether steps have to go on although no request is there to be computed."""
+        """Whether steps must go on even if there is no request to compute."""
         return len(self._jobs) > 0 or self.manager.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What was stored on and removed from each medium since the last call."""
+        """Return what was stored on and removed from each medium since the last call."""
         return self.manager.take_events()
 
     def reset(self) -> None:
         """Forget everything that is offloaded. To be called between steps.
 
-        Loads under way end well; what is being stored is forgotten. What requests that go on
-        have computed is offered anew, and of those that have finished nothing more. Where the
-        weights change, a server first preempts what runs and waits for loads: what the device
-        holds is its own.
+        Loads under way complete; what is being stored is forgotten. What running requests have
+        computed is offered again; of finished requests nothing more is stored. If the weights
+        change, the server must first preempt running requests and wait for loads, because it
+        manages the contents of the device.
         """
         self.manager.reset()
         for tracked in self._requests.values():
             tracked.store_anew()
 
     def shutdown(self) -> None:
-        """Let go of everything. No call follows."""
+        """Release everything. No call follows."""
         self.manager.shutdown()

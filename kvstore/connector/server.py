@@ -1,7 +1,7 @@
-"""Plain classes for what a connector reads of a server: configuration, requests, blocks, steps.
+"""What a connector reads of a server: configuration, requests, blocks and steps.
 
-The names are those that published integrations use. A server may pass objects of its own, as long
-as they have these attributes.
+The names are those of published integrations. A server may use the plain classes here, or pass
+objects of its own that satisfy the protocols.
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ __all__ = [
 ]
 
 BlockIds = Sequence[Sequence[int]]
-"""For each KV cache group the numbers of blocks of the device, in the order of the prompt. Where a
-group has a sliding window, 0 stands for a block that the window has left, and no block has
-the number 0."""
+"""Block numbers of the device for each KV cache group, in prompt order. In a group with a sliding
+window, 0 stands for a block that the window has passed; no block has the number 0."""
 
 
 class RequestLike(Protocol):
     """A request of the server.
 
-    Where there is one, ``kv_transfer_params`` (a mapping or None) is looked at for
-    ``do_remote_decode`` and for hints, as is ``kv_hints``: see `kvstore.core.hints`. With a true
-    ``skip_reading_prefix_cache`` nothing is loaded for it. ``trace_headers`` name the span that it
-    belongs to, see `kvstore.connector.manager.ReqContext`.
+    Optional attributes: ``kv_transfer_params`` (a mapping or None) may have ``do_remote_decode``
+    and hints, ``kv_hints`` hints: see `kvstore.core.hints`. If ``skip_reading_prefix_cache`` is
+    true, nothing is loaded. ``trace_headers`` name the parent span: see
+    `kvstore.connector.manager.ReqContext`.
     """
 
     @property
     def request_id(self) -> str:
-        """No other's while this one lives."""
+        """Name of the request, unique while it lives."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known: those of the prompt, and those generated so far."""
+        """Number of known tokens: those of the prompt, and those generated so far."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading tokens whose KV cache lies in its blocks, computed or loaded, before what the
-        present step computes. Where steps overlap, those of steps under way are counted."""
+        """Number of leading tokens whose KV cache is in the request's blocks, computed or loaded.
+
+        Excludes what the present step computes; includes earlier steps that are still under way.
+        """
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """A hash for each whole hashed block of its known tokens and all before it."""
+        """One hash for each whole hashed block of known tokens; covers all tokens before it."""
 
     def is_finished(self) -> bool: ...
 
@@ -78,8 +79,8 @@ class BlockLike(Protocol):
     """A block of the device.
 
     Attributes:
-        is_null: it stands for a block that is not there.
-        block_hash: None unless the device's own prefix cache knows what it holds.
+        is_null: whether it is a placeholder for a missing block.
+        block_hash: None unless the device's own prefix cache knows its contents.
     """
 
     @property
@@ -99,8 +100,10 @@ class BlocksLike(Protocol):
 
 
 class NewRequestLike(Protocol):
-    """Where it has ``num_computed_tokens``, blocks of as many leading tokens are only read, and
-    transfers from them go on although others have got them, too.
+    """A request that is scheduled for the first time.
+
+    Optional attribute: ``num_computed_tokens``. Blocks of that many leading tokens are only read,
+    so transfers from them go on while other requests use them, too.
     """
 
     @property
@@ -108,7 +111,7 @@ class NewRequestLike(Protocol):
 
     @property
     def block_ids(self) -> BlockIds:
-        """All of its blocks."""
+        """All blocks of the request."""
 
 
 class CachedRequestsLike(Protocol):
@@ -117,10 +120,10 @@ class CachedRequestsLike(Protocol):
     Attributes:
         new_block_ids: for each of `req_ids` the blocks that it got in this step, or None; all of
             its blocks if it is one of `resumed_req_ids`.
-        resumed_req_ids: those that were preempted before.
+        resumed_req_ids: requests that were preempted before.
 
-    Where there is ``num_computed_tokens``, one number for each of `req_ids`, it counts as for
-    new requests.
+    Optional attribute: ``num_computed_tokens``, one number for each of `req_ids`, as in
+    `NewRequestLike`.
     """
 
     @property
@@ -134,12 +137,12 @@ class CachedRequestsLike(Protocol):
 
 
 class StepOutputLike(Protocol):
-    """What a scheduler has decided for a step.
+    """A scheduler's decisions for a step.
 
     Attributes:
-        num_scheduled_tokens: tokens that each scheduled request computes in it.
+        num_scheduled_tokens: tokens that each scheduled request computes in this step.
         finished_req_ids: requests that have finished since the step before.
-        preempted_req_ids: requests that have lost their blocks in this step; None: nobody.
+        preempted_req_ids: requests that have lost their blocks in this step; None: no request.
     """
 
     @property
@@ -212,25 +215,27 @@ class CacheConfigLike(Protocol):
 class KVTransferConfigLike(Protocol):
     @property
     def kv_connector_extra_config(self) -> Mapping[str, Any]:
-        """What the operator has configured."""
+        """The connector's configuration, as the operator wrote it."""
 
 
 class ParallelConfigLike(Protocol):
-    """How many workers there are. A server without this has one, in its scheduler's process."""
+    """The workers. A server without this has one, in its scheduler's process."""
 
     @property
     def world_size(self) -> int:
-        """Workers, each of which has a part of every block."""
+        """Number of workers; each has a part of every block."""
 
     @property
     def rank(self) -> int:
-        """Which of them this one is, from 0; the scheduler's does not matter."""
+        """Number of this worker, from 0; ignored in the scheduler's process."""
 
 
 class ServerConfigLike(Protocol):
-    """Where there are workers in processes of their own, ``parallel_config``, a
-    `ParallelConfigLike`, says how many, and ``kv_transfer_config.engine_id`` is the
-    server's name, no other's of the same user on the machine.
+    """Configuration of a server.
+
+    If workers are processes of their own, ``parallel_config`` (a `ParallelConfigLike`) says how
+    many there are, and ``kv_transfer_config.engine_id`` is the server's name, unique among the
+    servers of the same user on the machine.
     """
 
     @property
@@ -247,7 +252,7 @@ class KVCacheSpecLike(Protocol):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes that one layer has of a block."""
+        """Bytes of a block in one layer."""
 
 
 class KVCacheGroupLike(Protocol):
@@ -259,7 +264,7 @@ class KVCacheGroupLike(Protocol):
 
 
 class KVCacheConfigLike(Protocol):
-    """Where it has ``num_blocks``, the blocks that are given out, tensors are checked by it."""
+    """The KV cache groups. Optional attribute: ``num_blocks``, for checks of tensors."""
 
     @property
     def kv_cache_groups(self) -> Sequence[KVCacheGroupLike]: ...
@@ -270,8 +275,8 @@ class CacheConfig:
     """See `CacheConfigLike`.
 
     Attributes:
-        enable_prefix_caching: whether the device keeps blocks for other requests. Who could share
-            what another request is loading then waits for it.
+        enable_prefix_caching: whether the device keeps blocks for other requests. If so, a request
+            waits for chunks that another request is loading into blocks that it can share.
     """
 
     block_size: int
@@ -313,7 +318,7 @@ class ServerConfig:
         world_size: int | None = None,
         rank: int = 0,
     ) -> ServerConfig:
-        """All in one. With a `world_size` workers are in processes of their own."""
+        """Build a configuration. With a `world_size`, workers are processes of their own."""
         return cls(
             CacheConfig(hash_block_size, enable_prefix_caching),
             KVTransferConfig(extra_config, engine_id),
@@ -326,8 +331,8 @@ class KVCacheSpec:
     """See `KVCacheSpecLike`.
 
     Attributes:
-        sliding_window: tokens that a token attends to, itself included, where the server gives
-            back the blocks that no later token needs; None where it keeps all of them.
+        sliding_window: tokens that a token attends to, itself included, if the server frees the
+            blocks that no later token needs; None if it keeps all blocks.
     """
 
     block_size: int

@@ -20,13 +20,13 @@ __all__ = ["PolicyManager"]
 
 
 class PolicyManager(OffloadingManager):
-    """Blocks in `backend`; `policy` says who leaves.
+    """Manager of the blocks of one `backend`, which `policy` evicts.
 
-    A lookup is answered at once: what is not stored yet cannot be loaded. Requests are not
-    told apart.
+    No lookup is deferred: blocks that are not stored yet are misses. Requests are not
+    distinguished.
 
     Attributes:
-        stray: keys that were completed and not prepared.
+        stray: number of keys that were completed but not prepared.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class PolicyManager(OffloadingManager):
     ) -> None:
         """
         Args:
-            policy: one that is empty, or the name of one: see `kvstore.policies.policy_names`.
-            enable_events: whether `take_events` will be called.
+            policy: an empty policy, or a name: see `kvstore.policies.policy_names`.
+            enable_events: whether events are kept for `take_events`.
 
         Raises:
             ValueError: if no policy has that name; the message lists those that exist.
@@ -51,7 +51,7 @@ class PolicyManager(OffloadingManager):
         self._blocks: dict[bytes, BlockStatus] = {}
         self._late_loads: dict[bytes, list[BlockStatus]] = {}
         self._late_stores: dict[bytes, list[BlockStatus]] = {}
-        """What was under way at a reset."""
+        """Blocks of loads and stores that were under way at a reset."""
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self.stray = 0
 
@@ -78,7 +78,7 @@ class PolicyManager(OffloadingManager):
     loads_are_uses = True
 
     def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
-        # Tail first: a chain is given up from its end.
+        # Tail first, so that a chain is evicted from its end.
         for key in reversed([key for key in keys if key in self._blocks]):
             self._policy.touch(key)
 
@@ -177,7 +177,7 @@ class PolicyManager(OffloadingManager):
         return block is not None and block.is_ready
 
     def _make_room(self, new: list[bytes], storing: Set[bytes]) -> tuple[int, list[bytes]]:
-        """How many of `new` there is room for, and what has left for them."""
+        """Evict to make room; return how many of `new` fit, and what was evicted."""
         free = self._backend.get_num_free_blocks()
         if len(new) <= free:
             return len(new), []

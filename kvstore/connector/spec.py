@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
 
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
-"""From which kind of place to which, and who moves it."""
+"""The kind of source, the kind of target, and the handler that copies between them."""
 
 CONNECTOR_KEYS = frozenset(
     {"spec_name", "spec_module_path", "block_size", "offload_prompt_only", "copy_way"}
 )
-"""Keys of ``kv_connector_extra_config`` that are not the store's."""
+"""Keys of ``kv_connector_extra_config`` that are not part of `kvstore.config`."""
 
 AUTO = "auto"
-"""The fastest way to copy."""
+"""Value of ``copy_way`` that selects the fastest way."""
 
 SHAPE_BLOCKS = 1234
 """A number of blocks that no other dimension of a KV tensor has."""
@@ -46,23 +46,22 @@ class OffloadingSpec(ABC):
     """Sizes of a server's blocks, and what is built from them.
 
     Attributes:
-        extra_config: what the operator has configured.
+        extra_config: ``kv_connector_extra_config``.
         hash_block_size: tokens of a hashed block.
         device_block_size: tokens of a block of the device, for each KV cache group.
-        block_size_factor: blocks of the device in an offloaded one.
+        block_size_factor: blocks of the device in an offloaded block.
         offloaded_block_size: tokens of an offloaded block, for each KV cache group.
         sliding_window: for each KV cache group the tokens that a token attends to, itself
-            included, where the server gives back blocks that no later token needs; None where
-            it keeps them.
+            included, if the server frees blocks that no later token needs; None if it keeps them.
         enable_prefix_caching: whether the device keeps blocks for other requests.
-        offload_prompt_only: whether only what was computed of prompts is offloaded.
-        num_workers: workers that each end every transfer.
+        offload_prompt_only: whether only the KV cache of prompts is offloaded.
+        num_workers: number of workers; each takes part in every transfer.
     """
 
     def __init__(self, config: ServerConfigLike, kv_cache_config: KVCacheConfigLike) -> None:
         """
         Raises:
-            ConfigError: for sizes that do not fit each other; it says which, and what is allowed.
+            ConfigError: for sizes that do not fit each other; names them and what is allowed.
         """
         self.config = config
         self.kv_cache_config = kv_cache_config
@@ -102,39 +101,40 @@ class OffloadingSpec(ABC):
 
     @property
     def vllm_config(self) -> ServerConfigLike:
-        """`config`, as published integrations call it."""
+        """Published alias of `config`."""
         return self.config
 
     @property
     def gpu_block_size(self) -> tuple[int, ...]:
-        """`device_block_size`, as published integrations call it."""
+        """Published alias of `device_block_size`."""
         return self.device_block_size
 
     def _window(self, group: KVCacheGroupLike) -> Any:
-        """The sliding window of a group, for servers whose specs say it in another way."""
+        """Return the sliding window of a group. Overridden for servers that store it elsewhere."""
         return getattr(group.kv_cache_spec, "sliding_window", None)
 
     def _factor(self) -> int:
-        told = self.extra_config.get("block_size")
-        if told is None:
+        configured = self.extra_config.get("block_size")
+        if configured is None:
             return 1
-        size = _positive("block_size", told)
+        size = _positive("block_size", configured)
         sizes = set(self.device_block_size)
         if len(sizes) > 1:
             raise ConfigError(
-                f"block_size = {told!r}: allowed only where all groups have device blocks of one "
-                f"size; here they have {', '.join(map(str, sorted(sizes)))} tokens"
+                f"block_size = {configured!r}: allowed only if all groups have device blocks of "
+                f"one size; here they have {', '.join(map(str, sorted(sizes)))} tokens"
             )
         (device,) = sizes
         if size % device:
             raise ConfigError(
-                f"block_size = {told!r}: must be a multiple of the device block size, {device}"
+                f"block_size = {configured!r}: must be a multiple of the device block size, "
+                f"{device}"
             )
         return size // device
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The manager, for the scheduler. The same at each call."""
+        """Return the manager, for the scheduler; the same at each call."""
 
     @abstractmethod
     def get_handlers(
@@ -142,30 +142,30 @@ class OffloadingSpec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         attn_backends: Mapping[str, Any] | None = None,
     ) -> Handlers:
-        """Who moves blocks, for a worker.
+        """Yield the handlers that copy blocks, for a worker.
 
         Args:
             kv_caches: the KV tensor of each layer.
-            attn_backends: for each layer what says where blocks are in the shape of its
-                tensor: the number of that dimension, or an object whose ``get_kv_cache_shape(
-                num_blocks, block_size, num_kv_heads, head_size)`` tells. By default the first.
+            attn_backends: for each layer, which dimension of its tensor counts blocks: a number,
+                or an object with ``get_kv_cache_shape(num_blocks, block_size, num_kv_heads,
+                head_size)``. By default the first dimension.
         """
 
 
 class KVStoreSpec(OffloadingSpec):
-    """kvstore behind a server.
+    """Spec that offloads to kvstore.
 
-    ``kv_connector_extra_config`` has the keys of `kvstore.config`, ``chunk_bytes`` excepted, which
-    follows from the blocks, ``block_size`` and ``offload_prompt_only``. ``copy_way`` says which
-    way copies to and from a CUDA device go: one of `kvstore.device.WAYS`, or ``auto``, the default:
-    the fastest on this machine, which `get_handlers` measures.
+    ``kv_connector_extra_config`` has the keys of `kvstore.config` (except ``chunk_bytes``, which
+    follows from the blocks), ``block_size``, ``offload_prompt_only`` and ``copy_way``. The latter
+    is how to copy to and from a CUDA device: one of `kvstore.device.WAYS`, or ``auto``, the
+    default, which selects the fastest way as `get_handlers` measures it.
 
-    With a ``parallel_config`` workers are processes of their own on one machine. Each of them, and
-    the scheduler's process, builds a spec. Workers call `get_handlers` before the scheduler calls
+    With a ``parallel_config`` each worker is a process of its own on the same machine. Each worker
+    and the scheduler's process build a spec. Workers call `get_handlers` before the scheduler calls
     `get_manager`. A row of host memory has the parts of all workers side by side.
 
     Attributes:
-        chunk_bytes: of a chunk, all workers together.
+        chunk_bytes: bytes of a chunk, all workers together.
         store_config: the configuration of the store.
     """
 
@@ -177,7 +177,7 @@ class KVStoreSpec(OffloadingSpec):
         """
         super().__init__(config, kv_cache_config)
         if "chunk_bytes" in self.extra_config:
-            raise ConfigError("unknown key chunk_bytes: it follows from the blocks of the device")
+            raise ConfigError("chunk_bytes must not be set: it follows from the device's blocks")
         checked = Config.from_mapping(self.extra_config, ignore=CONNECTOR_KEYS)
         identity = checked.given_identity
         groups = [
@@ -208,12 +208,12 @@ class KVStoreSpec(OffloadingSpec):
         self._manager: KVStoreManager | None = None
 
     manager_class = KVStoreManager
-    """What `get_manager` makes."""
+    """Class of the manager that `get_manager` creates."""
 
     def get_manager(self) -> KVStoreManager:
         """
         Raises:
-            KVStoreError: if memory or a path cannot be had, or workers are missing.
+            KVStoreError: if memory or a path is not available, or workers are missing.
         """
         if self._manager is None:
             region = self._region(join_region)
@@ -233,9 +233,9 @@ class KVStoreSpec(OffloadingSpec):
     ) -> Handlers:
         """
         Raises:
-            ConfigError: for a layer that has no tensor, a tensor whose blocks have
-                other sizes than was announced, a device that is neither host memory nor CUDA,
-                and a ``copy_way`` that is not to be had on it.
+            ConfigError: for a layer without a tensor, a tensor whose blocks differ from the
+                configured sizes, a device that is neither host memory nor CUDA, and a
+                ``copy_way`` that is not available on the device.
         """
         from kvstore.device import CudaCopies, HostCopies
 
@@ -243,7 +243,8 @@ class KVStoreSpec(OffloadingSpec):
         devices = {pages.tensor.device.type for tables in groups for pages in tables}
         if devices not in ({"cpu"}, {"cuda"}):
             raise ConfigError(
-                f"a KV cache on {', '.join(sorted(devices))}: must be in host memory or on CUDA"
+                f"the KV cache is on {', '.join(sorted(devices))}: must be in host memory or on "
+                "CUDA"
             )
         region = self._region(share_region)
         first = (self._rank or 0) * self._part_bytes
@@ -272,12 +273,12 @@ class KVStoreSpec(OffloadingSpec):
         try:
             copies.use(self._copy_way)
         except ConfigError as error:
-            raise ConfigError(f"copy_way = {self._copy_way!r} cannot be had: {error}") from error
+            raise ConfigError(f"copy_way = {self._copy_way!r} is not available: {error}") from error
 
     def _tables(
         self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
     ) -> list[list[Pages]]:
-        """For each KV cache group the tables of its blocks."""
+        """Return the tables of blocks of each KV cache group."""
         from kvstore.device.layout import pages_of, whole_blocks
 
         blocks = getattr(self.kv_cache_config, "num_blocks", None)
@@ -298,7 +299,7 @@ class KVStoreSpec(OffloadingSpec):
         return groups
 
     def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
-        """Host memory: where workers have processes of their own, they `meet` there."""
+        """Return host memory; if workers are processes of their own, `meet` them to share it."""
         shape = rows_for(self.store_config, self.chunk_bytes)
         if self._rank is None:
             return private_region(self._server, shape)
@@ -318,7 +319,7 @@ def _both_ways(stores: OffloadingHandler, loads: OffloadingHandler) -> Handlers:
 
 
 def _at_last(calls: int, act: Callable[[], None]) -> Callable[[], None]:
-    """What acts when it is called for the last of so many times."""
+    """Return a function that calls `act` when it is called for the `calls`-th time."""
     left = itertools.count(calls - 1, -1)
 
     def called() -> None:
@@ -332,14 +333,14 @@ def _positive(name: str, value: object) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} = {value!r}: must be a whole number, 1 at least")
+        raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
     return value
 
 
 def _copy_way(value: object) -> str:
     if value == AUTO:
         return AUTO
-    # Needs torch, which only who configures a way has to have here.
+    # Imports torch, which the scheduler's process need not have otherwise.
     from kvstore.device.ways import WAYS
 
     if value not in WAYS:
@@ -348,29 +349,29 @@ def _copy_way(value: object) -> str:
 
 
 def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:
-    """The server's name, and which of its workers this is; None where all are one process."""
+    """Return the server's name and the worker's rank; None if all share one process."""
     name = getattr(config.kv_transfer_config, "engine_id", None)
     parallel = getattr(config, "parallel_config", None)
     if parallel is None:
         return name or f"one-process-{uuid.uuid4()}", None
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"engine_id = {name!r}: {workers} workers in processes of their own meet under the "
-            "name of their server"
+            f"engine_id = {name!r}: must be the name of the server, by which {workers} workers in "
+            "processes of their own find each other"
         )
     if not 0 <= parallel.rank < workers:
-        raise ConfigError(f"rank = {parallel.rank!r}: there are {workers} workers, from 0 on")
+        raise ConfigError(f"rank = {parallel.rank!r}: must be from 0 to {workers - 1}")
     return name, int(parallel.rank)
 
 
 def _block_dim(backend: Any, layer: str) -> int:
-    """Which dimension of a layer's tensor counts blocks."""
+    """Return which dimension of a layer's tensor counts blocks."""
     if isinstance(backend, int):
         return backend
     shape = tuple(backend.get_kv_cache_shape(SHAPE_BLOCKS, 16, 8, 256))
     if SHAPE_BLOCKS not in shape:
         raise ConfigError(
-            f"layer {layer}: {backend!r} gives the shape {shape} for {SHAPE_BLOCKS} blocks, in "
-            "which no dimension counts them"
+            f"layer {layer}: {backend!r} returns the shape {shape} for {SHAPE_BLOCKS} blocks: no "
+            "dimension counts them"
         )
     return shape.index(SHAPE_BLOCKS)

@@ -1,4 +1,4 @@
-"""Tracked requests: what the scheduler's half knows of a request, and the sizes of its groups."""
+"""Tracked requests: the scheduler's half's state of a request, and the sizes of its groups."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Group", "GroupState", "TrackedRequest", "groups_of", "key_of"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose blocks are given out together.
+    """A KV cache group: layers whose blocks are allocated together.
 
     Attributes:
         index: its number.
-        tokens_per_block: of a block of the device.
-        tokens_per_chunk: of an offloaded chunk.
+        tokens_per_block: tokens of a block of the device.
+        tokens_per_chunk: tokens of an offloaded chunk.
         blocks_per_chunk: blocks of the device in a chunk.
-        hashes_per_chunk: hashed blocks in a chunk; the last one's hash names it.
+        hashes_per_chunk: hashed blocks in a chunk; the last one's hash names the chunk.
         window: tokens that a token attends to, itself included; None: all before it.
-        uncut: tokens at the end of a chunk that have to be there so that it may be stored.
+        uncut: tokens at the end of a chunk that must still be in blocks for it to be stored.
     """
 
     index: int
@@ -37,17 +37,17 @@ class Group:
     uncut: int
 
     def chunks_to(self, tokens: int) -> int:
-        """Chunks that have one of the first `tokens` tokens at least."""
+        """Count the chunks that contain any of the first `tokens` tokens."""
         return -(-tokens // self.tokens_per_chunk)
 
     def blocks_to(self, tokens: int) -> int:
-        """Blocks that have one of the first `tokens` tokens at least."""
+        """Count the blocks that contain any of the first `tokens` tokens."""
         return -(-tokens // self.tokens_per_block)
 
     def window_chunks(self, tokens: int) -> int:
-        """Chunks before the end of `tokens` tokens that the next token needs.
+        """Count the last chunks of the first `tokens` tokens that the next token needs.
 
-        Only for groups with a window. At the end of a chunk never fewer than the window fills.
+        Only for groups with a window. At least as many as the window fills.
         """
         assert self.window is not None
         size = self.tokens_per_chunk
@@ -56,7 +56,7 @@ class Group:
 
 
 def groups_of(spec: OffloadingSpec) -> tuple[Group, ...]:
-    """The groups of a server."""
+    """Return the KV cache groups of a server."""
     sizes = set(spec.offloaded_block_size)
     return tuple(
         Group(
@@ -75,19 +75,19 @@ def groups_of(spec: OffloadingSpec) -> tuple[Group, ...]:
 
 
 def key_of(block_hash: bytes, group: int) -> bytes:
-    """The key of the chunk whose last hashed block has this hash.
+    """Return the key of the chunk whose last hashed block has this hash.
 
-    A hash that is too long for a key is named by its SHA-256.
+    A hash that is too long for a key is replaced by its SHA-256.
     """
     suffix = group.to_bytes(4, "big")
     return short_name(bytes(block_hash), MAX_KEY_BYTES - len(suffix)) + suffix
 
 
 def _uncut(window: int | None, chunk: int, *, one_size: bool) -> int:
-    """How much of a chunk's end some request may load.
+    """Return how many tokens at the end of a chunk a request may need when it loads the chunk.
 
-    With chunks of one size a request loads up to the end of a chunk, or to the token before,
-    when only the last one is left to compute. Otherwise it may end anywhere in a chunk.
+    With chunks of one size, a request loads up to the end of a chunk, or up to the token before it
+    if only the last token is left to compute. Otherwise it may end anywhere in a chunk.
     """
     if window is None or not one_size:
         return chunk
@@ -99,10 +99,10 @@ class GroupState:
     """A request's chunks and blocks in one KV cache group.
 
     Attributes:
-        keys: of its whole chunks.
-        block_ids: blocks of the device that it holds; 0 where there is none: a window has left
-            it, or the group needs none there.
-        next_chunk: the first chunk that was not stored yet, nor loaded.
+        keys: keys of its whole chunks.
+        block_ids: blocks of the device that it holds; 0 where it has none, because the window has
+            moved past it or the group needs no block there.
+        next_chunk: the first chunk that was neither stored nor loaded yet.
     """
 
     group: Group
@@ -111,7 +111,7 @@ class GroupState:
     next_chunk: int = 0
 
     def storable(self, tokens: int) -> int:
-        """How many leading chunks are computed, named and in blocks once `tokens` tokens are."""
+        """Count the leading chunks that are computed, named and in blocks after `tokens` tokens."""
         return min(
             tokens // self.group.tokens_per_chunk,
             len(self.block_ids) // self.group.blocks_per_chunk,
@@ -119,10 +119,10 @@ class GroupState:
         )
 
     def blocks_of(self, chunk: int) -> list[int]:
-        """The blocks of a chunk to be stored, without those that the window has left.
+        """Return the blocks of a chunk to be stored, without those that the window has passed.
 
-        Empty if the window has left so much of it that a request which loads it could miss some,
-        and in a group without a window if there is a block missing.
+        Empty if the window has passed so much of the chunk that a request which loads it could
+        need more than is left, or if a group without a window lacks a block.
         """
         group = self.group
         count = group.blocks_per_chunk
@@ -130,16 +130,16 @@ class GroupState:
         if all(blocks):
             return blocks
         if group.window is None:
-            # Where a group has one state for all of a prompt, no block stands for what came before.
+            # A group with one state for the whole prompt has no blocks for earlier tokens.
             return []
-        # What is given back lies before what is not.
+        # Freed blocks precede those that are kept.
         kept = blocks[len(blocks) - blocks[::-1].index(0) :]
         return kept if len(kept) * group.tokens_per_block >= group.uncut else []
 
     def left_by(self, blocks: Collection[int]) -> None:
-        """`blocks` were given to somebody: those that this request had before are lost to it.
+        """Forget those of this request's blocks that were given out again: `blocks`.
 
-        Only with a sliding window does that happen, and only what is still to be stored matters.
+        This happens only with a sliding window, and matters only for chunks still to be stored.
         """
         begin = self.next_chunk * self.group.blocks_per_chunk
         for place in range(begin, len(self.block_ids)):
@@ -147,26 +147,26 @@ class GroupState:
                 self.block_ids[place] = 0
 
     def store_anew(self, computed: int) -> None:
-        """Nothing is stored any more; the request has computed its first `computed` tokens."""
+        """Offer all chunks again after a reset; `computed` tokens of the request are computed."""
         self.next_chunk = 0
         if self.group.window is not None:
-            # Nobody has looked after what the window has left: it may be somebody else's.
+            # Blocks that the window has passed may belong to another request by now.
             left = max(0, computed - self.group.window + 1) // self.group.tokens_per_block
             left = min(left, len(self.block_ids))
             self.block_ids[:left] = [0] * left
 
 
 class TrackedRequest:
-    """See the module's text.
+    """A request of the server, with its chunks, blocks and transfers.
 
     Attributes:
-        context: how the manager knows it.
-        computed: tokens that the device had when it was looked up last.
+        context: the request as the manager sees it.
+        computed: tokens that the device had when it was last looked up.
         jobs: its transfers under way.
-        loading: the one that is a load, or None.
-        load_failed: nothing is loaded for it any more.
-        finished: the server has told that it has finished.
-        ended: the manager has been told so.
+        loading: its load under way, or None.
+        load_failed: whether a load has failed; then nothing more is loaded for it.
+        finished: whether the server has reported it as finished.
+        ended: whether the manager has been told so.
     """
 
     def __init__(self, request: RequestLike, groups: Sequence[Group]) -> None:
@@ -189,7 +189,7 @@ class TrackedRequest:
         self.computed = 0
         self.jobs: set[int] = set()
         self.loading: int | None = None
-        self._told = False
+        self._used_taken = False
         self.load_failed = False
         self.finished = False
         self.ended = False
@@ -197,7 +197,7 @@ class TrackedRequest:
     # -- its prompt ------------------------------------------------------------------------
 
     def name_chunks(self) -> None:
-        """Chunks may have become whole since the last call: they have keys now."""
+        """Add the keys of chunks that have become whole since the last call."""
         hashes = self.request.block_hashes
         for state in self.groups:
             group = state.group
@@ -209,43 +209,43 @@ class TrackedRequest:
                     self._ends[key] = len(state.keys) * group.tokens_per_chunk
 
     def look_up(self, computed: int) -> None:
-        """It is looked up; the device has its first `computed` tokens.
+        """Begin a lookup of the request, of which the device has the first `computed` tokens.
 
-        If it was preempted, all of it is offered once more: what was refused or has been evicted
-        since may find room.
+        After a preemption all chunks are offered once more: those that were refused, or have been
+        evicted since, may find room.
         """
         self.name_chunks()
         self.computed = computed
         self.offered_up_to([0] * len(self.groups))
 
     def take_used(self, *, loaded: bool) -> list[bytes]:
-        """Keys of chunks that it uses, in prompt order, when it was looked up first; [] later.
+        """Return the keys that the request uses, in prompt order; [] after the first call.
 
         Args:
-            loaded: all of them; otherwise those that the device had itself.
+            loaded: whether to return all keys, or only those that the device already had.
         """
-        if self._told:
+        if self._used_taken:
             return []
-        self._told = True
-        had: list[bytes] = []
+        self._used_taken = True
+        used: list[bytes] = []
         for state in self.groups:
             if loaded:
-                had += state.keys
+                used += state.keys
                 continue
             group = state.group
             last = self.computed // group.tokens_per_chunk
             first = 0
             if group.window is not None:
                 first = max(0, last - group.window_chunks(self.computed))
-            had += state.keys[first:last]
-        return had
+            used += state.keys[first:last]
+        return used
 
     def computed_after(self, scheduled: int | None) -> int:
-        """Leading tokens that are known and computed once it has computed `scheduled` more.
+        """Count the leading tokens that are known and computed after `scheduled` more.
 
-        Where steps overlap, a server counts tokens that are only being sampled; their KV cache is
-        computed one step later. None says that it has finished: of the token that was sampled
-        last nobody has computed it.
+        If steps overlap, a server counts tokens that are still being sampled; their KV cache is
+        computed one step later. `scheduled` is None for a finished request, whose last sampled
+        token has no KV cache.
         """
         request = self.request
         if scheduled is not None:
@@ -256,30 +256,30 @@ class TrackedRequest:
     # -- its blocks ------------------------------------------------------------------------
 
     def give_blocks(self, block_ids: BlockIds, *, anew: bool) -> None:
-        """It has got blocks: all of its blocks `anew`, or some more."""
+        """Add blocks; with `anew`, they replace all earlier ones."""
         for state in self.groups:
             if anew:
                 state.block_ids.clear()
             state.block_ids.extend(block_ids[state.group.index])
 
     def left_by(self, blocks: Collection[int]) -> None:
-        """`blocks` were given out: those that a window of it has left are lost to it."""
+        """Forget blocks behind a sliding window that were given out again: `blocks`."""
         for state in self.groups:
             if state.group.window is not None:
                 state.left_by(blocks)
 
     def drop_blocks(self) -> None:
-        """It has lost its blocks."""
+        """Forget all blocks."""
         for state in self.groups:
             state.block_ids.clear()
 
     # -- its transfers ---------------------------------------------------------------------
 
     def load_begins(self, job: int, end: int) -> None:
-        """Its tokens up to `end` are being loaded: they need not be stored.
+        """Begin a load of the tokens up to `end`; they need not be stored.
 
-        Unless it will be decoded elsewhere, where all of it is looked for, or has hints, which
-        speak of all of it.
+        All chunks are still offered if the request will be decoded elsewhere, which looks up all of
+        them, or has hints, which apply to all of them.
         """
         self.jobs.add(job)
         self.loading = job
@@ -287,7 +287,7 @@ class TrackedRequest:
             self.offered_up_to([state.group.chunks_to(end) for state in self.groups])
 
     def load_ends(self, *, failed: bool) -> None:
-        """If it `failed`, what is computed instead can be stored, and nothing is loaded again."""
+        """End the load. If it `failed`, nothing is loaded again, and what is computed is stored."""
         assert self.loading is not None
         self.jobs.discard(self.loading)
         self.loading = None
@@ -295,24 +295,18 @@ class TrackedRequest:
             self.load_failed = True
             self.store_anew()
 
-    def store_begins(self, job: int) -> None:
-        self.jobs.add(job)
-
-    def store_ends(self, job: int) -> None:
-        self.jobs.discard(job)
-
     def offered_up_to(self, ends: Sequence[int]) -> None:
-        """For each group the first chunk that was not offered, nor loaded."""
+        """Set, for each group, the first chunk that was neither offered nor loaded."""
         for state, end in zip(self.groups, ends, strict=True):
             state.next_chunk = end
 
     def finish(self) -> None:
-        """The server has told that it has finished."""
+        """Mark the request as finished by the server."""
         self.name_chunks()
         self.finished = True
 
     def store_anew(self) -> None:
-        """Nothing of it is stored any more. Of what has finished nothing more is stored."""
+        """Offer all chunks again after a reset; nothing, if the request has finished."""
         if self.finished:
             self.drop_blocks()
             return
@@ -320,5 +314,5 @@ class TrackedRequest:
             state.store_anew(self.request.num_computed_tokens)
 
     def end(self) -> None:
-        """It has finished, and nothing more of it is stored."""
+        """Mark the request as ended: nothing more of it is stored."""
         self.ended = True

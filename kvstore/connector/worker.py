@@ -1,8 +1,8 @@
 """The worker's half of a connector, for any server.
 
-Before each step a worker calls `start_transfers` with what the scheduler's half has made for it,
-and after it `get_finished`, whose result goes back to the scheduler; also where a step has
-nothing to compute.
+Before each step a worker calls `start_transfers` with the metadata that the scheduler's half has
+built. After the step it calls `get_finished`, whose result goes back to the scheduler. It does both
+even if a step has nothing to compute.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Way = tuple[type[LoadStoreSpec], type[LoadStoreSpec]]
 
 
 class ConnectorWorker:
-    """See the module's text. One thread at a time calls it.
+    """Runs a worker's transfers. One thread at a time calls it.
 
     Guarantees that
 
-    * what a step computes is copied from when the next one begins, so that copies do not delay
-      its tokens; loads begin before that;
+    * what a step computes is copied once the next step begins, so that copies do not delay
+      its tokens; loads begin earlier;
     * copies whose blocks are about to be written again have ended when `start_transfers` returns;
-    * each transfer is reported once, those that one handler took in their order; one that fails,
-      or that no handler takes, is reported as failed, and nothing raises. What no handler takes
-      is reported after all that was taken before it.
+    * each transfer is reported once, and those of one handler in order. A transfer that fails, or
+      that no handler takes, is reported as failed; nothing raises. One that no handler takes is
+      reported after all transfers that were taken before it.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -45,7 +45,7 @@ class ConnectorWorker:
         self._ways: dict[Way, OffloadingHandler] = {}
         self._handlers: list[OffloadingHandler] = []
         self._held: dict[int, TransferJob] = {}
-        """Stores of the last step."""
+        """Stores of the last step, which begin with the next."""
         self._loading: set[int] = set()
         self._under_way: set[int] = set()
         self._refused: list[int] = []
@@ -55,7 +55,7 @@ class ConnectorWorker:
         kv_caches: Mapping[str, torch.Tensor],
         attn_backends: Mapping[str, Any] | None = None,
     ) -> None:
-        """Blocks are copied from and to these tensors, one for each layer.
+        """Set the tensors, one for each layer, whose blocks are copied.
 
         Args:
             attn_backends: see `OffloadingSpec.get_handlers`.
@@ -64,14 +64,14 @@ class ConnectorWorker:
             KVStoreError: if tensors were registered before, or do not fit the configuration.
         """
         if self._handlers:
-            raise KVStoreError("KV caches were registered before: a worker has one set of them")
+            raise KVStoreError("KV caches are already registered: a worker has one set of them")
         for source, target, handler in self._spec.get_handlers(kv_caches, attn_backends):
             self._ways[source, target] = handler
             if handler not in self._handlers:
                 self._handlers.append(handler)
 
     def start_transfers(self, metadata: ConnectorMetadata) -> None:
-        """Begin what is due at this step. To be called before it computes.
+        """Begin the transfers that are due at this step. To be called before it computes.
 
         Waits only for `metadata.jobs_to_flush`.
 
@@ -79,7 +79,7 @@ class ConnectorWorker:
             KVStoreError: if no tensors were registered.
         """
         if not self._handlers:
-            raise KVStoreError("register_kv_caches comes first: there is nothing to copy from")
+            raise KVStoreError("no KV caches are registered: call register_kv_caches first")
         due, self._held = self._held, {}
         flush = metadata.jobs_to_flush
         for number, job in metadata.store_jobs.items():
@@ -93,12 +93,12 @@ class ConnectorWorker:
         self._begin_all(due)
 
     def get_finished(self) -> ConnectorOutput:
-        """What has ended since the last call. Never waits."""
+        """Return the transfers that have ended since the last call. Never waits."""
         output = ConnectorOutput()
         for handler in self._handlers:
             for result in handler.get_finished():
                 self._report(result, output)
-        # After a reset the same keys may be stored or loaded by two: the older ends first.
+        # After a reset two transfers may have the same keys: the older must end first.
         oldest = min(self._under_way, default=None)
         for number in list(self._refused):
             if oldest is None or number < oldest:
@@ -107,9 +107,9 @@ class ConnectorWorker:
         return output
 
     def wait(self, job_ids: Collection[int] | None = None) -> None:
-        """Wait until these transfers have ended; by default all that were given.
+        """Wait until these transfers have ended, by default all.
 
-        They are reported by `get_finished` all the same.
+        `get_finished` still reports them.
         """
         due, self._held = self._held, {}
         self._begin_all(due)
@@ -117,7 +117,7 @@ class ConnectorWorker:
         self._wait_for(wanted if job_ids is None else wanted.intersection(job_ids))
 
     def shutdown(self) -> None:
-        """Wait for copies under way and let go of the tensors. What had not begun is dropped."""
+        """Wait for copies under way and release the tensors. Transfers not begun are dropped."""
         self._held.clear()
         for handler in self._handlers:
             handler.shutdown()
@@ -135,7 +135,7 @@ class ConnectorWorker:
                 continue
             places = source.medium(), target.medium()
             logger.error(
-                "transfer %d of request %s was refused: %s to %s",
+                "transfer %d of request %s was refused: no handler copies from %s to %s",
                 number,
                 job.req_id,
                 *places,

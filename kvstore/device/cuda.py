@@ -1,9 +1,9 @@
 """Copies between a KV cache on a CUDA device and rows of host memory.
 
 A transfer becomes a list of fragments, which is handed to the device in one of several ways: see
-`kvstore.device.ways`. Stores and loads have a stream each. A transfer begins when what the
-compute stream had been given before it is done, so that a store copies what was computed, and
-a load does not write what is still being read.
+`kvstore.device.ways`. Stores and loads have a stream each. A transfer waits for the work that was
+queued on the compute stream before it, so that a store copies what was computed, and a load does
+not overwrite what is still being read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ MEASURE_SECONDS = 0.5
 
 
 class CudaCopies:
-    """Queues copies of blocks to rows, and back. See the module's text, and
-    `kvstore.device.layout` for how they lie in a row.
+    """Queues copies of blocks to rows, and back. For rows see `kvstore.device.layout`.
 
-    Transfers of one direction are done one after the other. No block may be named twice in a
-    load, and no place of a row twice in a store.
+    Transfers of one direction run one after the other. No block may be named twice in a load, and
+    no place of a row twice in a store.
 
     Attributes:
-        ways: which way transfers go.
+        ways: which way transfers take.
     """
 
     def __init__(
@@ -65,24 +64,26 @@ class CudaCopies:
             rows: host memory, of shape (rows, bytes of a row). The device copies at full speed
                 only if it is registered: see `PinnedRegion.register_with_cuda`.
             way: one of `WAYS`, for all transfers; by default ``batch`` if the driver has it, else
-                ``each``, until `measure` finds something better.
+                ``each``, until `measure` finds a faster one.
             kernels_read: whether kernels of the device may use the addresses of `rows`: what
-                `register_with_cuda` returned. True without cause ends in an illegal access,
-                after which the process cannot use the device any more.
-            ring_bytes: device memory that each direction takes for ``staged``, once it is used: a
-                multiple of 64 KiB.
-            cuda: ``torch.cuda``. calls: the driver. launch: gives what launches the kernel.
+                `register_with_cuda` returned. If True is wrong, a kernel makes an illegal access,
+                after which the process can no longer use the device.
+            ring_bytes: device memory that each direction uses for ``staged``: a multiple of
+                64 KiB.
+            cuda: ``torch.cuda``.
+            calls: the driver.
+            launch: returns the function that launches the kernel.
 
         Raises:
-            ConfigError: if a chunk is larger than a row, tables lie on several devices, or
-                there is no such way here.
+            ConfigError: if a chunk is larger than a row, tables lie on several devices, or the
+                way is not available.
         """
         devices = {pages.tensor.device for tables in groups for pages in tables}
         if len(devices) != 1:
-            raise ConfigError(f"the KV cache lies on {len(devices)} devices: must be one")
+            raise ConfigError(f"the KV cache is on {len(devices)} devices: must be on one")
         (self._device,) = devices
         self._cuda = cuda or torch.cuda
-        # Gives this thread a context, which the driver's calls need.
+        # Creates this thread's context, which the driver's calls need.
         self._cuda.synchronize(self._device)
         calls = calls or driver()
         self._layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
@@ -106,10 +107,10 @@ class CudaCopies:
             self.use(way)
 
     def use(self, way: str) -> None:
-        """Take one way for all transfers from now on. Waits for those under way.
+        """Use one way for all transfers from now on. Waits for transfers under way.
 
         Raises:
-            ConfigError: if there is no such way here; it says why. The ways stay as they are.
+            ConfigError: if the way is not available, with the reason. Nothing changes then.
         """
         if way not in WAYS:
             raise ConfigError(f"way = {way!r}: must be one of {', '.join(WAYS)}")
@@ -122,27 +123,27 @@ class CudaCopies:
         seconds: float = MEASURE_SECONDS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Time all ways there are for fragments of this layout, and take the fastest from now on.
+        """Time all available ways for fragments of this layout, and use the fastest from now on.
 
-        Copies between scratch memory only: 8 MiB of pinned host memory and about 50 MiB of the
-        device, which torch gets back. A way that copies wrong is not taken. Where measuring
-        fails, transfers go on as they did, and the log says why. Waits for those under way.
+        Copies scratch memory only: 8 MiB of pinned host memory and about 50 MiB of the device,
+        which torch gets back. A way that copies incorrectly is not used. If measuring fails, the
+        ways stay as they are, and the log says why. Waits for transfers under way.
 
         Args:
-            seconds: how long it takes, about. Compiling the kernel comes on top of it where
-                Triton has not done so before on this machine: some seconds.
+            seconds: how long measuring takes, approximately. Compiling the kernel takes some
+                seconds more if Triton has not compiled it on this machine before.
         """
         ways = self.ways
         try:
             measurement = Measurement(self._device, self._memory.shape[1], clock)
             rates = measurement.rates(self._directions, sizes_of(self._layout), seconds)
             if not rates:
-                raise KVStoreError("none of them copies right")
+                raise KVStoreError("no way copies correctly")
             ways = Ways(ways.default, rates)
             logger.info("kvstore: copies of %s", ways, extra=about("device.measured", ways=ways))
         except Exception as error:
             logger.warning(
-                "copies were not measured and go as they did: %s",
+                "device copies could not be measured; the way of copying stays as it was: %s",
                 error,
                 extra=about("device.not_measured", error=error),
             )
@@ -156,11 +157,12 @@ class CudaCopies:
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> Ticket:
         """Begin to copy blocks to rows.
 
+        Nothing is begun if it raises.
+
         Raises:
-            IndexError: for a block or a row that is not there.
-            ValueError: if blocks or rows are not as many as they say.
-            KVStoreError: while a CUDA graph is captured: the copy would become a part of it.
-                Nothing was begun in any of these cases.
+            IndexError: for a block or a row that does not exist.
+            ValueError: if the numbers of blocks and rows do not match the sizes of the groups.
+            KVStoreError: while a CUDA graph is captured, which would include the copy.
         """
         return self._begin(self._addresses.fragments(blocks, rows), self._stores)
 

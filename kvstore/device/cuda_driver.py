@@ -1,7 +1,7 @@
 """CUDA driver calls that torch does not offer.
 
-Errors come back as codes: unlike those of the runtime they leave nothing pending that a later call
-of torch would take for its own.
+Errors are returned as codes. Unlike errors of the runtime, they do not stay pending for a later
+call of torch to report.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvstore.device.fragments import Fragments, Longs
 __all__ = ["Copier", "Driver", "driver"]
 
 BATCH_VERSION = 12080
-"""Of ``cuMemcpyBatchAsync``: 13000 has one argument fewer."""
+"""Version of ``cuMemcpyBatchAsync``; that of 13000 has one argument fewer."""
 
 STREAM_ORDER = 1
-"""The source is read in the order of the stream: what a store copies may still be being written."""
+"""Read the source in stream order: the source of a store may still be being written."""
 
 
 class Copier(Protocol):
-    """What copies need of a driver; see `Driver`."""
+    """The part of a driver that copies need: see `Driver`."""
 
     has_batch: bool
 
@@ -45,10 +45,10 @@ class _Attributes(ctypes.Structure):
 
 
 class Driver:
-    """``libcuda``, as far as copies need it. The calling thread must have a context.
+    """The copy functions of ``libcuda``. The calling thread must have a context.
 
     Attributes:
-        has_batch: it copies many fragments in one call.
+        has_batch: whether it can copy many fragments in one call.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Driver:
             self._batch = call(entry.value)
 
     def copy_each(self, targets: Longs, sources: Longs, sizes: Longs, stream: int) -> int:
-        """Queue one copy for each fragment; returns the first error, 0 for none."""
+        """Queue one copy for each fragment; return the first error, 0 for none."""
         for target, source, size in zip(
             targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
         ):
@@ -86,7 +86,7 @@ class Driver:
         return 0
 
     def copy_batch(self, targets: Longs, sources: Longs, sizes: Longs, stream: int) -> int:
-        """Queue all fragments in one call; returns the error, 0 for none."""
+        """Queue all fragments in one call; return the error, 0 for none."""
         attributes = _Attributes(source_order=STREAM_ORDER)
         first = ctypes.c_size_t(0)
         failed = ctypes.c_size_t(0)
@@ -104,7 +104,7 @@ class Driver:
         )
 
     def copy(self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int) -> int:
-        """Queue a transfer; returns the first error, 0 for none. What came before it is queued.
+        """Queue a transfer; return the first error, 0 for none. Copies before the error are queued.
 
         Args:
             way: ``each``, or ``batch`` with `step` fragments in a call.
@@ -124,5 +124,5 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The driver of this process."""
+    """Return the driver of this process."""
     return Driver()

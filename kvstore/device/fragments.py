@@ -10,22 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.device.layout import BlockPlaces, Layout, RowPlaces
+from kvstore.device.layout import BlockPlaces, Layout, RowPlaces, check_end
 
 __all__ = ["Addresses", "Fragments", "Longs", "cut"]
 
 Longs = npt.NDArray[np.int64]
 
 WIDEST = 16
-"""Bytes that a device moves with one instruction, at most."""
+"""Most bytes that a device moves with one instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """Copy i is of `sizes[i]` bytes between the addresses `device[i]` and `host[i]`.
+    """Copies of `sizes[i]` bytes between the addresses `device[i]` and `host[i]`.
 
     Attributes:
-        rows: in which row `host[i]` lies. No copy may reach from one row into the next.
+        rows: the row in which `host[i]` lies. No copy may extend into another row.
     """
 
     device: Longs
@@ -38,19 +38,19 @@ class Fragments:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Total size."""
         return int(self.sizes.sum())
 
     def take(self, which: Longs | npt.NDArray[np.bool_] | slice) -> Fragments:
-        """Some of them, as NumPy indexes."""
+        """Return a selection, with an index as in NumPy."""
         return Fragments(self.device[which], self.host[which], self.sizes[which], self.rows[which])
 
 
 def cut(fragments: Fragments, at: Longs, every: int) -> tuple[Fragments, Longs]:
-    """Fragments that stand at positions `at` of a line, cut at the multiples of `every`.
+    """Cut fragments at the multiples of `every`; fragment i has the offset `at[i]`.
 
     Returns:
-        the pieces in the order of their fragments, and where each stands.
+        The pieces, in the order of their fragments, and the offset of each.
     """
     first, last = at // every, (at + fragments.sizes - 1) // every
     counts = last - first + 1
@@ -66,19 +66,19 @@ def cut(fragments: Fragments, at: Longs, every: int) -> tuple[Fragments, Longs]:
 class Addresses:
     """Turns the blocks and rows of a transfer into `Fragments`.
 
-    Neighbours are one fragment where they are neighbours on both sides, within a row: host memory
-    may be registered in pieces that end where rows end.
+    Pages that are adjacent on both sides become one fragment, but not across rows, because host
+    memory may be registered in pieces that end where rows end.
 
     Attributes:
-        word: the widest power of two, up to 16 bytes, of which all addresses and sizes of all
-            transfers are multiples.
+        word: the largest power of two, up to 16, that divides all addresses and sizes of all
+            transfers.
     """
 
     def __init__(self, layout: Layout, host_address: int, row_stride: int) -> None:
         """
         Args:
-            host_address: of row 0.
-            row_stride: from one row to the next, in bytes.
+            host_address: address of row 0.
+            row_stride: bytes from one row to the next.
         """
         self._layout = layout
         self._host = host_address
@@ -90,7 +90,7 @@ class Addresses:
         self.word = _common_word([host_address, row_stride, *self._device_numbers()])
 
     def _device_numbers(self) -> Iterator[int]:
-        """All that addresses and sizes are sums of, but for those of rows."""
+        """Yield the terms of all addresses and sizes, except those of rows."""
         for tables, bases, places in zip(
             self._layout.groups, self._bases, self._layout.places, strict=True
         ):
@@ -98,19 +98,20 @@ class Addresses:
                 yield from (base, pages.stride, pages.size, begin, step)
 
     def fragments(self, blocks: BlockPlaces, rows: RowPlaces) -> Fragments:
-        """
+        """Return the fragments of a transfer.
+
         Raises:
-            IndexError: for a block or a row that is not there.
-            ValueError: if blocks or rows are not as many as they say.
+            IndexError: for a block or a row that does not exist.
+            ValueError: if the numbers of blocks and rows do not match the sizes of the groups.
         """
         layout = self._layout
         found: list[tuple[Longs, Longs, Longs, Longs]] = []
         for part in layout.parts(blocks, rows):
-            _check_end("row", part.rows, layout.rows)
+            check_end("row", part.rows, layout.rows)
             tables = layout.groups[part.group]
             its = zip(tables, self._bases[part.group], layout.places[part.group], strict=True)
             for pages, base, (begin, step) in its:
-                _check_end("block", part.blocks, pages.count)
+                check_end("block", part.blocks, pages.count)
                 device = base + part.blocks * pages.stride
                 host = self._host + part.rows * self._row_stride + begin + part.within * step
                 found.append(_merged(device, host, part.rows, pages.size))
@@ -132,8 +133,3 @@ def _merged(
 def _common_word(numbers: Iterable[int]) -> int:
     bits = functools.reduce(operator.or_, numbers, WIDEST)
     return bits & -bits
-
-
-def _check_end(what: str, ids: Longs, count: int) -> None:
-    if len(ids) and int(ids.max()) >= count:
-        raise IndexError(f"{what} {ids.max()}: there are {count}")

@@ -1,4 +1,4 @@
-"""Copies where the KV cache itself lies in host memory."""
+"""Copies between a KV cache in host memory and rows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.device.layout import BlockPlaces, Layout, Pages, Part, Places, RowPlaces
+from kvstore.device.layout import BlockPlaces, Layout, Pages, Part, Places, RowPlaces, check_end
 from kvstore.errors import ConfigError
 
 __all__ = ["HostCopies"]
 
 RUN_BYTES = 8192
-"""A call for each run of neighbours pays where runs have so many bytes, on average."""
+"""Average bytes of a run of adjacent pages from which one call for each run is faster."""
 
 Which = slice | int | npt.NDArray[np.int64]
 
 Run = tuple[Which, tuple[Which, Which]]
-"""Blocks, and their places: rows, and blocks within them."""
+"""Blocks, and their places: rows, and positions within the rows."""
 
 
 class HostCopies:
     """Copies blocks of a KV cache in host memory to rows, and back; done when a call returns.
 
-    Nobody may write to what is copied meanwhile. How they lie in a row: `kvstore.device.layout`.
+    The memory must not be written meanwhile. `kvstore.device.layout` says how a row is laid out.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HostCopies:
             places: where in a row each table lies; by default one after the other.
 
         Raises:
-            ConfigError: if a chunk is larger than a row, or a table lies on another device.
+            ConfigError: if a chunk is larger than a row, or a table is not in host memory.
         """
         self._layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
         self._groups: list[list[tuple[npt.NDArray[np.void], npt.NDArray[np.void]]]] = []
@@ -56,18 +56,19 @@ class HostCopies:
             )
 
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> int:
-        """Copy blocks to rows; returns the bytes that were copied.
+        """Copy blocks to rows; return the bytes copied.
 
-        A chunk whose first or last blocks are not named keeps what its row has there.
+        If the first or last blocks of a chunk are not named, that part of its row is not changed.
 
         Raises:
-            IndexError: for a block or a row that is not there. What was copied before it stays.
-            ValueError: if blocks or rows are not as many as they say; then nothing is copied.
+            IndexError: for a block or a row that does not exist. Earlier ones may be copied.
+            ValueError: if the numbers of blocks and rows do not match the sizes of the groups;
+                then nothing is copied.
         """
         return self._copy(blocks, rows, store=True)
 
     def load(self, rows: RowPlaces, blocks: BlockPlaces) -> int:
-        """Copy rows to blocks; returns the bytes that were copied.
+        """Copy rows to blocks; return the bytes copied.
 
         Raises:
             IndexError, ValueError: as `store`.
@@ -78,9 +79,7 @@ class HostCopies:
         self, pages: Pages, begin: int, step: int, rows: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
         if pages.tensor.device.type != "cpu":
-            raise ConfigError(
-                f"a KV cache on {pages.tensor.device}: these copies are for one in host memory"
-            )
+            raise ConfigError(f"the KV cache is on {pages.tensor.device}: must be in host memory")
         device = pages.flat.numpy()[pages.offset :]
         shape, steps = (len(rows), self._layout.blocks_per_chunk), (rows.strides[0], step)
         return (
@@ -94,9 +93,9 @@ class HostCopies:
             runs = _runs(part, self._layout.blocks_per_chunk)
             gathered: list[Run] = [(part.blocks, (part.rows, part.within))]
             for device, host in self._groups[part.group]:
-                _check("block", part.blocks, len(device))
-                _check("row", part.rows, len(host))
-                # Many small pages here and there: to gather them costs less than as many calls.
+                check_end("block", part.blocks, len(device))
+                check_end("row", part.rows, len(host))
+                # For many small runs, one gathering copy is faster than a call for each run.
                 few = len(runs) <= len(part.blocks) * device.itemsize // RUN_BYTES
                 for its, place in runs if few else gathered:
                     if store:
@@ -108,7 +107,7 @@ class HostCopies:
 
 
 def _runs(part: Part, blocks_per_chunk: int) -> list[Run]:
-    """Neighbouring blocks that lie side by side in a row, or in neighbouring rows of one block."""
+    """Return runs of adjacent blocks that are adjacent in a row, or in rows of one block each."""
     blocks, rows, within = part.blocks, part.rows, part.within
     if not len(blocks):
         return []
@@ -129,14 +128,9 @@ def _runs(part: Part, blocks_per_chunk: int) -> list[Run]:
     return runs
 
 
-def _check(what: str, numbers: npt.NDArray[np.int64], count: int) -> None:
-    if len(numbers) and numbers.max() >= count:
-        raise IndexError(f"{what} {numbers.max()}: there are {count}")
-
-
 def _as_pages(
     array: npt.NDArray[np.uint8], size: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> npt.NDArray[np.void]:
-    """Whole pages as items, so that indexing copies page by page."""
+    """View an array with whole pages as items, so that indexing copies page by page."""
     pages = np.lib.stride_tricks.as_strided(array, (*shape, size), (*strides, 1))
     return pages.view(np.dtype(("V", size)))[..., 0]

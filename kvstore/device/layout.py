@@ -4,9 +4,9 @@ A row holds the blocks of one chunk of one KV cache group, table by table:
 
     | table 0: page of block 0, of block 1, ... | table 1: ... | ...
 
-A *page* is what one block has of a tensor in one piece. A tensor whose blocks are whole, such as
-(blocks, 2, tokens, heads, size), has one page for each block. One that has keys and values apart,
-such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
+A *page* is a contiguous part of a block in one tensor. A tensor with contiguous blocks, such as
+(blocks, 2, tokens, heads, size), has one page for each block. A tensor that separates keys from
+values, such as (2, blocks, tokens, heads, size), has two, each in a table of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "Part",
     "Places",
     "RowPlaces",
+    "check_end",
     "pages_of",
     "whole_blocks",
 ]
@@ -39,8 +40,8 @@ class Pages:
     """A table of pages: page n begins `offset + n * stride` bytes into the storage of `tensor`.
 
     Attributes:
-        tensor: keeps the memory alive, and says which device it is on.
-        count: pages.
+        tensor: keeps the memory alive, and names its device.
+        count: number of pages.
         offset, stride: in bytes.
         size: bytes of a page.
     """
@@ -57,7 +58,7 @@ class Pages:
         if self.count < 1 or self.size < 1 or self.offset < 0 or self.stride < self.size:
             raise ConfigError(
                 f"{self.count} pages of {self.size} bytes, one every {self.stride} bytes from "
-                f"{self.offset} on: there must be one at least, and none may overlap another"
+                f"{self.offset} on: there must be at least one, and none may overlap another"
             )
         if end > storage:
             raise ConfigError(
@@ -72,9 +73,9 @@ class Pages:
 
 
 def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
-    """The tables of a KV tensor, of any strides, whose dimension `block_dim` counts blocks.
+    """Return the tables of a KV tensor, of any strides, whose dimension `block_dim` counts blocks.
 
-    As few as there can be: what lies in one piece within a block is one page.
+    There are as few tables as possible: a contiguous part of a block is one page.
 
     Raises:
         ConfigError: if there is no such dimension, or blocks overlap.
@@ -102,7 +103,7 @@ def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
             tensor,
             count,
             first + sum(index * step for index, step in zip(place, steps, strict=True)),
-            # The stride of a single page says nothing.
+            # The stride of a single page has no meaning.
             stride if count > 1 else max(stride, page),
             page,
         )
@@ -111,16 +112,16 @@ def pages_of(tensor: torch.Tensor, block_dim: int = 0) -> list[Pages]:
 
 
 def whole_blocks(tables: list[Pages], block_bytes: int, blocks: int | None = None) -> list[Pages]:
-    """The tables of a tensor by blocks of `block_bytes` bytes, the blocks that are given out.
+    """Return the tables of a tensor by the server's blocks of `block_bytes` bytes.
 
-    Kernels may use smaller blocks, of which a whole number follow each other in one that is given
-    out. Such a tensor has as many blocks more.
+    A tensor may have smaller blocks, as some kernels use them. A block of the server then consists
+    of a whole number of consecutive blocks of the tensor.
 
     Args:
-        tables: of one tensor, see `pages_of`.
-        block_bytes: bytes of the tensor in a block, padding included.
-        blocks: how many blocks are given out, if that is known. Otherwise a tensor with smaller
-            blocks is told from a padded one by its strides.
+        tables: tables of one tensor: see `pages_of`.
+        block_bytes: bytes of the tensor in a block of the server, including padding.
+        blocks: number of blocks of the server, if known. If not, strides tell a tensor with smaller
+            blocks from a padded one.
 
     Raises:
         ConfigError: if the tensor does not hold blocks of that many bytes.
@@ -134,11 +135,11 @@ def whole_blocks(tables: list[Pages], block_bytes: int, blocks: int | None = Non
         return tables
     dense = blocks is not None or all(table.stride == table.size for table in tables)
     if rest or not times or not dense or count % times or blocks not in (None, count // times):
-        given_out = "" if blocks is None else f" {blocks}"
+        number = "" if blocks is None else f"{blocks} "
         raise ConfigError(
-            f"a tensor of the shape {tuple(tables[0].tensor.shape)} has {count} blocks of {held} "
-            f"bytes, where{given_out} blocks of {block_bytes} bytes were announced: they must be "
-            "the same, or a whole number of smaller ones in each"
+            f"the tensor of shape {tuple(tables[0].tensor.shape)} has {count} blocks of {held} "
+            f"bytes, but the server has {number}blocks of {block_bytes} bytes: they must be equal, "
+            "or each must consist of a whole number of smaller ones"
         )
     whole = []
     for table in tables:
@@ -155,8 +156,8 @@ def whole_blocks(tables: list[Pages], block_bytes: int, blocks: int | None = Non
 
 Ids = npt.NDArray[np.int32]
 Places = Sequence[Sequence[tuple[int, int]]]
-"""For each table of each group: where in a row its first page begins, and how far apart its pages
-are, in bytes."""
+"""For each table of each group: the offset of its first page in a row, and the distance between its
+pages, in bytes."""
 
 
 class BlockPlaces(Protocol):
@@ -181,9 +182,9 @@ class RowPlaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a transfer copies of one group.
+    """The part of a transfer that belongs to one group.
 
-    Block `blocks[i]` goes to or comes from place `within[i]` of row `rows[i]`.
+    Block `blocks[i]` corresponds to place `within[i]` of row `rows[i]`.
     """
 
     group: int
@@ -193,7 +194,7 @@ class Part:
 
 
 class Layout:
-    """See the module's text.
+    """The tables of a KV cache, and where each lies in a row.
 
     Attributes:
         groups: for each KV cache group the tables of its blocks.
@@ -211,7 +212,7 @@ class Layout:
     ) -> None:
         """
         Args:
-            places: by default as in the picture.
+            places: by default as the module's text shows.
 
         Raises:
             ConfigError: if a chunk is larger than a row.
@@ -230,12 +231,13 @@ class Layout:
                     )
 
     def parts(self, blocks: BlockPlaces, rows: RowPlaces) -> Iterator[Part]:
-        """What is copied, group by group.
+        """Yield the parts of a transfer, group by group.
 
         Raises:
-            IndexError: for a block or a row that is not there; for groups before it parts may
-                have been given.
-            ValueError: if blocks or rows are not as many as they say; then nothing was given.
+            IndexError: for a block or a row that does not exist; parts of earlier groups may have
+                been yielded.
+            ValueError: if the numbers of blocks and rows do not match the sizes of the groups;
+                then nothing is yielded.
         """
         per_chunk = self.blocks_per_chunk
         sizes = [
@@ -264,9 +266,15 @@ class Layout:
 
 def _check(what: str, ids: Ids, count: int) -> None:
     if len(ids) != count:
-        raise ValueError(f"{len(ids)} {what}s are named where there are {count}")
+        raise ValueError(f"{len(ids)} {what}s are named: must be {count}")
     if count and ids.min() < 0:
-        raise IndexError(f"{what} {ids.min()}: the first has the number 0")
+        raise IndexError(f"{what} {ids.min()}: must be at least 0")
+
+
+def check_end(what: str, numbers: npt.NDArray[np.int64], count: int) -> None:
+    """Raise IndexError if any of `numbers` is not below `count`."""
+    if len(numbers) and numbers.max() >= count:
+        raise IndexError(f"{what} {numbers.max()}: there are only {count}")
 
 
 def _side_by_side(tables: Sequence[Pages], blocks_per_chunk: int) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """Staging: move chunks through a buffer in device memory, in few large copies.
 
-A transfer is cut into *fills*. Each fills the buffer from its beginning: rows come in large copies
-and a kernel scatters them; or the kernel gathers fragments, and they leave in large copies. All of
-it is queued on one stream, which begins a fill when the one before has ended. So the buffer needs
-neither parts nor events, but two streams may not share one.
+A transfer is cut into *fills*, each of which uses the buffer from its beginning. To load, large
+copies bring rows into the buffer and a kernel scatters them. To store, the kernel gathers fragments
+and large copies take them to rows. All of it is queued on one stream, so that a fill begins when
+the one before has ended. The buffer thus needs no events, but two streams may not share one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvstore.errors import ConfigError
 __all__ = ["MOST", "RING_BYTES", "Fill", "Lists", "Ring"]
 
 RING_BYTES = 32 * 2**20
-"""Large beside what a copy and a launch cost, small beside the memory of a device."""
+"""Size of the buffer: large enough to amortize a copy and a launch, small for a device."""
 
 STEP = 64 * 1024
-"""Rings are multiples of this."""
+"""The size of a ring is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Fill:
     """A part of a transfer.
 
     Attributes:
-        rows: copies between host memory and the ring, which is their device.
-        pages: copies between the ring, which is their host, and the device.
+        rows: copies between host memory and the ring, which is their `device`.
+        pages: copies between the ring, which is their `host`, and the device.
     """
 
     rows: Fragments
@@ -43,7 +43,7 @@ class Fill:
 
 
 class Ring:
-    """Device memory for one stream."""
+    """The staging buffer of one stream, in device memory."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         """
@@ -51,21 +51,22 @@ class Ring:
             size: bytes, a multiple of 64 KiB.
 
         Raises:
-            ConfigError: for another size, and if there is not so much memory.
+            ConfigError: for another size, or if there is not enough memory.
         """
         if size < STEP or size % STEP:
-            raise ConfigError(f"ring_bytes = {size!r}: must be a multiple of {STEP}, not zero")
+            raise ConfigError(f"ring_bytes = {size!r}: must be a multiple of {STEP} above 0")
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            raise ConfigError(f"no ring of {size} bytes on {device}: {error}") from error
+            raise ConfigError(
+                f"cannot allocate a ring of {size} bytes on {device}: {error}"
+            ) from error
         self._size = size
 
     def fills(self, fragments: Fragments) -> Iterator[Fill]:
-        """The parts of a transfer, in the order of host memory.
+        """Yield the parts of a transfer, in the order of host memory.
 
-        Fragments that are neighbours there, in one row, are one copy; one that does not fit a
-        fill is cut.
+        Adjacent fragments of one row become one copy; a fragment that does not fit a fill is cut.
         """
         fragments = fragments.take(np.argsort(fragments.host, kind="stable"))
         at = np.cumsum(fragments.sizes) - fragments.sizes
@@ -86,15 +87,15 @@ class Ring:
 
 
 MOST = 16 * 1024
-"""Pieces in a list, at most: 384 KiB."""
+"""Most pieces in a list, which then has 384 KiB."""
 
 
 class Lists:
-    """Sends lists to the device, for one stream.
+    """Sends lists of copies to the kernel on the device, for one stream.
 
-    There is one list on the device: the stream copies the next one there after the kernel that
-    reads this one. In host memory a list stays until the device has fetched it. It lies in pinned
-    memory, which torch keeps and hands out again: a copy from other memory makes the caller wait.
+    The device has memory for one list: the stream copies the next list after the kernel has read
+    this one. In host memory a list is kept until the device has copied it. It is in pinned memory,
+    because a copy from pageable memory would block the caller.
     """
 
     def __init__(self, device: torch.device, cuda: Any, calls: Copier) -> None:
@@ -107,10 +108,10 @@ class Lists:
     def send(
         self, targets: Longs, sources: Longs, sizes: Longs, stream: Any
     ) -> tuple[torch.Tensor, int]:
-        """Queue the copy of a list of `MOST` pieces at most.
+        """Queue the copy of a list of at most `MOST` pieces.
 
         Returns:
-            targets, sources and sizes one after the other, on the device, for what is queued on
+            Targets, sources and sizes one after the other, on the device, valid for work queued on
             `stream` until the next call; and the driver's error, 0 for none.
         """
         length = 3 * len(sizes)

@@ -1,4 +1,4 @@
-"""Stream: the copies of one direction, and what its ways need."""
+"""Stream: queue the copies of one direction, in any of the ways."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ __all__ = ["NOT_LAUNCHED", "Direction", "Launch", "Ticket", "launcher"]
 logger = logging.getLogger("kvstore")
 
 Launch = Callable[[torch.Tensor, int, int, int], None]
-"""As `kvstore.device.kernel.launch`."""
+"""The signature of `kvstore.device.kernel.launch`."""
 
 BATCH_STEP = 512
-"""Fragments in a call of the driver."""
+"""Most fragments in a call of the driver."""
 
 FEW = 4
-"""So few fragments are handed over one by one."""
+"""Up to this number, fragments are copied one by one."""
 
 LARGE = 256 * 1024
-"""Fragments of so many bytes are not staged: the copy engines are at full speed without."""
+"""Bytes from which a fragment is not staged: the copy engines copy it at full speed anyway."""
 
 PIECE = 64 * 1024
-"""Bytes that one program of the kernel copies at a time: larger fragments are shared out."""
+"""Most bytes that one program of the kernel copies at a time: larger fragments are split."""
 
 HOST_PROGRAMS = 16
-"""Of the kernel, where it reads or writes host memory. That lasts as long as the copies do, and
-each takes a multiprocessor, of about 130 on a large device, from the compute beside it. By
-calculation, not by measurement, so few suffice: each has up to 16 KiB of reads under way, and a
-bus of 50 GB/s moves 50 to 100 KB in the time of a read."""
+"""Programs of the kernel if it reads or writes host memory. Each occupies a multiprocessor (of
+about 130 on a large device) for as long as the copies last. By calculation, not by measurement,
+these suffice: each has up to 16 KiB of reads under way, and a bus of 50 GB/s moves 50 to 100 KB in
+the time of a read."""
 
 RING_PROGRAMS = 64
-"""Of the kernel, where it copies within the device. That is a small part of the time, and the
-copies of rows wait for it. By calculation, too: with pages of 16 KiB it is about a tenth."""
+"""Programs of the kernel if it copies within the device. The copies of rows wait for it. By
+calculation, with pages of 16 KiB it takes about a tenth of the time."""
 
 HIGH = -1
-"""Priority of a stream."""
+"""High priority of a stream."""
 
 NOT_LAUNCHED = -1
-"""The error of a transfer whose kernel could not be launched. The driver's are positive."""
+"""Error of a transfer whose kernel could not be launched. The driver's errors are positive."""
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class Ticket:
 
     Attributes:
         size: bytes.
-        error: why not all of it was handed over, as the driver's code, or -1 where a kernel
-            could not be launched; 0 if it was.
+        error: why not all copies were queued: the driver's error code, or `NOT_LAUNCHED`; 0 if
+            all were queued.
     """
 
     size: int
@@ -69,21 +69,21 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended. Never waits."""
+        """Whether the transfer has ended. Never waits."""
         return bool(self.ended.query())
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the transfer has ended."""
         self.ended.synchronize()
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it has ended."""
+        """How long the transfer took, once it has ended."""
         return float(self.begun.elapsed_time(self.ended)) / 1000
 
 
 class Direction:
-    """Begins transfers of one direction. They are done in the order in which they began."""
+    """Queues the transfers of one direction on a stream, which runs them in order."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class Direction:
     ) -> None:
         """
         Args:
-            store: whether from the device to host memory.
-            word: of which all addresses and sizes are multiples; see `kvstore.device.kernel`.
-            launch: gives what launches the kernel; it may raise ConfigError.
+            store: True to copy from the device to host memory, False for the other direction.
+            word: divides all addresses and sizes: see `kvstore.device.kernel`.
+            launch: returns the function that launches the kernel; may raise ConfigError.
             kernels_read: whether kernels may use the addresses of host memory.
         """
         self.store = store
-        # The kernel's few programs do not wait for the many of the compute.
+        # So that the kernel's few programs do not wait for the many of the compute stream.
         self.stream = cuda.Stream(device, priority=HIGH)
         self._device = device
         self._cuda = cuda
@@ -119,11 +119,12 @@ class Direction:
         self._ring: Ring | None = None
 
     def prepare(self, way: str) -> None:
-        """Get what a way needs. Compiles the kernel, and waits for the device, at the first call
-        for a way that has one.
+        """Allocate what a way needs.
+
+        The first call for a way that uses a kernel compiles it and waits for the device.
 
         Raises:
-            ConfigError: if there is no such way here; it says why.
+            ConfigError: if the way is not available, with the reason.
         """
         if way == "batch" and not self._calls.has_batch:
             raise ConfigError("way = 'batch': this CUDA driver copies one fragment in a call")
@@ -133,14 +134,14 @@ class Direction:
             if way in ("kernel", "staged") and self._launch is None:
                 self._prepare_launch()
             if way == "staged" and self._ring is None:
-                # Memory of this stream: nothing queued on another still uses it.
+                # Allocated on this stream, so that no other stream still uses the memory.
                 with self._cuda.device(self._device), self._cuda.stream(self.stream):
                     self._ring = Ring(self._device, self._ring_bytes)
         except ConfigError as error:
             raise ConfigError(f"way = {way!r}: {error}") from error
 
     def keep(self, ways: set[str]) -> None:
-        """Give back what no way of these needs, when all transfers have ended."""
+        """Wait for all transfers, then release what none of these ways needs."""
         self.stream.synchronize()
         if "staged" not in ways:
             self._ring = None
@@ -148,19 +149,18 @@ class Direction:
             self._launch = self._lists = None
 
     def begin(self, fragments: Fragments, way: str) -> Ticket:
-        """Begin a transfer in a way that was prepared, after what the current stream was given
-        before.
+        """Begin a transfer in a prepared way, after the work already queued on the current stream.
 
-        The device's memory and the host's must stay until it has ended.
+        The memory on both sides must stay allocated until the transfer has ended.
 
         Raises:
-            KVStoreError: while a CUDA graph is captured: the copy would become a part of it.
-                Nothing was begun.
+            KVStoreError: while a CUDA graph is captured, which would include the copy. Nothing is
+                begun then.
         """
         cuda = self._cuda
         if cuda.is_current_stream_capturing():
             raise KVStoreError("no copy can begin while a CUDA graph is captured")
-        # Who waits for a blocking event sleeps.
+        # With `blocking`, a thread that waits for the event sleeps instead of spinning.
         begun, ended = (cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         with cuda.device(self._device):
             self.stream.wait_stream(cuda.current_stream(self._device))
@@ -168,16 +168,16 @@ class Direction:
             try:
                 error = self._move(fragments, way)
             except Exception:
-                # Part of it may be under way: its memory is free only once the ticket says so.
+                # Some copies may be under way: the memory is in use until the ticket is done.
                 logger.exception(
-                    "a kernel that copies cannot be launched", extra=about("device.kernel_failed")
+                    "the copy kernel cannot be launched", extra=about("device.kernel_failed")
                 )
                 error = NOT_LAUNCHED
             ended.record(self.stream)
         return Ticket(fragments.bytes, begun, ended, error)
 
     def _move(self, fragments: Fragments, way: str) -> int:
-        """Queue a transfer; returns the first error, 0 for none."""
+        """Queue a transfer; return the first error, 0 for none."""
         if len(fragments) <= FEW:
             return self._copy(fragments, "each")
         if way == "kernel":
@@ -234,26 +234,26 @@ class Direction:
         try:
             with self._cuda.device(self._device), self._cuda.stream(self.stream):
                 lists = Lists(self._device, self._cuda, self._calls)
-                # Compiles it now rather than amid the first transfer.
+                # Compile the kernel now, not during the first transfer.
                 try:
                     there, error = lists.send(nothing, nothing, nothing, self.stream)
                     if not error:
                         launch(there, 1, self._word, 1)
                 finally:
-                    # Also after an error: the list must stay until it was fetched.
+                    # Even after an error, the list must stay until the device has copied it.
                     self.stream.synchronize()
         except Exception as failure:
-            raise ConfigError(f"Triton's kernel does not run here: {failure}") from failure
+            raise ConfigError(f"the copy kernel does not run: {failure}") from failure
         if error:
-            raise ConfigError(f"the CUDA driver refuses a copy (error {error})")
+            raise ConfigError(f"the CUDA driver refused a copy (error {error})")
         self._launch, self._lists = launch, lists
 
 
 def launcher() -> Launch:
-    """Triton's kernel.
+    """Return the function that launches the Triton kernel.
 
     Raises:
-        ConfigError: if there is no Triton.
+        ConfigError: if Triton is not installed.
     """
     try:
         from kvstore.device.kernel import launch

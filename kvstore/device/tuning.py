@@ -1,4 +1,4 @@
-"""Tuning: measure how fast each way is on this machine, and check that it copies right.
+"""Tuning: measure how fast each way is on this machine, and check that it copies correctly.
 
 Only scratch memory is used, on the device and in the host: no KV cache and no row is touched.
 """
@@ -25,28 +25,28 @@ __all__ = ["Measurement", "sizes_of"]
 logger = logging.getLogger("kvstore")
 
 SAMPLE = 8 * 2**20
-"""Bytes of a transfer that is timed, at most."""
+"""Most bytes of a timed transfer."""
 
 FRAGMENTS = 2048
-"""Of a transfer that is timed, at most: one call for each would take long."""
+"""Most fragments of a timed transfer: with one call for each, more would take long."""
 
 LARGEST = 2**20
-"""Fragments that are larger are measured as of this size."""
+"""Largest fragment that is measured; it stands for larger ones."""
 
 SIZES = 4
-"""So many sizes are measured, at most."""
+"""Most sizes of fragments that are measured."""
 
 ROUNDS = 3
-"""Transfers that are timed; the fastest counts, as others may have been held up."""
+"""Transfers that are timed; the fastest counts, because others may have been disturbed."""
 
 HOPELESS = 3.0
-"""A way that takes so many times as long as the best so far is timed once."""
+"""A way that takes this many times as long as the best so far is timed only once."""
 
 
 class Measurement:
-    """Scratch memory, and transfers between fragments of it.
+    """Times transfers of scratch memory.
 
-    Fragments lie apart and in no order on the device, and side by side in rows of host memory.
+    Fragments are separate and in random order on the device, and adjacent in rows of host memory.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Measurement:
     ) -> None:
         """
         Args:
-            row_bytes: of a row.
-            clock: seconds, of which only so many may be taken.
+            row_bytes: bytes of a row.
+            clock: returns seconds, for the time limit.
 
         Raises:
-            RuntimeError: if there is not so much memory.
+            RuntimeError: if there is not enough memory.
         """
         self._clock = clock
         self._row_bytes = row_bytes
@@ -74,15 +74,15 @@ class Measurement:
     def rates(
         self, directions: Sequence[Direction], sizes: Sequence[int], seconds: float
     ) -> list[Rate]:
-        """Each way of each direction that exists here and copies right, until time is up.
+        """Measure each available way of each direction that copies correctly.
 
-        Ways are prepared first, which is not counted.
+        Preparing the ways does not count towards the time limit.
 
         Args:
-            seconds: no transfer begins later than that. The first of each size do.
+            seconds: time limit after which no transfer begins, except the first of each size.
         """
         ways = {
-            direction: [way for way in WAYS if _there_is(direction, way)]
+            direction: [way for way in WAYS if _is_available(direction, way)]
             for direction in directions
         }
         end = self._clock() + seconds
@@ -101,12 +101,12 @@ class Measurement:
         return found
 
     def _seconds(self, direction: Direction, way: str, size: int, best: float) -> float | None:
-        """Of the fastest transfer; None if it copies wrong."""
+        """Return the seconds of the fastest transfer; None if the way copies incorrectly."""
         slots = self._dice.permutation(_count(size))
         if not self._is_right(direction, way, size, slots):
             name = "store" if direction.store else "load"
             logger.error(
-                "%s by %s of %s copies wrong: not used",
+                "%s by %s of %s copies incorrectly and is not used",
                 name,
                 way,
                 in_words(size),
@@ -118,14 +118,14 @@ class Measurement:
         for _ in range(ROUNDS):
             ticket = direction.begin(fragments, way)
             ticket.wait()
-            # From the stream's first act on, so that handing fragments over counts as well.
+            # Includes the time to queue the fragments: the ticket begins before that.
             taken = min(taken, ticket.seconds)
             if taken > HOPELESS * best:
                 break
         return taken
 
     def _is_right(self, direction: Direction, way: str, size: int, slots: Any) -> bool:
-        """Whether one transfer copies every byte, and no other."""
+        """Whether a transfer copies all of its bytes and changes no others."""
         count = len(slots)
         at = torch.from_numpy(2 * slots).to(self._there.device)
         used = count * size
@@ -160,11 +160,11 @@ class Measurement:
 
 
 def _count(size: int) -> int:
-    """Fragments of a transfer."""
+    """Return the number of fragments of a timed transfer."""
     return min(SAMPLE // size, FRAGMENTS)
 
 
-def _there_is(direction: Direction, way: str) -> bool:
+def _is_available(direction: Direction, way: str) -> bool:
     try:
         direction.prepare(way)
     except ConfigError as error:
@@ -179,8 +179,10 @@ def _there_is(direction: Direction, way: str) -> bool:
 
 
 def sizes_of(layout: Layout) -> list[int]:
-    """Sizes of fragments that transfers of a layout have, the most frequent first: of single
-    pages, and of all pages of a row that are neighbours on both sides."""
+    """List the sizes of fragments in transfers of a layout, the most frequent first.
+
+    These are single pages, and all pages of a row that are adjacent on both sides.
+    """
     found: dict[int, int] = {}
     for tables, places in zip(layout.groups, layout.places, strict=True):
         for pages, (_, step) in zip(tables, places, strict=True):

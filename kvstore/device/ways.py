@@ -1,4 +1,4 @@
-"""Ways: choose how a transfer goes, by its direction and the size of its fragments."""
+"""Ways: choose how a transfer is copied, by its direction and the size of its fragments."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["WAYS", "Rate", "Ways", "in_words"]
 WAYS = ("batch", "each", "staged", "kernel")
 """How a transfer is handed to the device.
 
-- ``batch``: its copy engines get many fragments in a call of the driver.
-- ``each``: they get one fragment in a call.
-- ``staged``: they move rows in few large copies to or from memory of the device, where a kernel
-  gathers or scatters fragments.
+- ``batch``: the copy engines get many fragments in a call of the driver.
+- ``each``: the copy engines get one fragment in a call.
+- ``staged``: the copy engines move rows in few large copies to or from a buffer on the device,
+  where a kernel gathers or scatters fragments.
 - ``kernel``: a kernel reads or writes host memory itself.
 """
 
 TAKES_MULTIPROCESSORS = {"batch": 0, "each": 0, "staged": 1, "kernel": 2}
-"""Compute beside the copies has less of the device, the higher the number."""
+"""Order of the ways by how much of the device they take from computing."""
 
 WORTH_IT = 1.05
-"""A way that takes more multiprocessors must be so many times as fast."""
+"""How many times as fast a way must be to be preferred although it takes more multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What was measured.
+    """The measured rate of a way.
 
     Attributes:
         size: bytes of a fragment.
-        store: whether from the device to host memory.
-        rate: bytes in a second.
+        store: True from the device to host memory, False for the other direction.
+        rate: bytes per second.
     """
 
     size: int
@@ -42,18 +42,18 @@ class Rate:
 
 
 class Ways:
-    """A table of what was measured, and the way to go where nothing was.
+    """The way for each direction and size of fragments.
 
     Attributes:
-        default: the way to go where nothing is known.
+        default: the way of a direction that was not measured.
         best: the rate of the chosen way for each (size, store) that was measured.
     """
 
     def __init__(self, default: str, rates: Iterable[Rate] = ()) -> None:
         """
         Args:
-            default: for a direction of which no rate is known.
-            rates: of all ways, sizes and directions that were measured.
+            default: the way of a direction that is not in `rates`.
+            rates: all measured rates.
         """
         self.default = default
         self.best: dict[tuple[int, bool], Rate] = {}
@@ -64,8 +64,10 @@ class Ways:
                 self.best[place] = rate
 
     def way(self, size: float, *, store: bool) -> str:
-        """The way for fragments of about `size` bytes: that of the nearest size measured, in
-        proportion. A size between two of them goes with the larger."""
+        """Return the way for fragments of about `size` bytes.
+
+        It is that of the nearest measured size by ratio; of two equally near, that of the larger.
+        """
         sizes = [measured for measured, direction in self.best if direction == store]
         if not sizes:
             return self.default
@@ -73,12 +75,12 @@ class Ways:
         return self.best[nearest, store].way
 
     def used(self, *, store: bool) -> set[str]:
-        """All ways that `way` may return."""
+        """Return all ways that `way` may return."""
         found = {rate.way for (_, direction), rate in self.best.items() if direction == store}
         return found or {self.default}
 
     def __str__(self) -> str:
-        """Such as ``64 KiB: store batch 21.3 GB/s, load staged 22.8 GB/s``."""
+        """Describe the ways: ``64 KiB: store batch 21.3 GB/s, load staged 22.8 GB/s``."""
         lines = []
         for size in sorted({size for size, _ in self.best}):
             its = [
@@ -91,7 +93,7 @@ class Ways:
 
 
 def in_words(size: int) -> str:
-    """A number of bytes, in KiB or MiB where it is a whole number of them."""
+    """Format a number of bytes, in MiB or KiB if it is a whole number of them."""
     for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"

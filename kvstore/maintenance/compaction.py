@@ -1,16 +1,16 @@
 """Offline compaction of one lane: fewer files, chunks in order.
 
-Chunks that were written or used one after the other are put into neighbouring
+Chunks that were written or used one after the other are put into adjacent
 slots, segment by segment: a segment is emptied into free slots elsewhere and
-then filled with the next chunks in order. What is empty in the end is removed.
+then filled with the next chunks in order. Segments that are empty at the end
+are removed.
 
-The lane is opened by the disk tier itself, planned by the core's `Compactor`
-and copied by the tier's own moves, as while serving. So epochs, recovery and
-durability are the same: a copy is on the medium before its source may be
-overwritten or removed, and a crash or a power cut at any moment leaves each
-chunk in one valid copy at least. No space beyond the files that exist is used.
-A chunk that is to be moved and whose payload does not match its digest is
-dropped. Chunks that stay where they are are not read.
+The disk tier opens the lane, the core's `Compactor` plans and the tier's own
+moves copy, as while serving. So epochs, recovery and durability are the same:
+a copy is on the medium before its source may be overwritten or removed, and a
+crash or power cut at any moment leaves at least one valid copy of each chunk.
+No space beyond the existing files is used. A chunk to be moved whose payload
+does not match its digest is dropped. Chunks that stay in place are not read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvstore.types import Completion, Move, RecoveredTier
 __all__ = ["Compaction", "compact_lane"]
 
 BATCH_BYTES = 32 * 1024 * 1024
-"""Bytes that are copied, and then synced, at once."""
+"""Bytes that are copied, and then synced, in one batch."""
 
 
 @dataclass(slots=True)
@@ -48,10 +48,10 @@ class Compaction:
     Attributes:
         before: the layout before.
         after: the layout after.
-        moved: chunks that were moved.
-        dropped: chunks that were to be moved and were damaged.
-        faults: all that was found to be wrong: chunks dropped, damaged records erased,
-            segments that were cut short, segments that cannot be used and were left alone.
+        moved: number of chunks moved.
+        dropped: number of chunks that were damaged and therefore not moved.
+        faults: everything found wrong: dropped chunks, erased damaged records, truncated
+            segments, and segments that cannot be used and were not changed.
     """
 
     before: LaneLayout
@@ -68,28 +68,28 @@ def compact_lane(
     progress: Callable[[int, int], None] = lambda moved, live: None,
     trust: Trust = STRICT,
 ) -> Compaction | None:
-    """Compact the lane in `folder`, which is taken meanwhile. None when it holds no segment.
+    """Compact the lane in `folder`, and own it meanwhile. None if it holds no segment.
 
     Args:
-        dry_run: only say what would be given back; nothing is changed.
-        progress: called with the chunks moved so far and the chunks alive.
-        trust: whose files are taken.
+        dry_run: only report what would be freed; nothing is changed.
+        progress: called with the number of chunks moved so far and the number of live chunks.
+        trust: whose files are accepted.
 
     Raises:
         LaneBusyError: if a living process owns the lane.
-        KVStoreError: if the tier cannot open it.
-        OSError: as the system says; what was done until then holds.
+        KVStoreError: if the tier cannot open the lane.
+        OSError: from the file system; work done until then is kept.
     """
-    told = read_namespace(folder.parent)
-    namespace = Namespace(folder.parent.name, told["identity"])
-    geometry = held_geometry(folder, told["digest"])
+    described = read_namespace(folder.parent)
+    namespace = Namespace(folder.parent.name, described["identity"])
+    geometry = held_geometry(folder, described["digest"])
     if geometry is None:
         faults = _unusable(folder)
         layout = lane_layout(folder)
         return Compaction(layout, layout, 0, 0, faults) if faults else None
     if dry_run:
         before = lane_layout(folder, read_epoch(folder.parent))
-        return Compaction(before, _promised(before, geometry), 0, 0)
+        return Compaction(before, _predicted(before, geometry), 0, 0)
     tier = DiskTier(
         folder.parent.parent,
         namespace,
@@ -127,14 +127,14 @@ def _lay_out(
     done: Compaction,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Make the moves of the core's compactor, until nothing is left to be moved."""
+    """Carry out the moves of the core's compactor until none is left."""
     order = [key for key, _ in recovered.entries]
     batch = max(1, BATCH_BYTES // tier.geometry.slot_bytes)
     recovered = replace(recovered, relocation_chunks=batch)
     view = OwnedTier(0, recovered, create_policy("fifo", max(1, len(order))), batch)
     view.compact_at(batch)
     view.compactor.lay_out(order)
-    # Nobody else wants the disk: a batch each second, of a time that need not pass.
+    # No rate limit is needed offline: allow a batch for each simulated second.
     now = 0.0
     while not view.compactor.laid_out:
         now += 1.0
@@ -155,7 +155,7 @@ def _lay_out(
 
 
 def _make(engine: EngineThread, move: Move) -> Completion:
-    """Make one move; a fault is told by its completion."""
+    """Carry out one move; its completion reports a fault."""
     engine.submit([move])
     while not (ended := engine.take()):
         engine.wait(1.0)
@@ -163,14 +163,14 @@ def _make(engine: EngineThread, move: Move) -> Completion:
 
 
 def _lost(tier: DiskTier, move: Move, completion: Completion) -> list[Fault]:
-    """The chunks of a move that are not what their records say."""
+    """Return the chunks of a move whose payloads do not match their records."""
     unread = set(completion.unread)
     lost = [place for place, ok in enumerate(completion.ok) if not ok and place not in unread]
     faults = []
     for place in lost:
         path, slot = tier.where(move.slots[place])
-        told = "payload does not match its digest"
-        faults.append(Fault(str(path), slot, told, move.keys[place].hex()))
+        what = "payload does not match its digest"
+        faults.append(Fault(str(path), slot, what, move.keys[place].hex()))
     return faults
 
 
@@ -178,8 +178,8 @@ def _layout(tier: DiskTier, slots: list[int]) -> LaneLayout:
     return layout_of(slots, len(tier.volumes[0].segments), tier.geometry)
 
 
-def _promised(before: LaneLayout, geometry: Geometry) -> LaneLayout:
-    """The layout that compaction would leave."""
+def _predicted(before: LaneLayout, geometry: Geometry) -> LaneLayout:
+    """Return the layout that compaction would leave."""
     room = before.slots - before.live >= geometry.slots
     kept = before.needed if room else before.segments
     return LaneLayout(
@@ -193,7 +193,7 @@ def _promised(before: LaneLayout, geometry: Geometry) -> LaneLayout:
 
 
 def _unusable(folder: Path) -> list[Fault]:
-    """Why none of the segments can be used."""
+    """Return why none of the segments can be used."""
     faults = []
     for _, path in segment_files(folder):
         try:

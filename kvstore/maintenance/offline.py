@@ -1,8 +1,8 @@
-"""Offline maintenance: compact and purge a cache on disk that nobody uses.
+"""Offline maintenance: compact and purge a cache on disk that no process uses.
 
-Each function takes the lanes that it changes, one at a time. It refuses lanes
-that a living process owns, and lanes that another user could have filled. A
-lane that fails does not keep the next one from being done.
+Each function locks the lanes that it changes, one at a time. It refuses lanes
+that a living process owns, and lanes that another user could have filled. If
+one lane fails, the others are still done.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Layout:
     """Layout of one lane, and how full its segments are.
 
     Attributes:
-        lane: its folder.
-        layout: how well its chunks lie.
-        occupancy: segments by tenths of their slots in use: ten numbers.
+        lane: folder of the lane.
+        layout: the order of its chunks.
+        occupancy: number of segments by tenths of their slots in use: ten numbers.
     """
 
     lane: str
@@ -63,13 +63,13 @@ class Layout:
 
 @dataclass(slots=True)
 class CompactedLane:
-    """What was done to a lane.
+    """Result of compacting a lane.
 
     Attributes:
-        lane: its folder, or that of its namespace where that could not be read.
-        result: None where there was nothing to do or nothing could be done.
+        lane: folder of the lane, or of its namespace if that could not be read.
+        result: None if there was nothing to do or nothing could be done.
         refused: why nothing was done, or None.
-        failed: what went wrong on the way, or None; what was done until then holds.
+        failed: what went wrong, or None; work done until then is kept.
     """
 
     lane: str
@@ -80,14 +80,14 @@ class CompactedLane:
 
 @dataclass(slots=True)
 class PurgedLane:
-    """What was purged from a lane.
+    """Result of purging a lane.
 
     Attributes:
-        lane: its folder, or that of its namespace where that could not be read.
-        chunks: chunks forgotten.
-        bytes: their payload.
+        lane: folder of the lane, or of its namespace if that could not be read.
+        chunks: number of chunks forgotten.
+        bytes: bytes of their payloads.
         refused: why nothing was done, or None.
-        failed: what went wrong on the way, or None; what was done until then holds.
+        failed: what went wrong, or None; work done until then is kept.
         faults: segments that could not be purged.
     """
 
@@ -100,13 +100,13 @@ class PurgedLane:
 
 
 def layouts(path: PathLike) -> list[Layout]:
-    """Layout of every lane at `path`; may be called beside a running server."""
+    """Return the layout of every lane at `path`; may be called beside a running server."""
     return layouts_of(survey(path))
 
 
 def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
-    """Layout of every lane that a survey has found."""
-    told = []
+    """Return the layout of every lane that a survey has found."""
+    result = []
     for namespace in found:
         for lane in namespace.lanes:
             occupancy = [0] * 10
@@ -115,8 +115,8 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
                 counted = segment.live - (0 if lane.owner else segment.outdated)
                 occupancy[min(9, 10 * counted // segment.slots)] += 1
             epoch = None if lane.owner else namespace.epoch
-            told.append(Layout(lane.path, lane_layout(Path(lane.path), epoch), occupancy))
-    return told
+            result.append(Layout(lane.path, lane_layout(Path(lane.path), epoch), occupancy))
+    return result
 
 
 def compact(
@@ -129,12 +129,12 @@ def compact(
     """Compact every lane at `path` that no process owns.
 
     Args:
-        dry_run: only say what would be gained.
-        progress: called with the chunks moved so far and the chunks alive in a lane.
-        strict_modes: refuse lanes that others own or may write to.
+        dry_run: only report what would be freed.
+        progress: called with the number of chunks moved so far and of live chunks in a lane.
+        strict_modes: refuse lanes that other users own or may write to.
 
     Raises:
-        PathUnusableError: if `path` is no folder or holds no namespace.
+        PathUnusableError: if `path` is not a folder or holds no namespace.
     """
     trust = Trust(strict_modes)
     done = []
@@ -161,7 +161,7 @@ def compact(
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
-                one.failed = _told(folder, error)
+                one.failed = _reason(folder, error)
     return done
 
 
@@ -174,19 +174,19 @@ def purge(
     dry_run: bool = False,
     strict_modes: bool = True,
 ) -> list[PurgedLane]:
-    """Forget chunks: those to which all the given conditions apply.
+    """Forget the chunks that meet all given conditions.
 
-    The files keep their size: `compact` gives the space back.
+    The files keep their size; `compact` frees the space.
 
     Args:
         namespace: only in the namespace of that name.
         key: only the chunk of that key.
-        unused_since_ms: only chunks neither stored nor read since, ms since 1970.
+        unused_since_ms: only chunks neither stored nor read since then, in ms since 1970.
         dry_run: only count them.
-        strict_modes: refuse lanes that others own or may write to.
+        strict_modes: refuse lanes that other users own or may write to.
 
     Raises:
-        KVStoreError: if no namespace has that name, or a condition is none.
+        KVStoreError: if no namespace has that name, or a condition is invalid.
     """
     if key is not None:
         check_key(key)
@@ -216,12 +216,12 @@ def purge(
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
-                one.failed = _told(folder, error)
+                one.failed = _reason(folder, error)
     return done
 
 
 def _namespaces(path: PathLike) -> list[NamespaceSurvey]:
-    """What a survey finds at a path that is to be changed, and so may be no symbolic link."""
+    """Survey a path that is to be changed; it must not be a symbolic link."""
     folder = check_folder(path)
     if folder.is_symlink():
         raise PathUnusableError(f"{folder} is a symbolic link; give the folder itself")
@@ -242,7 +242,7 @@ def _owned(folder: Path, number: int, trust: Trust) -> Iterator[None]:
         lane.release()
 
 
-def _told(folder: Path, error: Exception) -> str:
+def _reason(folder: Path, error: Exception) -> str:
     if isinstance(error, KVStoreError) or not isinstance(error, OSError):
         return str(error)
     return f"{error.filename or folder}: {error.strerror or error}"
@@ -255,7 +255,7 @@ def _purge_lane(
     unused_since_ms: float | None,
     trust: Trust | None,
 ) -> None:
-    """Count chunks into `done`, and erase them where `trust` says whose files are taken."""
+    """Count chunks into `done`; unless `trust` is None, also erase them."""
     for _, path in segment_files(folder):
         try:
             header, live, _ = read_index(path)
@@ -286,11 +286,11 @@ def _purge_lane(
 
 
 def _erase(path: Path, offsets: list[int], trust: Trust) -> None:
-    """Write zeros over records, for good.
+    """Overwrite records with zeros, durably.
 
     Raises:
-        ForeignFileError: if the file is not to be written to.
-        OSError: as the system says.
+        ForeignFileError: if the file must not be written to.
+        OSError: from the file system.
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -1,6 +1,6 @@
-"""Survey: read what is on disk from outside, also beside a running server.
+"""Survey: read a cache on disk from outside, also beside a running server.
 
-Nothing here takes a lane, writes a byte or trusts a file. Records are
+Nothing here locks a lane, writes a byte or trusts a file. Records are
 self-validating, so a lane may be read while a process writes to it.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 READ_BYTES = 8 * 1024 * 1024
-"""Payload that is read between two reports of progress, and at once at most."""
+"""Bytes of payload between two reports of progress, and most bytes that one call reads."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class SegmentSurvey:
 
 @dataclass(slots=True)
 class LaneSurvey:
-    """One lane. `owner` is the process that writes to it now, or None.
+    """One lane.
 
     `epoch` is the newest of its chunks, or None when it has none. If it is older than its
     namespace's, the lane's owner has not been reset, or has stored nothing since.
@@ -79,7 +79,7 @@ class LaneSurvey:
 
 @dataclass(slots=True)
 class NamespaceSurvey:
-    """One namespace with its newest epoch, its lanes, and the faults met on the way."""
+    """One namespace with its newest epoch, its lanes, and the faults found in it."""
 
     name: str
     path: str
@@ -91,7 +91,7 @@ class NamespaceSurvey:
 
 @dataclass(slots=True)
 class Progress:
-    """How far `verify` has come: bytes of payload read, of those to be read."""
+    """Progress of `verify`: bytes of payload read, and bytes to be read in total."""
 
     done_bytes: int
     total_bytes: int
@@ -99,12 +99,12 @@ class Progress:
 
 
 def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
-    """Namespaces at `path`: the folder given to a disk tier, or one namespace in it.
+    """Survey the namespaces at `path`: the folder given to a disk tier, or one namespace in it.
 
-    A namespace that is a symbolic link is named, as a fault, and not looked into.
+    A namespace that is a symbolic link is reported as a fault and not followed.
 
     Raises:
-        PathUnusableError: if `path` is no folder, cannot be read, or holds no namespace.
+        PathUnusableError: if `path` is not a folder, cannot be read, or holds no namespace.
     """
     folder = check_folder(path)
     folders: list[Path] = []
@@ -121,16 +121,16 @@ def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
     except OSError as error:
         raise PathUnusableError(f"{path} cannot be read: {error.strerror}") from error
     if not folders:
-        told = f"; {unreadable} cannot be read" if unreadable else ""
-        raise PathUnusableError(f"{path} holds no kvstore namespace{told}")
+        reason = f"; {unreadable} cannot be read" if unreadable else ""
+        raise PathUnusableError(f"{path} holds no kvstore namespace{reason}")
     return [_namespace(one) for one in folders]
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """`path`, if it is a folder.
+    """Return `path` if it is a folder.
 
     Raises:
-        PathUnusableError: if it is none.
+        PathUnusableError: if it is not.
     """
     try:
         folder = Path(path)
@@ -155,10 +155,10 @@ def _holds_namespace(folder: Path) -> bool:
 
 
 def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
-    """Read every payload at `path` against its digest.
+    """Check every payload at `path` against its digest.
 
     Yields faults as they are found, and progress in between. A chunk that a
-    running server replaces meanwhile is no fault.
+    running server replaces meanwhile is not a fault.
 
     Raises:
         PathUnusableError: as `survey` does.
@@ -183,8 +183,8 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         return found
     digest: str | None = None
     try:
-        told = read_namespace(folder)
-        found.identity, digest = told["identity"], told["digest"]
+        described = read_namespace(folder)
+        found.identity, digest = described["identity"], described["digest"]
     except KVStoreError as error:
         found.faults.append(Fault.of(folder / FILE_NAME, error))
     try:
@@ -217,7 +217,7 @@ def _lane(lane: LaneSurvey, namespace: str | None, epoch: int) -> list[Fault]:
         try:
             segment, its_faults = _segment(path, namespace, epoch)
         except FileNotFoundError:
-            continue  # Compaction or eviction of a running server took it.
+            continue  # A running server removed it meanwhile.
         except (ForeignFileError, OSError) as error:
             faults.append(Fault.of(path, error))
             continue
@@ -236,7 +236,7 @@ def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurv
         faults.append(Fault.cut_short(path, size, geometry.file_bytes))
     damaged = live.damaged
     if damaged:
-        # A record that a running server was just writing is whole by now.
+        # Read again: a record that a running server was writing is complete by now.
         damaged = sorted(set(damaged) & set(read_index(path)[1].damaged))
     faults += [Fault(str(path), slot, "damaged record") for slot in damaged]
     stored = live.records["stored_ms"]
@@ -292,7 +292,7 @@ def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress
         if os.path.lexists(path):
             yield Fault.of(path, error)
         return
-    # A record that has changed since belongs to a newer chunk.
+    # A record that has changed meanwhile belongs to a newer chunk.
     before = dict(zip(live.slots, zip(live.keys(), digests, strict=True), strict=True))
     after = dict(zip(again.slots, zip(again.keys(), again.digests(), strict=True), strict=True))
     for slot, key, what in suspects:
@@ -301,14 +301,14 @@ def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress
 
 
 def _payload_fault(fd: int, offset: int, size: int, digest: bytes) -> str | None:
-    """What is wrong with a payload, or None. However long it claims to be, it is read in pieces."""
+    """Return what is wrong with a payload, or None. Reads in pieces: `size` may be damaged."""
     found = xxh3_128()
     done = 0
     try:
         while done < size:
             piece = os.pread(fd, min(READ_BYTES, size - done), offset + done)
             if not piece:
-                return f"only {done} of {size} bytes are there"
+                return f"truncated: only {done} of {size} bytes exist"
             found.update(piece)
             done += len(piece)
     except (OSError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Log lines of modules that have no logger of their own."""
+"""Log the lines of modules that have no logger of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["warn_with"]
 
 
 def warn_with(logger: logging.Logger) -> Callable[[LogLine], None]:
-    """Each line becomes a warning, whose record names what the line does."""
+    """Return a function that logs a line as a warning, with its event and attributes."""
 
     def warn(line: LogLine) -> None:
         logger.warning("%s", line.text, extra=about(line.event, **line.about))

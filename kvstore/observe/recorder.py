@@ -1,10 +1,9 @@
-"""Recorder: write down what requests ask for, beside a running engine.
+"""Recorder: record what requests look up, beside a running engine.
 
-`Recorder.add` only puts a reference into a queue. Hashing is done by a thread
-and writing by aiofiles, so that neither holds up the loop. The queue and the
-files are bounded: what does not fit the queue is dropped and counted, and of two
-files, ``PATH`` and ``PATH.old``, the older is replaced when the newer has half of
-the bytes allowed.
+`Recorder.add` only puts a reference into a queue. A thread hashes and aiofiles writes, so
+that neither holds up the loop. The queue and the files are bounded: requests that do not fit the
+queue are dropped and counted. When ``PATH`` has half of the bytes allowed, it replaces
+``PATH.old``.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ from kvstore.types import about
 __all__ = ["MOST_QUEUED", "Recorder"]
 
 MOST_QUEUED = 2**20
-"""Keys that may be queued; requests beyond are dropped and counted."""
+"""Most keys in the queue; further requests are dropped and counted."""
 
 MOST_FILES = 64
-"""Processes on one machine that may record under one name."""
+"""Most processes on one machine that may record under one name."""
 
 WRITE_SECONDS = 0.5
-"""How long a request may be queued."""
+"""Seconds between two writes."""
 
 logger = logging.getLogger("kvstore")
 
 
 class Recorder:
-    """Writes what requests used to a file, while `run` runs.
+    """Writes the keys that requests used to a file, while `run` runs.
 
     The first process writes to `path`, others on the same machine to the first
-    of ``NAME-1.EXT``, ``NAME-2.EXT`` and so on that nobody writes to. A
+    of ``NAME-1.EXT``, ``NAME-2.EXT`` and so on that no process writes to. A
     recording that an earlier process left becomes ``PATH.old``.
 
     Args:
         limit: most bytes of both files together.
-        chunk_bytes: told to whoever reads the recording.
+        chunk_bytes: size of a chunk, for the header of the recording.
 
     Raises:
-        ConfigError: if the file cannot be written, or is there and is no recording.
+        ConfigError: if the file cannot be written, or exists and is not a recording.
     """
 
     def __init__(self, path: Path, limit: int, chunk_bytes: int) -> None:
@@ -64,12 +63,12 @@ class Recorder:
             json.dumps({"chunk_bytes": chunk_bytes, "created": time.time()}) + "\n"
         ).encode("ascii")
         self.dropped = 0
-        """Requests that were not recorded because too much waited to be written."""
+        """Requests that were not recorded because the queue was full or they were too long."""
         self._queue: deque[tuple[float, Keys]] = deque()
-        # Keys that came, and keys that were written or dropped: each counted by one thread.
+        # Keys that were queued, and keys that were written or dropped; one thread counts each.
         self._came = self._went = 0
         self._stopped = asyncio.Event()
-        # A file system that does not answer holds up nobody but the recording.
+        # Daemon threads: a file system that hangs holds up only the recording.
         self._threads = Daemons("kvstore-recorder")
         try:
             self.path, fd = self._take(path)
@@ -79,12 +78,12 @@ class Recorder:
             raise ConfigError(f"record_trace = {str(path)!r}: {error.strerror}") from error
 
     def add(self, chains: Keys, seconds_ago: float = 0.0) -> None:
-        """A request that used `chains`, one for each group, has ended. Never waits, never raises.
+        """Record that a request ended which used `chains`, one for each group.
 
-        The caller does not change `chains` afterwards.
+        Never waits and never raises. The caller must not change `chains` afterwards.
 
         Args:
-            seconds_ago: how long ago it came, where that is known.
+            seconds_ago: how long ago the request arrived, if known.
         """
         count = sum(map(len, chains))
         if self._came - self._went + count > MOST_QUEUED:
@@ -94,7 +93,7 @@ class Recorder:
         self._queue.append((time.time() - seconds_ago, chains))
 
     async def run(self) -> None:
-        """Write what waits, again and again, until `stop`; then the rest, and close the file."""
+        """Write the queue every `WRITE_SECONDS` until `stop`; then write the rest and close."""
         try:
             stopped = False
             while not stopped:
@@ -104,7 +103,7 @@ class Recorder:
                 await self._write()
         except OSError as error:
             logger.warning(
-                "record_trace ends: %s: %s",
+                "record_trace stopped: %s: %s",
                 self.path,
                 error.strerror,
                 extra=about("recorder.ended", path=self.path, error=error.strerror),
@@ -125,7 +124,7 @@ class Recorder:
         self._stopped.set()
 
     def abandon(self) -> None:
-        """Close the file as it is; nothing is written any more."""
+        """Close the file without writing the queue."""
         self._file.close()
 
     async def _write(self) -> None:
@@ -144,7 +143,7 @@ class Recorder:
                 view = view[written:]
 
     def _encode(self) -> bytearray:
-        """The records of those that have waited longest, as many as are written at once."""
+        """Encode the oldest requests of the queue, as many as one call writes."""
         most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
         records = bytearray()
         while self._queue:
@@ -180,7 +179,7 @@ class Recorder:
 
     @staticmethod
     def _take(path: Path) -> tuple[Path, int]:
-        """The first file that nobody writes to; what was in it is kept as the old one."""
+        """Open and lock the first file that no process writes to; keep its contents as the old."""
         path.parent.mkdir(parents=True, exist_ok=True)
         for number in range(MOST_FILES):
             mine = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
@@ -201,7 +200,7 @@ class Recorder:
             if found != MAGIC:
                 os.close(fd)
                 raise ConfigError(
-                    f"record_trace = {str(mine)!r}: is there and is no recording of kvstore"
+                    f"record_trace = {str(mine)!r}: exists and is not a recording of kvstore"
                 )
             os.replace(mine, older_file(mine))
             os.close(fd)
@@ -210,4 +209,6 @@ class Recorder:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return mine, fd
             os.close(fd)
-        raise ConfigError(f"record_trace = {str(path)!r}: {MOST_FILES} processes write there")
+        raise ConfigError(
+            f"record_trace = {str(path)!r}: {MOST_FILES} processes already record there"
+        )

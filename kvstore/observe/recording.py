@@ -6,8 +6,8 @@ it. `kvstore.observe.recorder` writes it, in two files, ``PATH`` and ``PATH.old`
 The file: `MAGIC`; a line of JSON (``chunk_bytes``, ``created`` in seconds since
 1970); then records, little-endian: u32 length of the body, u32 CRC32 of the
 body, and the body: f64 seconds since 1970, u32 number of chains (one for each KV
-cache group), for each chain its length as u32, then all hashes as u64. A
-record that the end of the file cuts off is what a killed process leaves.
+cache group), for each chain its length as u32, then all hashes as u64. A killed
+process may leave a truncated record at the end of the file.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 MAGIC = b"kvstore-trace 1\n"
 
 MOST_AT_ONCE = 2**23
-"""Bytes written by one call, about; a record that is longer than this is dropped and counted."""
+"""Most bytes that one call writes; a longer record is dropped and counted."""
 
 MOST_HEADER = 4096
-"""Longest header of a recording."""
+"""Longest header of a recording, in bytes."""
 
 READ_BYTES = 2**20
-"""Bytes that are read at once."""
+"""Size of the read buffer."""
 
 _HEAD = struct.Struct("<II")
 _BODY = struct.Struct("<dI")
@@ -71,7 +71,7 @@ logger = logging.getLogger("kvstore")
 class RecordedRequest:
     """A request's time, in seconds since 1970, and its keys as hashes, by group.
 
-    The time is that of its first call where the recorder was told, else of its end.
+    The time is that of its first call if the recorder knew it, otherwise that of its end.
     """
 
     time: float
@@ -80,9 +80,10 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class Recording:
-    """What a recording holds, in the order in which requests ended.
+    """The contents of a recording, in the order in which requests ended.
 
-    `torn` says whether the end of a file cut a record off.
+    Attributes:
+        torn: whether a file ends in a truncated record.
     """
 
     chunk_bytes: int
@@ -91,20 +92,20 @@ class Recording:
 
 
 class RecordingStream:
-    """A recording, with the older file beside it if there is one, read as it is iterated over.
+    """A recording that is read as it is iterated over, its older file first if there is one.
 
     Iterating raises as `read_recording` does.
 
     Attributes:
         chunk_bytes: size of a chunk.
-        torn: whether the end of a file, of those read so far, cut a record off.
+        torn: whether a file read so far ends in a truncated record.
 
     Args:
         path: the file.
-        progress: called now and then with the bytes of a file that were read, and all.
+        progress: called now and then with the bytes read so far and the size of the file.
 
     Raises:
-        TraceError: if the file is no recording; the message names it.
+        TraceError: if the file is not a recording; the message names it.
         OSError: if it cannot be read.
     """
 
@@ -124,7 +125,7 @@ class RecordingStream:
         for path in [older, self._path] if older.exists() else [self._path]:
             with open_compressed(path, self._progress) as file:
                 chunk_bytes, position = _read_header(file, path)
-                # A file with chunks of another size, from an earlier configuration, is skipped.
+                # Skip a file of an earlier configuration with another chunk size.
                 if chunk_bytes == self.chunk_bytes:
                     yield from self._records(file, path, position)
 
@@ -134,7 +135,7 @@ class RecordingStream:
                 self.torn = True
                 return
             length, crc = _HEAD.unpack(head)
-            # No record is longer than what is written at once: its length is damaged.
+            # No record is longer than MOST_AT_ONCE: a greater length is damaged.
             body = file.read(length) if length <= MOST_AT_ONCE else b""
             if len(body) < length <= MOST_AT_ONCE:
                 self.torn = True
@@ -147,11 +148,11 @@ class RecordingStream:
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording, with the older file beside it if there is one.
+    """Read a recording, its older file included.
 
     Raises:
-        TraceError: if a file is no recording or is damaged; the message names the
-            file and where in it.
+        TraceError: if a file is not a recording or is damaged; the message names the
+            file and the position.
         OSError: if it cannot be read.
     """
     stream = RecordingStream(path)
@@ -163,10 +164,10 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 def open_compressed(
     path: Path, progress: Progress = lambda done, total: None
 ) -> Iterator[IO[bytes]]:
-    """Open a file for reading that may end in ``.xz`` or ``.gz``.
+    """Open a file for reading, decompressing ``.xz`` and ``.gz``.
 
     Args:
-        progress: called now and then with the bytes of the file that were read, and all.
+        progress: called now and then with the bytes read so far and the size of the file.
     """
     with io.BufferedReader(_Watched(path, progress), READ_BYTES) as raw:
         if path.suffix == ".xz":
@@ -180,7 +181,7 @@ def open_compressed(
 
 
 class _Watched(io.FileIO):
-    """A file that tells how far it has been read."""
+    """A file that reports how far it has been read."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path, "rb")
@@ -196,9 +197,9 @@ class _Watched(io.FileIO):
 
 
 def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
-    """Bytes of a chunk, and the length of the header."""
+    """Return the bytes of a chunk and the length of the header."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise TraceError(f"{path}: is no recording of kvstore")
+        raise TraceError(f"{path}: is not a recording of kvstore")
     line = file.readline(MOST_HEADER)
     try:
         if not line.endswith(b"\n"):
@@ -209,7 +210,7 @@ def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
 
 
 def encode_request(seconds: float, chains: Keys) -> bytes:
-    """A record: the time of a request, and its keys by group."""
+    """Encode a record: the time of a request, and its keys by group."""
     lengths = array("I", map(len, chains))
     hashes = array("Q", [xxhash.xxh3_64_intdigest(key) for chain in chains for key in chain])
     _little_endian(lengths, hashes)
@@ -218,7 +219,7 @@ def encode_request(seconds: float, chains: Keys) -> bytes:
 
 
 def _decode(body: bytes) -> RecordedRequest | None:
-    """None if the body is not what its length says."""
+    """Decode a record; None if its lengths do not add up."""
     try:
         seconds, count = _BODY.unpack_from(body)
         lengths, hashes = array("I"), array("Q")
@@ -244,5 +245,5 @@ def _little_endian(*arrays: array[int]) -> None:
 
 
 def older_file(path: Path) -> Path:
-    """Where what was recorded before lies."""
+    """Return the path of the older part of a recording."""
     return path.with_name(f"{path.name}.old")

@@ -1,8 +1,8 @@
 """Tracing: waits and moves as OpenTelemetry spans.
 
-The core tells what has begun and ended, see `kvstore.core.reports`. Here each becomes a span, on
-the engine's loop, so that no step of a scheduler pays for it. Whoever runs the server sets up the
-SDK: where spans go, and which are kept, is decided there. Only OpenTelemetry's API is used.
+The core reports what has begun and ended: see `kvstore.core.reports`. Each becomes a span here, on
+the engine's loop, so that no step of a scheduler pays for it. Only OpenTelemetry's API is used; the
+server sets up the SDK, which decides which spans are kept and where they go.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 __all__ = ["MOST_PARENTS", "SpanWriter"]
 
 MOST_PARENTS = 2**14
-"""Requests whose callers' spans are remembered."""
+"""Requests whose parent spans are remembered."""
 
 logger = logging.getLogger("kvstore")
 
 
 class SpanWriter:
-    """Hands spans to OpenTelemetry, and knows to which spans of the server they belong.
+    """Writes spans to OpenTelemetry, as children of the server's spans.
 
-    A deferral belongs to the span in which its request first asked, where the server told it; what
-    is fetched or asked for a request belongs to its deferral. Copies to slower tiers are for
-    nobody in particular: each is the root of a trace of its own.
+    The parent of a deferral is the span in which its request first asked, if the server set one.
+    The parent of a promotion or a question for a request is its deferral. Copies to slower tiers
+    belong to no request: each is the root of a trace of its own.
 
-    `belongs` and `belongs_to` are called by whoever owns the core, all else on the engine's loop.
+    The owner of the core calls `belongs` and `belongs_to`; all else is called on the engine's loop.
 
     Args:
         tiers: their names, in the core's order. chunk_bytes: size of a chunk.
@@ -63,29 +63,29 @@ class SpanWriter:
         self._tiers = list(tiers)
         self._chunk_bytes = chunk_bytes
         self._parents: OrderedDict[str, Context] = OrderedDict()
-        # Each with the nanoseconds by which the time of day was ahead of the core's clock.
+        # Each with the nanoseconds by which wall time was ahead of the core's clock.
         self._open: dict[tuple[SpanKind, str | int], tuple[Span, int]] = {}
         self._stopped = asyncio.Event()
         self._failed = self._closed = False
         if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             logger.warning(
-                "spans = true, but nobody has set up OpenTelemetry's SDK in this process: "
-                "until somebody does, spans go nowhere",
+                "spans = true, but OpenTelemetry's SDK is not set up in this process: "
+                "spans are dropped until it is",
                 extra=about("spans.no_sdk"),
             )
 
-    # -- to whom they belong ---------------------------------------------------------------
+    # -- parents ---------------------------------------------------------------------------
 
     def belongs(self, request: str) -> None:
-        """What this request waits for belongs to the span that is current here, if there is one."""
+        """Make the current span, if any, the parent of this request's spans."""
         span = self._trace.get_current_span()
         found = span.get_span_context().is_valid
         self._remember(request, self._trace.set_span_in_context(span) if found else None)
 
     def belongs_to(self, request: str, traceparent: object) -> None:
-        """What this request waits for belongs to the span of this header of W3C's Trace Context.
+        """Make the span of this W3C Trace Context header the parent of this request's spans.
 
-        A header that is none counts for nothing.
+        An invalid header is ignored.
         """
         found = None
         if isinstance(traceparent, str):
@@ -104,7 +104,7 @@ class SpanWriter:
     # -- spans -----------------------------------------------------------------------------
 
     def write(self, spans: Sequence[SpanBegin | SpanEnd]) -> None:
-        """Begin and end these, in this order. Never raises."""
+        """Begin and end these spans, in this order. Never raises."""
         if self._closed:
             return
         for one in spans:
@@ -114,15 +114,15 @@ class SpanWriter:
                 else:
                     self._end(one)
             except Exception:
-                # Nobody is served worse for it.
+                # Tracing must not affect serving.
                 if not self._failed:
                     logger.exception(
-                        "spans cannot be handed to OpenTelemetry", extra=about("spans.failed")
+                        "spans cannot be passed to OpenTelemetry", extra=about("spans.failed")
                     )
                 self._failed = True
 
     async def run(self) -> None:
-        """Wait for `stop`, and end what is open then."""
+        """Wait for `stop`, then end the open spans."""
         await self._stopped.wait()
         self._closed = True
         for span, _ in self._open.values():
@@ -149,12 +149,12 @@ class SpanWriter:
         self._open[begin.kind, begin.id] = span, ahead
 
     def _context_of(self, begin: SpanBegin) -> tuple[Context, int]:
-        """What it belongs to, and by how much the time of day is ahead."""
+        """Return the parent context, and how far wall time is ahead of the core's clock, in ns."""
         context = self._nothing
         if begin.request is not None:
             waits = self._open.get((SpanKind.DEFERRAL, begin.request))
             if waits is not None:
-                # The clocks of one trace are compared once, so that its times agree.
+                # Compare the clocks once for each trace, so that its times agree.
                 span, ahead = waits
                 return self._trace.set_span_in_context(span, context), ahead
             context = self._parents.get(begin.request, context)
@@ -163,7 +163,7 @@ class SpanWriter:
     def _end(self, end: SpanEnd) -> None:
         found = self._open.pop((end.kind, end.id), None)
         if found is None:
-            # Its beginning was dropped, as too much had not been taken.
+            # The core dropped its beginning because its buffer of spans was full.
             return
         span, ahead = found
         attributes: dict[str, str | int] = {"kvstore.chunks_done": end.chunks}

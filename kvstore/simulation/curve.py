@@ -1,14 +1,15 @@
 """Hit curve: hits of leaf-first LRU for every size at once.
 
-LRU fed tail first is a stack algorithm (Mattson et al. 1970): after a request
-its prompt lies on top, head first, above what was there in its old order, and a
-cache of C chunks holds the C topmost. So a chunk is a hit for every size above
-the greatest depth among the chunks of its prefix.
+LRU that inserts a prompt tail first is a stack algorithm (Mattson et al. 1970):
+after a request its prompt is on top of the stack, head first, above all other
+chunks in their old order. A cache of C chunks holds the topmost C. So a chunk is
+a hit for every size above the greatest depth among the chunks of its prefix.
 
-Where every chunk has one parent, as hashes of prefixes have, what is left of an
-earlier request in the stack is always the end of its prompt. It is then enough
-to know how many chunks are left of each request: the cost is a Fenwick tree over
-requests (Fenwick 1994), with a query per earlier request that a prompt touches.
+If every chunk has one parent, as hashes of prefixes have, the chunks of an
+earlier request that remain in its place are always the end of its prompt. It is
+then enough to know how many remain of each request. A Fenwick tree over requests
+(Fenwick 1994) holds these numbers, with one query for each earlier request that a
+prompt touches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class LRUCurve:
     """The hits of leaf-first LRU over `trace` for every number of chunks.
 
     Raises:
-        TraceError: if a chunk has two parents: then it is no trace of prefixes.
+        TraceError: if a chunk has two parents, and so is not a hash of a prefix.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -40,7 +41,7 @@ class LRUCurve:
             deepest = 0
             position, end = 0, len(chunks)
             while position < end and owner[chunks[position]] >= 0:
-                # A run of chunks that belonged to one earlier request.
+                # A run of chunks that belong to one earlier request.
                 earlier = owner[chunks[position]]
                 above = left.after(earlier)
                 start = position
@@ -50,7 +51,7 @@ class LRUCurve:
                     position += 1
                 first_left[earlier] = position
                 left.add(earlier, start - position)
-                # What lay above the next run is above it still, until all is on top.
+                # These chunks stay above the next run, until the whole prompt is on top.
                 left.add(number, position - start)
             if position < end:
                 left.add(number, end - position)
@@ -63,16 +64,16 @@ class LRUCurve:
             self._hits[depth + 1] = total
 
     def hits(self, capacity: int) -> int:
-        """Hits with room for `capacity` chunks."""
+        """Return the hits with room for `capacity` chunks."""
         return self._hits[min(max(capacity, 0), len(self._hits) - 1)]
 
     def hit_ratio(self, capacity: int) -> float:
-        """Hits per access with room for `capacity` chunks."""
+        """Return the hits per access with room for `capacity` chunks."""
         return self.hits(capacity) / self.accesses if self.accesses else 0.0
 
 
 class _Counts:
-    """Numbers that change, and their sum from any place on (a Fenwick tree)."""
+    """A Fenwick tree: numbers that change, and their sum from any place on."""
 
     def __init__(self, size: int) -> None:
         self._tree = array("q", [0]) * (size + 1)
@@ -86,7 +87,7 @@ class _Counts:
             place += place & -place
 
     def after(self, place: int) -> int:
-        """The sum of all numbers behind `place`."""
+        """Return the sum of all numbers after `place`."""
         total = self._total
         place += 1
         while place:
@@ -104,14 +105,14 @@ def _check_chained(trace: Trace) -> None:
                 parents[chunk] = parent
             elif parents[chunk] != parent:
                 raise TraceError(
-                    f"{trace.name}: request {number + 1} has a chunk behind another one than "
-                    "before: its ids are not hashes of prefixes"
+                    f"{trace.name}: request {number + 1} has a chunk that follows another chunk "
+                    "than before: its ids are not hashes of prefixes"
                 )
             parent = chunk
 
 
 def sizes_between(least: int, most: int, count: int) -> Sequence[int]:
-    """`count` sizes from `least` to `most`, each larger than the last by the same factor."""
+    """Return `count` sizes from `least` to `most`, spaced by a constant factor."""
     if count < 2 or least >= most:
         return [most]
     factor = (most / least) ** (1 / (count - 1))

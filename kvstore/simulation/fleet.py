@@ -1,7 +1,7 @@
-"""Fleet: replay a trace over several servers behind a router, with a store or without.
+"""Fleet: replay a trace over several servers behind a router, with or without a store.
 
-Each server is a real core, as in `replay`; behind its host memory and its disk it knows of a store.
-Only that is simulated: it does at once what it is asked, and evicts by LRU.
+Each server is a real core, as in `replay`; its last tier is the store. Only the store is simulated:
+it completes each move at once, and evicts by LRU.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from kvstore.types import Completion, Move, Op
 __all__ = ["ROUTERS", "Fleet", "FleetOutcome", "replay_fleet"]
 
 MOST_ABOVE_MEAN = 1.25
-"""A router by prefix gives no server more of the load than so many times the mean."""
+"""Most load that a router by prefix gives a server, as a multiple of the mean."""
 
 ROUTERS = ("round-robin", "session", "prefix")
-"""Requests in turns; all of a conversation to one server; each to the server that had the longest
-prefix of it, unless that one has more than its share of the load."""
+"""Servers in turn; one server for each conversation; the server that had the longest prefix of a
+request, unless it has more than its share of the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What to replay a trace with.
+    """The servers to replay a trace with.
 
     Attributes:
-        replicas: servers. each: the caches of every one of them.
-        store: chunks that fit in the store that all share; 0 for none.
+        replicas: number of servers.
+        each: the caches of each server.
+        store: capacity in chunks of the store that all share; 0 for none.
         router: one of `ROUTERS`.
     """
 
@@ -44,14 +45,15 @@ class Fleet:
 
 @dataclass(slots=True)
 class FleetOutcome:
-    """What a replay brought, all servers together.
+    """Result of a replay, over all servers.
 
     Attributes:
-        accesses: chunks asked for. host_hits, disk_hits, store_hits: those of them that were
-            loaded, by where they were.
-        store_asked: keys about which the store was asked, in `store_questions` questions.
-        store_read, store_written: chunks on the wire. store_evicted: those that left it.
-        busiest: the largest part of the accesses that one server had, times their number.
+        accesses: chunks looked up.
+        host_hits, disk_hits, store_hits: chunks loaded, by where they were found.
+        store_questions, store_asked: questions to the store, and keys in them.
+        store_read, store_written: chunks read from the store and written to it.
+        store_evicted: chunks evicted from the store.
+        busiest: accesses of the busiest server, as a multiple of the mean.
         seconds: how long the replay took.
     """
 
@@ -88,14 +90,14 @@ class FleetOutcome:
 
 @dataclass(slots=True)
 class SharedStore:
-    """The imagined store: which chunks it has, least recently used first."""
+    """The simulated store: its chunks, least recently used first."""
 
     capacity: int
     outcome: FleetOutcome
     chunks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def end(self, move: Move) -> list[bool]:
-        """Do what a move asks; for each key whether that went well."""
+        """Complete a move; return for each key whether it succeeded."""
         outcome, chunks = self.outcome, self.chunks
         if move.op is Op.ASK:
             outcome.store_questions += 1
@@ -109,7 +111,7 @@ class SharedStore:
             outcome.store_read += sum(found)
             return found
         if move.op is Op.CASCADE:
-            # The end of a prompt leaves before its beginning.
+            # Reversed, so that the end of a prompt is evicted before its beginning.
             for key in reversed(move.keys):
                 outcome.store_written += key not in chunks
                 chunks[key] = None
@@ -129,7 +131,7 @@ class _Replica(Server):
         self._store_tier = len(self.core.tiers) - 1
 
     def ended(self, move: Move) -> Completion:
-        """The end of a move that was begun in this step."""
+        """Complete a move that was begun in this step."""
         if self._store is not None and move.tier == self._store_tier:
             return Completion(move.id, self._store.end(move))
         return super().ended(move)
@@ -145,10 +147,10 @@ def replay_fleet(
     """Replay the whole trace from a cold start.
 
     Args:
-        progress: told now and then how many requests are done.
+        progress: called now and then with the number of requests done.
 
     Raises:
-        ValueError: as `Setup.core`, and for a router that does not exist.
+        ValueError: as `Setup.core`, and for an unknown router.
     """
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     outcome = FleetOutcome(fleet, chunk_bytes=size)
@@ -162,7 +164,7 @@ def replay_fleet(
         place = route(number, request)
         replica = replicas[place]
         replica.now = seconds
-        # What the store has said long ago counts no more.
+        # Lets old answers of the store expire.
         replica.step()
         replica.serve([keys[chunk] for chunk in request], str(number))
         loads[place] += len(request)
@@ -180,7 +182,7 @@ def replay_fleet(
 
 
 Route = Callable[[int, Sequence[int]], int]
-"""The server for a request, by its number and its chunks."""
+"""Chooses the server for a request, given its number and its chunks."""
 
 
 def _router(trace: Trace, fleet: Fleet) -> Route:
@@ -189,7 +191,7 @@ def _router(trace: Trace, fleet: Fleet) -> Route:
         return lambda number, request: number % count
     if fleet.router == "session":
         names = anchors(trace)
-        # Conversations in the order of their first requests.
+        # Number conversations in the order of their first requests.
         numbered = {anchor: n for n, anchor in enumerate(dict.fromkeys(names))}
         return lambda number, request: numbered[names[number]] % count
     if fleet.router == "prefix":
@@ -198,7 +200,7 @@ def _router(trace: Trace, fleet: Fleet) -> Route:
 
 
 class _ByPrefix:
-    """Remembers which server had each chunk last, and how much each has had."""
+    """Router by prefix: remembers which server last had each chunk, and the load of each server."""
 
     def __init__(self, count: int) -> None:
         self._last: dict[int, int] = {}

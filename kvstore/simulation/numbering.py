@@ -1,4 +1,4 @@
-"""Numbering: small numbers in place of 64-bit hashes, in little memory."""
+"""Numbering: map 64-bit hashes to small numbers, in little memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Numbers = npt.NDArray[np.uint32]
 class Numbering:
     """Numbers hashes from 0 on, in order of first appearance.
 
-    A trace has many millions of hashes, for which a dictionary takes over a hundred
-    bytes each. Here they are in sorted arrays, at 12 bytes each. Every array is at
-    least twice as long as the next, so that there are few to look into, and each
-    hash is copied few times as they are merged.
+    A trace has many millions of hashes. A dictionary would take over a hundred bytes
+    for each; these sorted arrays take 12. Every array is at least twice as long as the
+    next, so there are few arrays to search, and each hash is copied only a few times
+    as arrays are merged.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Numbering:
         self._sorted: list[tuple[Hashes, Numbers]] = []
 
     def number(self, hashes: Hashes) -> Numbers:
-        """The numbers of `hashes`; made for many at once."""
+        """Return the numbers of `hashes`; efficient for many at once."""
         keys, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         numbers = np.zeros(len(keys), np.uint32)
         fresh = np.ones(len(keys), np.bool_)
@@ -59,7 +59,7 @@ class Numbering:
 
 
 def hashes_of(ids: Sequence[Any]) -> Hashes:
-    """Ids of chunks as 64-bit numbers: small ones are themselves, all others their hashes."""
+    """Return ids of chunks as 64-bit numbers: integers that fit unchanged, all others hashed."""
     try:
         numbers = ids if isinstance(ids, array) else array("Q", ids)
     except (TypeError, OverflowError):

@@ -1,10 +1,10 @@
 """Belady's offline optimum under the rules of a prefix cache: an upper bound for every policy.
 
-MIN (Belady 1966) evicts the chunk whose next use is furthest away. Here a
-request's chunks are offered together, and a chunk that is not worth its place
-does not enter (bypass). Of chunks with the same next use the deeper leaves
-first, so that the head of a chain stays. Hits are counted as in a replay: a
-request's longest resident prefix.
+MIN (Belady 1966) evicts the chunk whose next use is furthest in the future. Here a
+request's chunks are offered together, and a chunk that is not worth its place is
+not stored (bypass). Of chunks with the same next use the deeper is evicted first,
+so that the head of a chain stays. Hits are counted as in a replay: the longest
+resident prefix of each request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """What nobody can surpass with `capacity` chunks: `hits`, with `inserts` chunks written."""
+    """Upper bound of `hits` with `capacity` chunks; `inserts` chunks are written for it."""
 
     capacity: int
     accesses: int
@@ -36,10 +36,10 @@ class Optimum:
 
 
 def optimum(trace: Trace, capacity: int) -> Optimum:
-    """Replay the trace with foresight, through one tier of `capacity` chunks."""
+    """Replay the trace with knowledge of the future, through one tier of `capacity` chunks."""
     following = _next_uses(trace)
-    resident: dict[int, int] = {}  # chunk -> its next use, the request's number
-    # The greatest next use first, of these the deepest: (-next use, -depth, chunk).
+    resident: dict[int, int] = {}  # chunk -> number of the request that uses it next
+    # Candidates, the latest next use first and then the deepest: (-next use, -depth, chunk).
     leaving: list[tuple[int, int, int]] = []
     hits = inserts = 0
     for chunks, uses in zip(trace.requests, following, strict=True):
@@ -57,7 +57,7 @@ def optimum(trace: Trace, capacity: int) -> Optimum:
                 fresh.add(chunk)
         while len(resident) > capacity:
             use, _, chunk = heapq.heappop(leaving)
-            # What was used or given up since has another entry, or none.
+            # A chunk that was used or evicted since has another entry, or none.
             if resident.get(chunk) == -use:
                 del resident[chunk]
                 fresh.discard(chunk)
@@ -69,7 +69,7 @@ def optimum(trace: Trace, capacity: int) -> Optimum:
 
 
 def _next_uses(trace: Trace) -> list[array[int]]:
-    """For each access the number of the next request that has the chunk, or `NEVER`."""
+    """Return for each access the number of the next request with that chunk, or `NEVER`."""
     upcoming = array("q", [NEVER]) * trace.unique
     uses: list[array[int]] = []
     for number in range(len(trace.requests) - 1, -1, -1):

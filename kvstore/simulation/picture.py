@@ -1,4 +1,4 @@
-"""Picture: draw hit ratios over sizes. Needs matplotlib (``pip install kvstore[plot]``)."""
+"""Picture: plot hit ratios over sizes. Needs matplotlib (``pip install kvstore[plot]``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_picture(path: Path) -> None:
-    """Refuse what cannot be drawn before any work is done.
+    """Check that a picture can be drawn, before any work is done.
 
     Raises:
         KVStoreError: if the file is neither PNG nor SVG, or matplotlib is missing.
@@ -27,7 +27,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(path: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw `lines`, each of (size in chunks, hit ratio from 0 to 1), into a file.
+    """Plot `lines`, each of (size in chunks, hit ratio from 0 to 1), to a file.
 
     Raises:
         KVStoreError: as `check_picture`, or if the file cannot be written.

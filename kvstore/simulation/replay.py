@@ -1,12 +1,12 @@
-"""Replay: a trace through the real core.
+"""Replay: run a trace through the real core.
 
-The core is the one that serves: `kvstore.core.Core` with its pool, directories,
+The core is the one used in production: `kvstore.core.Core` with its pool, tiers,
 policies and filters. Only the server and the disk are simulated: the server handles
-one request after the other, and the disk does at once what it is asked.
+one request after the other, and the disk completes each move at once.
 
-For each request the server looks its prompt up, loads what is there, stores the
+For each request the server looks up its prompt, loads what is found, stores the
 rest and ends the request. The hits of a request are its longest prefix that host
-memory and disk have together.
+memory and disk hold together.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ __all__ = ["Outcome", "Server", "Setup", "replay"]
 LRU = Choice("lru")
 
 OFFERS = 8
-"""How often a store is offered again before what found no room is given up."""
+"""How often a store is offered before chunks that find no room are dropped."""
 
 DEFAULT_CHUNK_BYTES = 2**20
-"""Stands for the size of a chunk where neither the trace nor the user tells it."""
+"""Size of a chunk if neither the trace nor the user gives it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to replay a trace with.
+    """The caches to replay a trace with.
 
     Attributes:
-        host, disk: chunks that fit; no disk tier when `disk` is 0. Host memory has
-            `reserve` rows more.
+        host, disk: capacity in chunks; without a disk tier if `disk` is 0. Host memory has
+            `reserve` additional rows.
         host_policy, disk_policy: eviction policies.
-        host_admission, disk_admission: filters, all of which must agree.
+        host_admission, disk_admission: filters, all of which must admit a chunk.
         flow: between host memory and disk.
-        reserve: rows of host memory that demotion keeps free or soon free.
-        hints: clients tell when their conversations go on, see `kvstore.simulation.returns`.
+        reserve: rows of host memory that demotion keeps free or about to be free.
+        hints: whether clients announce when conversations go on: see
+            `kvstore.simulation.returns`.
     """
 
     host: int
@@ -59,10 +60,10 @@ class Setup:
     hints: bool = False
 
     def core(self, chunk_bytes: int, *, shares: bool = False) -> Core:
-        """A core of this shape that holds nothing.
+        """Create an empty core with these caches.
 
         Args:
-            shares: its last tier is a store.
+            shares: whether its last tier is a store.
 
         Raises:
             ValueError: for a policy or filter that does not exist, or its parameters.
@@ -94,15 +95,15 @@ class Setup:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay brought.
+    """Result of a replay.
 
     Attributes:
-        requests, accesses: replayed.
-        host_hits, disk_hits: chunks loaded, by where they were.
+        requests, accesses: number of requests, and of the chunks they looked up.
+        host_hits, disk_hits: chunks loaded, by where they were found.
         host_writes: chunks copied into host memory, by stores and promotions.
         disk_writes: chunks written to disk.
-        host_evictions, disk_evictions: chunks that left for others.
-        declined: chunks that filters and policies did not let in, anywhere.
+        host_evictions, disk_evictions: chunks evicted to make room.
+        declined: chunks that filters and policies kept out of host memory or disk.
         chunk_bytes: size of a chunk.
         seconds: how long the replay took.
     """
@@ -138,7 +139,7 @@ class Outcome:
 
 
 class Server:
-    """The imagined server and engine around a core."""
+    """The simulated server and engine around a core."""
 
     def __init__(self, core: Core, reserve: int) -> None:
         self.core = core
@@ -146,11 +147,11 @@ class Server:
         self.now = 0.0
 
     def ended(self, move: Move) -> Completion:
-        """The end of a move that was begun in this step: everything goes well."""
+        """Complete a move that was begun in this step, with success."""
         return Completion(move.id, [True] * len(move.keys))
 
     def step(self) -> None:
-        """End the step; the disk does what it is asked; begin the next."""
+        """End the step, complete its moves, and begin the next."""
         core, now = self.core, self.now
         while True:
             moves = core.flush(now)
@@ -162,7 +163,7 @@ class Server:
             core.make_room(self.reserve)
 
     def serve(self, keys: list[bytes], name: str, hints: Hints | None = None) -> int:
-        """One request from its first lookup to its end; returns its hits."""
+        """Serve one request from its first lookup to its end; return its hits."""
         core = self.core
         count = core.lookup_prefix(keys, name)
         while count is None:
@@ -172,7 +173,7 @@ class Server:
             loaded = keys[:count]
             core.prepare_load(loaded, name)
             core.complete_load(loaded, name)
-            # What was hit may leave again, if the policy says so.
+            # After the step the policy may evict these chunks again.
             self.step()
         if count < len(keys):
             for _ in range(OFFERS):
@@ -200,8 +201,8 @@ def replay(
     """Replay the whole trace from a cold start.
 
     Args:
-        chunk_bytes: size of a chunk; by default what the trace tells, else 1 MiB.
-        progress: told now and then how many requests are done.
+        chunk_bytes: size of a chunk; by default that of the trace, or 1 MiB.
+        progress: called now and then with the number of requests done.
 
     Raises:
         ValueError: as `Setup.core`.
@@ -214,9 +215,9 @@ def replay(
     began = time.perf_counter()
     hints = announced(trace) if setup.hints else [None] * len(trace.requests)
     requests = zip(trace.times, trace.requests, hints, strict=True)
-    for number, (seconds, request, told) in enumerate(requests):
+    for number, (seconds, request, hint) in enumerate(requests):
         server.now = seconds
-        server.serve([keys[chunk] for chunk in request], str(number), told)
+        server.serve([keys[chunk] for chunk in request], str(number), hint)
         outcome.accesses += len(request)
         if progress is not None and not number % 256:
             progress(number)

@@ -1,9 +1,9 @@
 """Sample: a part of a trace that behaves like the whole, for proportionally smaller caches.
 
-SHARDS (Waldspurger et al., FAST'15) keeps what hashes below a threshold. To keep
-chains whole, the hash is not of a chunk but of the conversation that a request
-belongs to: its first chunk that is not shared by a large part of all requests, as
-a system prompt is.
+SHARDS (Waldspurger et al., FAST'15) keeps the items that hash below a threshold. To
+keep chains whole, the hash here is of a conversation instead of a chunk. A
+conversation is identified by its first chunk that is not shared by a large part of
+all requests, as a system prompt is.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from kvstore.simulation.trace import Trace
 __all__ = ["anchors", "sample"]
 
 SHARED = 0.01
-"""A chunk that this part of all requests has belongs to no conversation."""
+"""A chunk that more than this share of all requests has belongs to no single conversation."""
 
 MIX = 0xBF58476D1CE4E5B9
 
 
 def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
-    """About `rate` of the conversations of `trace`, at least one.
+    """Sample about `rate` of the conversations of `trace`, at least one.
 
-    Scale sizes by the chunks that are left (the ratio of the two traces' `unique`),
-    not by `rate`.
+    Scale cache sizes by the ratio of the two traces' `unique`, not by `rate`.
     """
     limit = int(rate * 2**32)
     kept: list[tuple[float, array[int]]] = []
@@ -42,7 +41,7 @@ def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
 
 
 def anchors(trace: Trace) -> list[int]:
-    """For each request the chunk by which its conversation is known; -1 for one without any."""
+    """Return for each request the chunk that identifies its conversation; -1 without chunks."""
     uses = array("L", [0]) * trace.unique
     for chunks in trace.requests:
         for chunk in chunks:

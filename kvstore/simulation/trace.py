@@ -1,11 +1,11 @@
-"""Traces of requests: which chunks each asked for, by hash.
+"""Traces of requests: which chunks each request looked up, by hash.
 
-Three forms are read, each plain or compressed by gzip or xz, told apart by what
-they hold:
+Three formats are read, each plain or compressed by gzip or xz, and recognized by
+their contents:
 
-* the Mooncake form (Qin et al., FAST'25): one JSON object per line with
+* the Mooncake format (Qin et al., FAST'25): one JSON object per line with
   ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``;
-* the packed form: a JSON object with ``block_tokens``, ``requests``, ``blocks``
+* the packed format: a JSON object with ``block_tokens``, ``requests``, ``blocks``
   and ``unique``, then per request the array ``[ms, input_tokens, output_tokens,
   ref, keep, new]``: the first `keep` ids of request `ref`, then `new` fresh ones;
 * kvstore's own recording (`kvstore.observe.recording`).
@@ -43,22 +43,22 @@ __all__ = ["Trace", "read_trace"]
 Ids = Sequence[Any]
 
 AT_ONCE = 2**20
-"""Ids that are numbered at once, about."""
+"""Approximate number of ids that are numbered in one batch."""
 
 MOST_AT_ONCE = 256
-"""Requests that a server has at one time, at most: only those can end in another order."""
+"""Most requests that a server has at one time: only these can end in another order."""
 
 MOST_IDS = 2**22
-"""Chunks of one request, at most: a packed line of a few digits names that many."""
+"""Most chunks of one request; a limit, because a short packed line can name any number."""
 
 MOST_CHUNKS = 2**32
-"""Of a trace."""
+"""Most chunks of a trace."""
 
 MOST_MS = 2**53
 """The latest time in milliseconds: a whole number beyond it is not exact as a float."""
 
 MIX = 0x9E3779B97F4A7C15
-"""An odd number: multiplying by it gives every 64-bit number once."""
+"""An odd number, so that multiplication by it permutes the 64-bit numbers."""
 
 
 @dataclass(slots=True)
@@ -66,11 +66,11 @@ class Trace:
     """Requests in order.
 
     Attributes:
-        name: where it came from.
+        name: name of the source.
         requests: for each request its chunks, numbered from 0 in order of first appearance.
-        times: when each request came, in seconds; never goes back.
-        unique: how many chunks there are.
-        chunk_bytes: size of a chunk, where the trace tells.
+        times: when each request arrived, in seconds; never decreases.
+        unique: number of different chunks.
+        chunk_bytes: size of a chunk, if the trace gives it.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Trace:
 
     @property
     def accesses(self) -> int:
-        """Chunks asked for, over all requests."""
+        """Chunks looked up, over all requests."""
         return sum(map(len, self.requests))
 
     def keys(self) -> list[bytes]:
-        """A key for each chunk: well mixed, as hashes are."""
+        """Return a key for each chunk, as well mixed as a hash."""
         return [
             (number * MIX % 2**64).to_bytes(8, "big") + b"\0\0\0\0"
             for number in range(1, self.unique + 1)
@@ -93,7 +93,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, requests: Iterable[tuple[float, Ids]]) -> Trace:
-        """The trace of (seconds, ids), whatever the ids are."""
+        """Build a trace from (seconds, ids) of each request; ids may be of any type."""
         trace = cls(name)
         numbering = Numbering()
         latest = 0.0
@@ -115,7 +115,7 @@ class Trace:
 def _numbered(
     numbering: Numbering, requests: Sequence[npt.NDArray[np.uint64]]
 ) -> Iterator[array[int]]:
-    """The chunks of each of `requests`, by number; each once."""
+    """Yield the chunks of each of `requests` by number, without duplicates."""
     if not requests:
         return
     numbers = numbering.number(np.concatenate(requests))
@@ -138,13 +138,13 @@ def read_trace(
     limit: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Trace:
-    """Read a trace of any form; the first `limit` requests only, where given.
+    """Read a trace of any format; if `limit` is given, only its first requests.
 
     Args:
-        progress: called now and then with the bytes of the file that were read, and all.
+        progress: called now and then with the bytes read so far and the size of the file.
 
     Raises:
-        TraceError: if the file cannot be read, is damaged, or is no trace; the
+        TraceError: if the file cannot be read, is damaged, or is not a trace; the
             message names the file and the line.
     """
     path = Path(path)
@@ -160,12 +160,12 @@ def read_trace(
     except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise TraceError(f"{path}: its compression is damaged ({error})") from error
     if not trace.requests:
-        raise TraceError(f"{path}: no requests in it")
+        raise TraceError(f"{path}: contains no requests")
     return trace
 
 
 def _as_they_came(recording: Iterable[RecordedRequest]) -> Iterator[RecordedRequest]:
-    """By their times: requests were written as they ended, and served as they came."""
+    """Sort requests by arrival; a recording has them in the order in which they ended."""
     heap: list[tuple[float, int, RecordedRequest]] = []
     for number, request in enumerate(recording):
         heapq.heappush(heap, (request.time, number, request))
@@ -177,7 +177,7 @@ def _as_they_came(recording: Iterable[RecordedRequest]) -> Iterator[RecordedRequ
 
 def _of_recording(path: Path, limit: int | None, progress: Progress) -> Trace:
     recording = RecordingStream(path, progress)
-    # The groups of a hybrid model are loaded and stored each on its own.
+    # Each group of a hybrid model is loaded and stored on its own.
     requests = _as_they_came(recording)
     chains = ((each.time, chain) for each in requests for chain in each.chains)
     trace = Trace.of(path.name, _first(chains, limit))
@@ -193,7 +193,7 @@ def _first(requests: Iterable[tuple[float, Ids]], limit: int | None) -> Iterator
 
 
 def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:
-    """(seconds, ids) of each request of a text form."""
+    """Yield (seconds, ids) of each request of a text format."""
     packed: list[Sequence[int]] | None = None
     fresh = 0
     for number, line in enumerate(lines, 1):
@@ -203,9 +203,9 @@ def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            told = line[:40].decode("ascii", "backslashreplace").strip()
+            start = line[:40].decode("ascii", "backslashreplace").strip()
             raise TraceError(
-                f"{where}: not a trace; a line of JSON is expected, not {told!r}"
+                f"{where}: not a trace; a line of JSON is expected, not {start!r}"
             ) from error
         if number == 1 and isinstance(values, dict) and "block_tokens" in values:
             packed = []
@@ -231,7 +231,7 @@ def _mooncake(where: str, values: object) -> tuple[float, Ids]:
         )
     ids = values["hash_ids"]
     if not isinstance(ids, list) or not all(_is_whole(one) or isinstance(one, str) for one in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of whole numbers or texts")
+        raise TraceError(f"{where}: hash_ids must be a list of whole numbers or strings")
     return _seconds(where, values.get("timestamp", 0)), ids
 
 
@@ -250,15 +250,18 @@ def _packed(
     ref, keep, new = numbers
     if keep and not (0 <= ref < len(before) and keep <= len(before[ref])):
         raise TraceError(
-            f"{where}: keeps {_shown(keep)} ids of request {_shown(ref)}, which has not so many"
+            f"{where}: keeps {_shown(keep)} ids of request {_shown(ref)}, which does not have as "
+            "many"
         )
     if keep + new > MOST_IDS:
-        raise TraceError(f"{where}: new must be at most {MOST_IDS} with keep, not {_shown(new)}")
+        raise TraceError(
+            f"{where}: keep and new must be at most {MOST_IDS} together, new is {_shown(new)}"
+        )
     return _seconds(where, ms), ref, keep, new
 
 
 def _seconds(where: str, ms: object) -> float:
-    """The time of a request; JSON has no NaN or Infinity, Python's reader of it has."""
+    """Return the time of a request in seconds; also refuses NaN, which `json` accepts."""
     if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not 0 <= ms <= MOST_MS:
         raise TraceError(
             f"{where}: timestamp must be a number of milliseconds from 0 to {MOST_MS}, "

@@ -1,1 +1,1 @@
-"""Contract suites that a tier or a policy of your own can inherit. They need pytest."""
+"""Contract suites that tests of your own tier, policy or manager can inherit. They need pytest."""

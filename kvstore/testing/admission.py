@@ -1,6 +1,6 @@
 """The contract of `policies.AdmissionFilter` as a test suite.
 
-A filter's own tests inherit it and say how a filter is built:
+A filter's own tests inherit it and define how a filter is built:
 
     class TestMyFilter(FilterContract):
         def create(self, capacity, chunk_bytes):
@@ -23,11 +23,11 @@ __all__ = ["FilterContract"]
 
 
 class FilterContract(ABC):
-    """See the module's text. Inherit it in a class whose name begins with ``Test``."""
+    """Tests that every admission filter must pass. Inherit it in a class named ``Test...``."""
 
     @abstractmethod
     def create(self, capacity: int, chunk_bytes: int) -> AdmissionFilter:
-        """A new filter for a tier of `capacity` chunks of `chunk_bytes` each."""
+        """Create a filter for a tier of `capacity` chunks of `chunk_bytes` each."""
 
     def test_it_has_a_name(self) -> None:
         assert isinstance(self.create(1, 1).name, str)

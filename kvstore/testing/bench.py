@@ -1,4 +1,4 @@
-"""A tier under test with host memory beside it, and chunks that say themselves what is in them."""
+"""Test bench: a tier under test with host memory, and payloads that follow from their keys."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _UNTOUCHED = 0xA5
 
 
 def key_of(number: int) -> bytes:
-    """A key as servers make them: a hash, then the index of a KV cache group."""
+    """Return a key as servers build it: a hash, then the index of a KV cache group."""
     return hashlib.sha256(b"block %d" % number).digest() + b"\0\0\0\0"
 
 
 def payload_of(key: bytes, size: int) -> bytes:
-    """The bytes that the tests store under `key`: anybody who has the key can check them."""
+    """Return the bytes that the tests store under `key`, so that the key suffices to check them."""
     return hashlib.shake_128(key).digest(size)
 
 
 class TierBench:
-    """A tier with host memory beside it, driven by key and slot alone.
+    """A tier with host memory, driven by key and slot.
 
-    Row i serves the i-th key of each call.
+    Row i is used for the i-th key of each call.
 
     Args:
         tier: not opened yet.
-        rows: rows of host memory, so the most keys in one call.
+        rows: rows of host memory, which limit the keys of one call.
         row_bytes: bytes of a row.
         chunk_bytes: bytes of a payload.
         tail_bytes: bytes behind each row.
@@ -63,7 +63,7 @@ class TierBench:
         ]
 
     def fill(self, keys: Sequence[bytes], first_row: int = 0) -> list[int]:
-        """Put the payloads of `keys` into rows; returns the rows."""
+        """Put the payloads of `keys` into rows; return the rows."""
         rows = list(range(first_row, first_row + len(keys)))
         for key, row in zip(keys, rows, strict=True):
             self.region.array[row, : self.chunk_bytes] = memoryview(
@@ -76,7 +76,7 @@ class TierBench:
         self.region.array[rows] = _UNTOUCHED
 
     def is_smeared(self, row: int) -> bool:
-        """Whether nobody has written to the row since `smear`."""
+        """Whether the row was not written to since `smear`."""
         return bool((self.region.array[row] == _UNTOUCHED).all())
 
     def holds(self, row: int, key: bytes) -> bool:
@@ -92,7 +92,7 @@ class TierBench:
         """Read `slots` under `keys`.
 
         Raises:
-            AssertionError: if a block is called good that does not hold its payload.
+            AssertionError: if a chunk is reported as read but does not hold its payload.
         """
         rows = list(range(len(keys)))
         self.smear(rows)
@@ -103,14 +103,14 @@ class TierBench:
         return done.ok
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]] = ()) -> None:
-        """Close the tier in order."""
+        """Close the tier, reporting recency."""
         if self._open:
             self._open = False
             await self.tier.close(coldest_first)
             self.region.close()
 
     def abandon(self) -> None:
-        """Let go of the tier without a word about recency."""
+        """Abandon the tier without reporting recency, as a crash would."""
         if self._open:
             self._open = False
             self.tier.abandon()
@@ -118,11 +118,11 @@ class TierBench:
 
 
 class Benches:
-    """For classes of tests that open benches."""
+    """Base of test classes that open benches."""
 
     @pytest.fixture
     def benches(self) -> Iterator[list[TierBench]]:
-        """Every bench of this test; what the test leaves open is let go of."""
+        """The benches of this test; those left open are abandoned."""
         benches: list[TierBench] = []
         yield benches
         for bench in benches:

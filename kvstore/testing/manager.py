@@ -1,14 +1,14 @@
 """The contract of `kvstore.connector.manager.OffloadingManager` as a test suite.
 
-A manager's own tests inherit it and say how a manager is built:
+A manager's own tests inherit it and define how a manager is built:
 
     class TestMyManager(ManagerContract):
         def new_manager(self, folder):
             backend = MyBackend(16, self.blocks)
             return MyManager(backend), backend.array
 
-Each test runs in both forms, by lists and by keys, unless `forms` says less. It
-needs pytest. Real bytes lie in the places that the manager names.
+Each test runs in both forms, by lists and by keys, unless `forms` names only one. The
+suite needs pytest. It writes real bytes to the places that the manager names.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["ManagerBench", "ManagerContract", "keys_from", "stored_in"]
 Places = npt.NDArray[np.uint8]
 
 PATIENCE_SECONDS = 60.0
-"""What comes true sooner or later does so within this time on any machine."""
+"""Seconds to wait for what must happen eventually, on any machine."""
 
 
 class ManagerBench:
-    """A manager and the memory that it gives out, driven as a server drives it.
+    """A manager and the memory that it manages, driven as a server drives it.
 
     Args:
-        places: the memory, of shape (blocks, bytes of a block at least).
-        by_lists: which of the two forms is called.
+        places: the memory, of shape (blocks, at least the bytes of a block).
+        by_lists: whether to call by lists or by keys.
     """
 
     def __init__(self, manager: OffloadingManager, places: Places, *, by_lists: bool) -> None:
@@ -53,11 +53,11 @@ class ManagerBench:
 
     @property
     def who(self) -> tuple[ReqContext, ...]:
-        """What calls are told of the request, in this form."""
+        """Arguments that name the request, in this form."""
         return () if self.by_lists else (self._context,)
 
     def ask(self, keys: Sequence[bytes]) -> int | None:
-        """How many leading `keys` can be loaded, or None."""
+        """Look up how many leading `keys` can be loaded, or None."""
         if self.by_lists:
             return self.manager.lookup(keys)
         for count, key in enumerate(keys):
@@ -67,7 +67,7 @@ class ManagerBench:
         return len(keys)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """The same; asks, step by step, until there is an answer."""
+        """Look up how many leading `keys` can be loaded, asking again until there is an answer."""
         end = time.monotonic() + PATIENCE_SECONDS
         while (count := self.ask(keys)) is None:
             assert time.monotonic() < end, "deferred for ever"
@@ -76,16 +76,16 @@ class ManagerBench:
         return count
 
     def begin_load(self, keys: Sequence[bytes]) -> list[int]:
-        """Prepare a load; returns the places."""
+        """Prepare a load; return the places."""
         spec = self.manager.prepare_load(keys, *self.who)
         return _places_of(spec, len(keys))
 
     def end_load(self, keys: Collection[bytes]) -> None:
-        """Complete it."""
+        """Complete a load."""
         self.manager.complete_load(keys, *self.who)
 
     def load(self, keys: Sequence[bytes]) -> int:
-        """Look `keys` up, load what there is and check its bytes; returns how many."""
+        """Look up `keys`, load those found and check their bytes; return how many."""
         found = list(keys[: self.lookup(keys)])
         places = self.begin_load(found)
         for key, place in zip(found, places, strict=True):
@@ -94,7 +94,7 @@ class ManagerBench:
         return len(found)
 
     def begin_store(self, keys: Iterable[bytes]) -> PrepareStoreOutput | None:
-        """Prepare a store, and write what is to be stored."""
+        """Prepare a store and write the payloads."""
         out = self.manager.prepare_store(keys, *self.who)
         if out is not None:
             places = stored_in(out)
@@ -105,14 +105,14 @@ class ManagerBench:
         return out
 
     def end_store(self, keys: Iterable[bytes], success: bool = True) -> None:
-        """Complete it."""
+        """Complete a store."""
         if self.by_lists:
             self.manager.complete_store(keys, success)
         else:
             self.manager.complete_store(keys, self._context, success)
 
     def store(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Store what is not there; returns what was stored. None is offered again."""
+        """Store the keys that are missing, offering them until accepted; return those stored."""
         end = time.monotonic() + PATIENCE_SECONDS
         while (out := self.begin_store(keys)) is None:
             assert time.monotonic() < end, "refused for ever"
@@ -125,12 +125,12 @@ class ManagerBench:
         self.manager.touch(keys, *self.who)
 
     def end_step(self) -> None:
-        """A step ends; servers that call by lists do not say so."""
+        """End a step, if the form has steps."""
         if not self.by_lists:
             self.manager.on_schedule_end()
 
     def holds(self, place: int, key: bytes) -> bool:
-        """Whether the payload of `key` lies there."""
+        """Whether the place holds the payload of `key`."""
         return bytes(self.places[place]) == payload_of(key, self.places.shape[1])
 
 
@@ -142,27 +142,27 @@ def _places_of(spec: object, count: int) -> list[int]:
 
 
 def stored_in(out: PrepareStoreOutput) -> list[int]:
-    """The places of what is to be stored."""
+    """Return the places of the keys to be stored."""
     return _places_of(out.store_spec, len(out.keys_to_store))
 
 
 def keys_from(first: int, count: int) -> list[bytes]:
-    """Keys of one prompt."""
+    """Return keys of one prompt."""
     return [key_of(number) for number in range(first, first + count)]
 
 
 class ManagerContract(ABC):
-    """What every manager guarantees. `blocks` are given out, `block_bytes` long."""
+    """Tests that every manager must pass, with `blocks` blocks of `block_bytes` bytes."""
 
     blocks = 16
     block_bytes = 4096
     forms: ClassVar[Sequence[str]] = ("by lists", "by keys")
     forgets = True
-    """Whether what is evicted is gone."""
+    """Whether evicted keys are lost; a manager with a slower tier keeps them."""
 
     @abstractmethod
     def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:
-        """A manager of `blocks` blocks that holds nothing, and its memory."""
+        """Create an empty manager of `blocks` blocks; return it and its memory."""
 
     @pytest.fixture
     def bench(self, tmp_path: Path, form: str) -> Iterator[ManagerBench]:

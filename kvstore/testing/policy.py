@@ -1,6 +1,6 @@
 """The contract of `policies.EvictionPolicy` as a test suite.
 
-A policy's own tests inherit it and say how a policy is built:
+A policy's own tests inherit it and define how a policy is built:
 
     class TestMyPolicy(PolicyContract):
         def create(self, capacity):
@@ -25,7 +25,7 @@ __all__ = ["PolicyContract", "keys_of"]
 
 
 def keys_of(count: int, start: int = 0) -> list[bytes]:
-    """Keys as servers make them: a hash, then the index of a KV cache group."""
+    """Return keys as servers build them: a hash, then the index of a KV cache group."""
     return [b"block-%06d" % number + b"\0\0\0\0" for number in range(start, start + count)]
 
 
@@ -38,28 +38,28 @@ def _everybody(key: bytes) -> bool:
 
 
 class PolicyContract(ABC):
-    """See the module's text. Inherit it in a class whose name begins with ``Test``."""
+    """Tests that every eviction policy must pass. Inherit it in a class named ``Test...``."""
 
     @abstractmethod
     def create(self, capacity: int) -> EvictionPolicy:
-        """A new policy for a tier of `capacity` chunks."""
+        """Create a policy for a tier of `capacity` chunks."""
 
     def holding(self, keys: Sequence[bytes]) -> EvictionPolicy:
-        """A policy with `keys` resident."""
+        """Create a policy with `keys` resident."""
         policy = self.create(max(1, len(keys)))
         for key in keys:
             policy.insert(key)
         return policy
 
     def holding_back(self, keys: Sequence[bytes]) -> EvictionPolicy:
-        """A policy with `keys` resident that sets those aside which are held."""
+        """Create a policy with `keys` resident that sets held keys aside; skip if it does not."""
         policy = self.holding(keys)
         if type(policy).release is EvictionPolicy.release:
-            pytest.skip("this policy takes a held key for one in use")
+            pytest.skip("this policy treats a held key like one in use")
         return policy
 
     def residents(self, policy: EvictionPolicy, known: Sequence[bytes]) -> set[bytes]:
-        """Those of `known` that are resident; no other may be."""
+        """Return those of `known` that are resident; assert that no others are."""
         there = {key for key in known if key in policy}
         assert len(policy) == len(there)
         return there
@@ -209,7 +209,7 @@ class PolicyContract(ABC):
         assert asked <= 4 * (turns + size), f"{asked / turns:.0f} keys for each one evicted"
 
     def test_keys_in_use_that_were_used_before_cost_no_more(self) -> None:
-        """Also where use has set them apart from the others."""
+        """Also if the policy keeps used keys apart from the others."""
         size, turns = 1000, 2000
         keys = keys_of(size)
         policy = self.holding(keys)
@@ -262,8 +262,7 @@ class PolicyContract(ABC):
 
     @pytest.mark.parametrize("part", [0.5, 0.99])
     def test_held_keys_are_asked_about_once_until_they_are_released(self, part: float) -> None:
-        """Eviction stays O(1) amortised while nearly all keys are in use, and which ones are
-        keeps changing."""
+        """Eviction stays O(1) amortised while nearly all keys are in use and the set changes."""
         size, turns, batch = 2000, 2000, 8
         rng = random.Random(7)
         keys = keys_of(size)
@@ -283,7 +282,7 @@ class PolicyContract(ABC):
             assert not held & set(victims)
             for number in range(turn, turn + batch):
                 policy.insert(b"new-%06d" % number)
-            # Some are not in use any more, and others are from now on.
+            # Release some keys and hold others.
             for _ in range(2):
                 place = rng.randrange(len(resident))
                 free = resident[place]
@@ -319,7 +318,7 @@ class PolicyContract(ABC):
             victims = policy.evict(4, protected)
             calls += 1
             assert self.residents(policy, keys) == set(keys) - set(victims or ())
-            assert calls <= 2 * size // patience, "the search begins anew each time"
+            assert calls <= 2 * size // patience, "the search starts over each time"
         assert late <= calls
         assert not held & set(victims)
 
@@ -339,12 +338,12 @@ class PolicyContract(ABC):
         assert self.residents(policy, keys) == set(keys[:4])
 
     def test_what_is_cooled_is_resident_and_leaves_before_what_was_used_as_often(self) -> None:
-        """Whatever the order of arrival, tail first; a policy may also take no such advice."""
+        """In any order of arrival, tail first. A policy may ignore this advice."""
         keys = keys_of(24)
         cold = [keys[20], keys[7], keys[11]]
         policy = self.holding(keys)
         if type(policy).cool is EvictionPolicy.cool:
-            pytest.skip("this policy takes no such advice")
+            pytest.skip("this policy ignores this advice")
         policy.cool(iter(cold))
         assert self.residents(policy, keys) == set(keys)
         left: list[bytes] = []
@@ -408,7 +407,7 @@ class PolicyContract(ABC):
         assert len(self.residents(policy, keys)) == 2
 
     def test_nobody_in_the_middle_of_a_chain_is_needed_to_make_room(self) -> None:
-        """The end of a chain is in use; what lies before it may leave all the same."""
+        """While the end of a chain is in use, the keys before it can be evicted."""
         chain = keys_of(6)
         policy = self.create(6)
         policy.link(chain)
@@ -463,7 +462,7 @@ class PolicyContract(ABC):
         after.restore(order)
         assert list(after.order()) == order
 
-    # Several classes inherit this one function: no database of examples is shared by them.
+    # Several classes inherit this function, so they must not share a database of examples.
     @settings(
         max_examples=60,
         deadline=None,
@@ -472,7 +471,7 @@ class PolicyContract(ABC):
     )
     @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 12))
     def test_it_agrees_with_a_set(self, seed: int, capacity: int) -> None:
-        """Any sequence of calls that the caller is allowed to make."""
+        """Compare the policy with a set over random sequences of allowed calls."""
         rng = random.Random(seed)
         policy = self.create(capacity)
         known = keys_of(2 * capacity)
@@ -507,7 +506,7 @@ class PolicyContract(ABC):
                     assert set(victims) <= resident - safe
                     resident -= set(victims)
                 else:
-                    assert count > len(resident - safe), "there were enough who might leave"
+                    assert count > len(resident - safe), "enough keys could have been evicted"
             else:
                 policy.clear()
                 resident.clear()

@@ -1,12 +1,12 @@
 """The contract of a store (`kvstore.tiers.base`) as a test suite.
 
-A store's own tests inherit it, and say how a tier is built and how its engine is treated badly:
+A store's own tests inherit it, and define how a tier is built and how to break its server:
 
     class TestMyStore(StoreContract):
         def new_tier(self, place):
             return MyTier(place, url=...)
 
-The suite needs pytest and pytest-asyncio. It moves real bytes to a real engine and back.
+The suite needs pytest and pytest-asyncio. It moves real bytes to a real server and back.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
     "in its first bytes": lambda value: _flipped(value, 40),
     "in its last bytes": lambda value: _flipped(value, -50),
 }
-"""What a value may have become; the flipped bits lie in the record and in the payload."""
+"""Ways to damage a value; the flipped bits are in the record and in the payload."""
 
 
 class StoreContract(Benches, ABC):
-    """What every store promises. Inherit it and give what is abstract."""
+    """Tests that every store must pass. Inherit it and implement the abstract methods."""
 
     rows = 16
     row_bytes = 8192
@@ -54,44 +54,44 @@ class StoreContract(Benches, ABC):
     """Less than a row: a payload need not fill it."""
 
     tail_bytes = 0
-    """Behind each row of host memory: see `tiers.Tier.tail_bytes`."""
+    """Bytes behind each row of host memory: see `Tier.tail_bytes`."""
 
     seconds = 20.0
-    """How long a call may take whose engine does not answer."""
+    """Longest time that a call may take if the server does not answer."""
 
     pytestmark = pytest.mark.asyncio
 
     @abstractmethod
     def new_tier(self, place: TierPlace) -> Tier:
-        """A tier, not opened, over the engine of these tests."""
+        """Create a tier over the server of these tests, without opening it."""
 
     @abstractmethod
     def values(self) -> Mapping[str, bytes]:
-        """All values that the engine has, by name; none when a test begins."""
+        """Return all values that the server has, by name; none when a test begins."""
 
     @abstractmethod
     def put(self, name: str, value: bytes) -> None:
-        """Give this value that name, whatever it had before."""
+        """Set the value of a name, replacing any earlier one."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the engine, without a word."""
+        """Kill the server."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start the engine again, where it was; it can store. What it had may be lost."""
+        """Start the server again at its address, ready to store. It may have lost its values."""
 
     @abstractmethod
     def freeze(self) -> None:
-        """The engine takes calls and does not answer, until `start`."""
+        """Let the server accept calls without answering them, until `start`."""
 
     @pytest.fixture
     def place(self) -> TierPlace:
-        """What the tier of this test is made for: nobody has stored anything there."""
+        """The place of this test's tier, a namespace that is still empty."""
         return TierPlace("contract", {"test": uuid4().hex}, self.chunk_bytes)
 
     def open(self, place: TierPlace, benches: list[TierBench]) -> TierBench:
-        """A process that uses the store."""
+        """Open a tier, as a process that uses the store would."""
         bench = TierBench(
             self.new_tier(place), self.rows, self.row_bytes, place.chunk_bytes, self.tail_bytes
         )
@@ -99,7 +99,7 @@ class StoreContract(Benches, ABC):
         return bench
 
     def named(self, key: bytes) -> str:
-        """The name of the value that was stored under `key`."""
+        """Return the name of the value that was stored under `key`."""
         (name,) = (name for name in self.values() if name.endswith(f"/{key.hex()}"))
         return name
 
@@ -288,7 +288,7 @@ class StoreContract(Benches, ABC):
         assert await bench.tier.clear() == []
         assert (await bench.tier.holds([key_of(1)])).ok == [False]
         assert await _fetch(other, [key_of(1)]) == [True]
-        # What it stores from now on is its own.
+        # It shares nothing that it stores from now on.
         assert (await _store(bench, [key_of(2)])).ok == [True]
         assert await _fetch(bench, [key_of(2)]) == [True]
         assert (await other.tier.holds([key_of(2)])).ok == [False]
@@ -311,7 +311,7 @@ class StoreContract(Benches, ABC):
             bench.tier.connect(), ListingClient
         ):
             return
-        # It waits for the one that the clearing has begun.
+        # This waits for the sweep that `clear` has begun.
         await bench.tier._loop.run(bench.tier._sweep())
         left = set(self.values())
         assert shared < left
@@ -375,7 +375,7 @@ class StoreContract(Benches, ABC):
 
     async def _is_back(self, bench: TierBench) -> None:
         async with asyncio.timeout(self.seconds):
-            # A connection that was cut is noticed by the call that meets it.
+            # The first call on a broken connection may still fail.
             while True:
                 told = await bench.tier.holds([key_of(7)])
                 if told.error is None:

@@ -1,6 +1,6 @@
 """The contract of `kvstore.tiers.base.Tier` as a test suite.
 
-A tier's own tests inherit it and say how a tier is built:
+A tier's own tests inherit it and define how a tier is built:
 
     class TestMyTier(TierContract):
         def new_tier(self, folder):
@@ -32,7 +32,7 @@ __all__ = ["TierContract"]
 
 
 class TierContract(Benches, ABC):
-    """What every tier promises. Inherit it and give `new_tier`."""
+    """Tests that every tier must pass. Inherit it and implement `new_tier`."""
 
     rows = 16
     row_bytes = 8192
@@ -43,19 +43,19 @@ class TierContract(Benches, ABC):
 
     @abstractmethod
     def new_tier(self, folder: Path) -> Tier:
-        """A tier, not opened, for chunks of `chunk_bytes`.
+        """Create a tier for chunks of `chunk_bytes`, without opening it.
 
-        It has room for at least two segments of eight slots or more. Built again
-        for the same folder it finds what was stored there.
+        It has room for at least two segments of eight slots or more. A second tier
+        for the same folder finds what the first has stored.
         """
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """Where the tier of this test lives."""
+        """Folder of this test's tier."""
         return tmp_path / "tier"
 
     def open(self, folder: Path, benches: list[TierBench]) -> TierBench:
-        """Open the tier of `folder`, again if need be."""
+        """Open the tier of `folder`, for the first time or again."""
         bench = TierBench(self.new_tier(folder), self.rows, self.row_bytes, self.chunk_bytes)
         benches.append(bench)
         return bench
@@ -154,7 +154,7 @@ class TierContract(Benches, ABC):
         await bench.store(keys, bench.slots[:5])
         asked = [*keys[:2], key_of(99), *keys[3:]]
         assert await bench.fetch(asked, bench.slots[:5]) == [True, True, False, True, True]
-        # Its neighbours have lost nothing by it either.
+        # Its neighbours can still be read.
         left = [0, 1, 3, 4]
         again = await bench.fetch([keys[n] for n in left], [bench.slots[n] for n in left])
         assert again == [True] * 4
@@ -255,7 +255,7 @@ class TierContract(Benches, ABC):
         await bench.store(keys, bench.slots[:8])
         for _ in range(20):
             await self._cancel(bench.tier.read(keys, bench.slots[:8], range(8)))
-            # The rows are the caller's again: nothing may still arrive in them.
+            # The caller owns the rows again: nothing may be written to them any more.
             bench.smear(range(8))
             done = await bench.tier.read(keys[:1], bench.slots[:1], [self.rows - 1])
             assert done.ok == [True]
@@ -358,7 +358,7 @@ class TierContract(Benches, ABC):
         bench = self.open(folder, benches)
         gone, kept = [key_of(n) for n in range(3)], [key_of(n) for n in range(3, 6)]
         await bench.store([*gone, *kept], bench.slots[:6])
-        # A displaced copy, and a key that it has never seen.
+        # A displaced copy, and an unknown key.
         await bench.store(gone[:1], bench.slots[6:7])
         told = await bench.tier.erase([*gone, key_of(99)])
         if told is not None:
@@ -432,7 +432,7 @@ class TierContract(Benches, ABC):
             assert (await bench.store([key_of(key)], [bench.slots[slot]])).ok == [True]
         bench.abandon()
         again = self.open(folder, benches)
-        # For recency, too, it is the later one that counts.
+        # The later place counts for recency, too.
         assert list(again.opening.entries) == [
             (key_of(2), bench.slots[5]),
             (key_of(3), bench.slots[0]),

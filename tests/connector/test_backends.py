@@ -43,7 +43,7 @@ def test_blocks_are_given_out_once_and_come_back(backend: Backend) -> None:
 
 def test_more_than_is_free_is_refused_and_nothing_is_given_out(backend: Backend) -> None:
     backend.allocate_blocks(KEYS[:4])
-    with pytest.raises(ValueError, match="5 blocks were asked for, 4 are free"):
+    with pytest.raises(ValueError, match="5 blocks were requested, 4 are free"):
         backend.allocate_blocks(KEYS[:5])
     assert backend.get_num_free_blocks() == 4
     backend.close()

@@ -107,7 +107,7 @@ def test_a_lookup_that_is_to_be_repeated_does_not_count() -> None:
 
 
 def test_one_key_without_a_request_is_refused() -> None:
-    with pytest.raises(KVStoreError, match="needs the request that asks"):
+    with pytest.raises(KVStoreError, match="needs req_context"):
         FilterReusedOffloadingManager(Lists()).lookup(A)  # type: ignore[arg-type]
 
 

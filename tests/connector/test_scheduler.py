@@ -99,7 +99,7 @@ def test_a_load_into_too_few_blocks_is_refused_and_holds_nothing() -> None:
 
 def test_who_was_never_looked_up_cannot_load() -> None:
     server = Server(open_scheduler())
-    with pytest.raises(KVStoreError, match="r was not looked up"):
+    with pytest.raises(KVStoreError, match="r has nothing to load"):
         server.load(Request("r", PROMPT), 24, range(1, 7))
 
 

@@ -178,7 +178,7 @@ def test_what_is_no_key_is_refused_by_name() -> None:
         manager.prepare_store([b"x" * 57])
     with pytest.raises(BlockKeyError, match="must be bytes, not str"):
         manager.lookup(["a"])  # type: ignore[list-item]
-    with pytest.raises(KVStoreError, match="needs the request that asks"):
+    with pytest.raises(KVStoreError, match="needs req_context"):
         manager.lookup(b"a")  # type: ignore[arg-type]
     with pytest.raises(KVStoreError, match="takes no req_context"):
         manager.lookup([b"a"], ReqContext("r"))  # type: ignore[call-overload]

@@ -230,5 +230,5 @@ def test_a_chunk_larger_than_a_row_is_refused() -> None:
 
 def test_a_cache_on_another_device_is_refused() -> None:
     pages = pages_of(torch.zeros(4, 100, dtype=torch.uint8, device="meta"))
-    with pytest.raises(ConfigError, match="on meta: these copies are for one in host memory"):
+    with pytest.raises(ConfigError, match="on meta: must be in host memory"):
         HostCopies([pages], np.zeros((3, 200), np.uint8), 2)

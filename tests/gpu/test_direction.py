@@ -72,7 +72,7 @@ def test_a_launch_that_fails_is_an_error_of_the_ticket_which_ends_all_the_same(
     assert not ticket.done
     ticket.wait()
     assert ticket.done
-    assert "a kernel that copies cannot be launched" in caplog.text
+    assert "the copy kernel cannot be launched" in caplog.text
 
 
 @pytest.mark.parametrize("way", ["kernel", "staged"])

@@ -109,7 +109,7 @@ def test_a_way_that_copies_wrong_is_not_taken(
     direction = Direction(watch, store=store, each=1e9, batch=2e9)
     setattr(direction, fault, {"batch"})
     assert [rate.way for rate in measured(watch, direction, [4096])] == ["each"]
-    assert "by batch of 4 KiB copies wrong: not used" in caplog.text
+    assert "by batch of 4 KiB copies incorrectly and is not used" in caplog.text
 
 
 def test_a_hopeless_way_is_timed_once() -> None:
@@ -143,7 +143,7 @@ def test_measured_copies_are_those_of_the_host(
     (line,) = [line for line in info.messages if line.startswith("kvstore: copies of ")]
     # Pages that are whole, halves of pages, and the three of a row.
     assert all(f"{size} KiB: store " in line for size in (2, 4, 6, 12))
-    assert "copies wrong" not in info.text
+    assert "copies incorrectly" not in info.text
     dice = random.Random(0)
     for _ in range(10):
         blocks, places = bed.places(dice)
@@ -183,7 +183,10 @@ def test_where_measuring_fails_copies_go_as_before(
 
     monkeypatch.setattr(Measurement, "__init__", fails)
     bed.copies.measure()
-    assert "copies were not measured and go as they did: out of memory" in caplog.text
+    assert (
+        "device copies could not be measured; the way of copying stays as it was: out of memory"
+        in caplog.text
+    )
     assert bed.calls is not None
     bed.copies.store(*PLACES).wait()
     assert bed.calls.ways[-1] == ("batch" if has_batch else "each")
@@ -223,7 +226,7 @@ def test_a_kernel_that_cannot_be_launched_is_no_way(beds: list[Bed]) -> None:
     beds.append(bed)
     assert bed.kernel is not None
     bed.kernel.fails = True
-    with pytest.raises(ConfigError, match="kernel does not run here: out of resources"):
+    with pytest.raises(ConfigError, match="kernel does not run: out of resources"):
         bed.copies.use("kernel")
     bed.copies.measure()
     assert bed.copies.ways.used(store=True) <= {"batch", "each"}
@@ -232,5 +235,5 @@ def test_a_kernel_that_cannot_be_launched_is_no_way(beds: list[Bed]) -> None:
 def test_no_batch_and_no_room_for_a_ring() -> None:
     with pytest.raises(ConfigError, match="way = 'batch': this CUDA driver copies one"):
         Bed("cpu", "batch", has_batch=False)
-    with pytest.raises(ConfigError, match="way = 'staged': no ring of"):
+    with pytest.raises(ConfigError, match="way = 'staged': cannot allocate a ring of"):
         Bed("cpu", "staged", ring_bytes=2**60)

@@ -163,8 +163,8 @@ def test_a_chain_needs_a_filter() -> None:
     [
         ("reuse", {"threshold": 0}, "threshold must be at least 1, not 0"),
         ("reuse", {"table": 0}, "table must be at least 1 key, not 0"),
-        ("doorkeeper", {"threshold": 17}, "threshold must lie between 1 and 16, not 17"),
-        ("doorkeeper", {"window": 0.0}, "window must lie above 0"),
+        ("doorkeeper", {"threshold": 17}, "threshold must be from 1 to 16, not 17"),
+        ("doorkeeper", {"window": 0.0}, "window must be above 0"),
         ("endurance", {"bytes_per_day": -1}, "bytes_per_day must be at least 0, not -1"),
         ("endurance", {"burst_s": -1.0}, "burst_s must be at least 0 seconds, not -1.0"),
         ("endurance", {"burst_s": float("nan")}, "burst_s must be at least 0 seconds, not nan"),

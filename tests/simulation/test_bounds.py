@@ -83,7 +83,7 @@ def test_the_curve_is_that_of_replays() -> None:
 
 
 def test_a_trace_that_is_not_chained_has_no_curve() -> None:
-    with pytest.raises(TraceError, match="request 2 has a chunk behind another one"):
+    with pytest.raises(TraceError, match="request 2 has a chunk that follows another chunk"):
         LRUCurve(Trace.of("t", [(0.0, [1, 2]), (1.0, [3, 2])]))
 
 

@@ -73,7 +73,7 @@ def test_time_does_not_go_back() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no requests in it"),
+        (b"", "contains no requests"),
         (b"\x00\x01\x02\n", "line 1: not a trace"),
         (b"hello\n", "line 1: not a trace"),
         (b"{}\n", "line 1: not a request; an object with timestamp and hash_ids"),
@@ -92,7 +92,7 @@ def test_time_does_not_go_back() -> None:
         (b'{"hash_ids": [1], "timestamp": -1}\n', "line 1: timestamp must be .* from 0 to"),
         (PACKED + b"[0, 1, 1, -1, 0, 1]\n[1, 1, 1, 0.0, 1, 1]\n", "line 3: ref must be a whole"),
         (PACKED + b"[0, 1, 1, -1, 0, 1e15]\n", "line 2: new must be a whole number .* not 1000000"),
-        (PACKED + b"[0, 1, 1, -1, 0, 1000000000000000]\n", "line 2: new must be at most"),
+        (PACKED + b"[0, 1, 1, -1, 0, 1000000000000000]\n", "line 2: keep and new must be at most"),
         (PACKED + b"[0, 1, 1, -1, 0, -1]\n", "line 2: new must be a whole number of at least 0"),
         (PACKED + b"[0, 1, 1, -1, Infinity, 1]\n", "line 2: keep must be a whole .* not inf"),
         (PACKED + b"[0, 1, 1, 1" + b"0" * 99 + b", 1, 1]\n", "line 2: keeps 1 ids of request"),

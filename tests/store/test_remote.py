@@ -82,7 +82,7 @@ async def test_a_store_that_stands_before_a_disk_is_refused_with_the_order(tmp_p
     disk = {"type": "disk", "path": str(tmp_path), "capacity_bytes": 2**30}
     store = {"type": "redis"}
     for tiers, said in (
-        ([store, disk], "tiers[0] is a store and stands before tiers[1], which is none"),
+        ([store, disk], "tiers[0] is a store and comes before tiers[1], which is not"),
         ([disk, store, {**disk, "path": str(tmp_path / "2")}], "tiers[1] is a store"),
     ):
         with pytest.raises(ConfigError) as refused:

@@ -271,7 +271,7 @@ def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(kvstore.tiers.pages, "_touch", refuse)
-    with pytest.raises(ConfigError, match=f"{ROWS * ROW} bytes cannot be had: Cannot allocate"):
+    with pytest.raises(ConfigError, match=f"{ROWS * ROW} bytes cannot be allocated: Cannot"):
         make(kind, name, ROWS, ROW)
     gc.collect()
     assert descriptors() <= before

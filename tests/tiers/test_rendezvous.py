@@ -361,7 +361,7 @@ def test_a_creator_that_is_killed_before_it_listens_is_replaced(
     creator = child(BEFORE_LISTENING + MAPPER, name, ROWS, ROW, 2)
     assert creator.line() == "made"
     other = child(MAPPER, name, ROWS, ROW, 2)
-    with pytest.raises(PathUnusableError, match="has not made the memory within 0 s"):
+    with pytest.raises(PathUnusableError, match="has not created the memory within 0 s"):
         PinnedRegion.shared(name, ROWS, ROW, mappers=2, timeout=0.1)
     creator.kill()
     assert other.line() == "mapped"
@@ -499,7 +499,7 @@ def test_a_system_without_abstract_sockets_is_told(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Rendezvous, "_address", lambda self, number: f"/proc/{name}-{number}")
-    with pytest.raises(PathUnusableError, match="cannot meet over an abstract socket"):
+    with pytest.raises(PathUnusableError, match="cannot find each other by an abstract socket"):
         PinnedRegion.shared(name, ROWS, ROW, mappers=2)
 
 
@@ -520,7 +520,7 @@ def test_a_name_that_another_user_holds_is_refused(name: str, child: StartChild)
     """
     address = Rendezvous(name, (ROWS, ROW), 2)._address(0)
     assert child(code, address.replace("\0", "@")).line() == "bound"
-    with pytest.raises(PathUnusableError, match="belongs to another user"):
+    with pytest.raises(PathUnusableError, match="a process of another user"):
         PinnedRegion.shared(name, ROWS, ROW, mappers=2)
 
 

@@ -112,7 +112,10 @@ def test_a_picture_is_drawn(
         (["--disk", "5", "--flow", "up"], "--flow up: must be one of: write-through, demote"),
         (["--limit", "0"], "--limit 0: must be at least 1"),
         (["--sample", "2"], "--sample 2.0: must be above 0 and at most 1"),
-        (["--host", "64GiB"], "--host 64GiB: a size in bytes needs --chunk-bytes, as trace.jsonl"),
+        (
+            ["--host", "64GiB"],
+            "--host 64GiB: a size in bytes needs --chunk-bytes, because trace.jsonl",
+        ),
         (["--disk", "5,1TiB"], "--disk 1TiB: a size in bytes needs --chunk-bytes"),
         (["--replicas", "2", "--store", "1GiB"], "--store 1GiB: a size in bytes needs --chunk-b"),
         (["--chunk-bytes", "big"], "--chunk-bytes big: "),
@@ -182,7 +185,7 @@ def test_several_servers_are_replayed_with_each_router_and_store(
         (["--replicas", "0"], "--replicas 0: must be at least 1"),
         (["--replicas", "2", "--router", "luck"], "--router luck: must be one of"),
         (["--replicas", "2", "--store", "lots"], "--store lots"),
-        (["--replicas", "2", "--hints"], "not with --hints"),
+        (["--replicas", "2", "--hints"], "cannot be combined with --hints"),
     ],
 )
 def test_servers_that_cannot_be_replayed_are_refused_by_name(

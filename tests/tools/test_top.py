@@ -162,7 +162,8 @@ async def test_it_goes_on_when_the_server_starts_again(
     lines = [shown(look).strip() for look in looks]
     assert "stored" in lines[0]
     assert all(
-        re.match(r"not reachable since \d\d:\d\d:\d\d, trying: http", lines[n]) for n in (1, 2)
+        re.match(r"not reachable since \d\d:\d\d:\d\d, trying again: http", lines[n])
+        for n in (1, 2)
     )
     assert lines[1][:29] == lines[2][:29], "since when"
     assert lines[3].startswith("reachable again")
@@ -170,7 +171,7 @@ async def test_it_goes_on_when_the_server_starts_again(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("other_total 9\n", "nothing of kvstore"), ("{{{\n", "not what Prometheus")]
+    ("text", "said"), [("other_total 9\n", "no metrics of kvstore"), ("{{{\n", "not in Prometheus")]
 )
 def test_what_is_no_server_of_ours_is_told_by_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str

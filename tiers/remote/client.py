@@ -1,4 +1,4 @@
-"""Client: what a store tier asks of a remote engine."""
+"""Client: the calls that a store tier makes to a remote store."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ __all__ = [
 ]
 
 SHARED_EPOCH = "0"
-"""The epoch of processes that were not cleared; any other is a single process's."""
+"""Epoch of processes that were not cleared; any other epoch belongs to a single process."""
 
 PRIVATE_SECONDS = 7 * 86400.0
-"""How long a value of a single process's epoch is kept at least: nobody else reads it, and the
-process may be gone."""
+"""How long a value in the epoch of a single process is kept at least. No other process reads it,
+and its own may be gone."""
 
 FIRST_ASKED = 4
-"""Values of which `in_waves` asks before those behind them."""
+"""Size of the first wave of `in_waves`."""
 
 
 class StoreError(Exception):
-    """A call that could not be made, or was not answered: nothing is known of what it named."""
+    """A call failed or was not answered: nothing is known about the values that it named."""
 
 
 class Unread(str):
-    """Why a value could not be read this time: it may be there."""
+    """Why a value could not be read this time, although it may exist."""
 
     __slots__ = ()
 
 
 class StoreClient(Protocol):
-    """A client of one engine, used from one event loop.
+    """A client of one store, used from one event loop.
 
-    A value is a record of `RECORD_BYTES` bytes (`record.py`) and a payload, in an order that is
-    the client's. Every call raises `StoreError`, and nothing else, where the engine does not
-    answer as it should. It may be cancelled: when it has ended, however it did, it uses no memory
-    of its caller's.
+    A value is a record of `RECORD_BYTES` bytes (`record.py`) and a payload, in an order that the
+    client chooses. Every call raises only `StoreError`, if the store does not answer as it should.
+    A call may be cancelled. Once it has ended in any way, it no longer uses its caller's memory.
     """
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value of each name."""
+        """Return for each name whether it has a value."""
 
     async def put(
         self,
@@ -56,11 +55,11 @@ class StoreClient(Protocol):
         *,
         replace: bool = False,
     ) -> list[str | None]:
-        """Store values; for each why that could not be, or None.
+        """Store values; return for each why it could not be stored, or None.
 
         Args:
-            replace: whatever the names have is replaced: a value among them is no good. Otherwise
-                a name that has a value keeps it: it is the same one.
+            replace: whether to replace existing values, because some of them are invalid. If not,
+                a name that has a value keeps it, as it is the same value.
         """
 
     async def get(
@@ -69,48 +68,51 @@ class StoreClient(Protocol):
         """Read the payload of each value into the memory given for it.
 
         Returns:
-            The records; an empty one where the value has another size; None where there is no
-            value; words where it could not be read, `Unread` where another time it may be. Without
-            a record the memory may hold anything.
+            For each value its record; b"" if the value has another size; None if there is no
+            value; an error message if it could not be read, `Unread` if another try may succeed.
+            Without a record, the contents of the memory are undefined.
         """
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Let there be no values of these names."""
+        """Remove the values of these names, if they exist."""
 
     async def close(self) -> None:
-        """Let go of all connections. Never raises."""
+        """Close all connections. Never raises."""
 
 
 @runtime_checkable
 class ListingClient(StoreClient, Protocol):
-    """A client that can tell what its engine has."""
+    """A client that can list the values of its store."""
 
     def listed(
         self, place: str, but: Collection[str]
     ) -> AsyncIterator[Sequence[tuple[str, float]]]:
-        """Names below a place, with the time (Unix) of the last write, but for these epochs.
+        """Yield names below a place, each with the Unix time of its last write.
 
-        In portions of which each is of one epoch.
+        Each portion is of one epoch.
+
+        Args:
+            but: epochs to leave out.
         """
 
 
 def epoch_of(name: str) -> str:
-    """The epoch in the name of a value."""
+    """Return the epoch in the name of a value."""
     return name.rsplit("/", 2)[1]
 
 
 async def in_waves(
     names: Sequence[str], most: int, ask: Callable[[Sequence[str]], Awaitable[list[bool]]]
 ) -> list[bool]:
-    """Whether there is a value of each name, asked up to a wave of names without any.
+    """Ask in waves which names have values, until a wave has none.
 
     Args:
-        most: names of one wave.
+        most: size of a wave after the first.
     """
-    told: list[bool] = []
-    while len(told) < len(names):
-        found = await ask(names[len(told) :][: most if told else FIRST_ASKED])
-        told += found
+    known: list[bool] = []
+    while len(known) < len(names):
+        found = await ask(names[len(known) :][: most if known else FIRST_ASKED])
+        known += found
         if not any(found):
             break
-    return told + [False] * (len(names) - len(told))
+    return known + [False] * (len(names) - len(known))

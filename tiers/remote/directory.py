@@ -1,7 +1,7 @@
 """Shared directory: a store on NFS or a parallel file system.
 
-Each value is a file, in one of 256 folders by its key, as a single folder ends at some millions of
-names. It is written under another name and renamed, so that nobody sees a part of it.
+Each value is a file in one of 256 folders, by its key, because a single folder can hold only a few
+million names. It is written under a temporary name and renamed, so that no reader sees part of it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ THREADS = 8
 """Files that one call reads or writes at once."""
 
 HALF_SECONDS = 3600.0
-"""A file that has another name for longer is not being written any more."""
+"""Age from which a file with a temporary name is a leftover."""
 
 WAVE = 32 * THREADS
-"""Values whose existence is asked for at once."""
+"""Most values whose existence is checked at once."""
 
 
 class DirectoryClient:
-    """See `StoreClient`. All names of one call have the same folder.
+    """Client of a shared directory: see `StoreClient`. All names of one call have the same folder.
 
-    Nothing is done where another file system is mounted than was, nor in a folder that the mount's
-    trust does not reach. A file that it does not reach is a value that is no good.
+    If another file system is mounted than before, or a folder is not trusted, nothing is done. A
+    file that is not trusted counts as an invalid value.
     """
 
     def __init__(self, mount: Mount) -> None:
@@ -51,7 +51,7 @@ class DirectoryClient:
         self._looking: asyncio.Future[None] | None = None
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """In waves, up to one without any."""
+        """Ask in waves, until one has no value."""
 
         async def ask(wave: Sequence[str]) -> list[bool]:
             return await self._each(wave, False, lambda folder, at, _: self._has(folder, at))
@@ -66,7 +66,7 @@ class DirectoryClient:
         *,
         replace: bool = False,
     ) -> list[str | None]:
-        # Whoever asked may be gone before a thread is done.
+        # Copy: the caller may be cancelled before the threads are done.
         values = [b"".join(value) for value in zip(records, payloads, strict=True)]
 
         def one(folder: int, at: str, place: int) -> str | None:
@@ -74,7 +74,7 @@ class DirectoryClient:
                 if replace or not self._has(folder, at):
                     _write(folder, at, values[place])
             except OSError as error:
-                return _said(error)
+                return _reason(error)
             return None
 
         return await self._each(names, "its folder was removed meanwhile", one, make=True)
@@ -82,7 +82,7 @@ class DirectoryClient:
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
-        # Whoever asked may be gone before a thread is done, and the memory with them.
+        # The caller may be cancelled, and its memory reused, before the threads are done.
         using, lent = threading.Lock(), list(payloads)
         sizes = [RECORD_BYTES + len(payload) for payload in payloads]
 
@@ -92,7 +92,7 @@ class DirectoryClient:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                return Unread(_said(error))
+                return Unread(_reason(error))
             if isinstance(value, str) or not value:
                 return value
             with using:
@@ -116,7 +116,7 @@ class DirectoryClient:
     async def listed(
         self, place: str, but: Collection[str]
     ) -> AsyncIterator[Sequence[tuple[str, float]]]:
-        """Names and times of files, folder by folder; folders without any are removed."""
+        """Yield names and times of files, folder by folder; remove empty folders."""
         for epoch in await self._at(place, lambda folder: set(os.listdir(folder)) - set(but)):
             below = f"{place}/{epoch}"
             for within in await self._at(below, os.listdir):
@@ -124,18 +124,18 @@ class DirectoryClient:
             await self._at(place, partial(_remove_folder, epoch))
 
     async def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: nothing is kept open."""
 
     # -- inside --------------------------------------------------------------------------
 
     async def _mounted(self) -> None:
         if self._looking is None or self._looking.done():
             self._looking = in_thread(self._mount.check)
-        # A file system that hangs keeps one thread, however many calls are given up meanwhile.
+        # Shielded, so that a hanging file system occupies one thread, not one for each call.
         await asyncio.shield(self._looking)
 
     async def _at(self, below: str, work: Callable[[int], Iterable[_T]]) -> list[_T]:
-        """What `work` gives in a thread that is told this folder; nothing where there is none."""
+        """Run `work` on a folder in a thread; return [] if the folder does not exist."""
         await self._mounted()
 
         def call() -> list[_T]:
@@ -162,11 +162,11 @@ class DirectoryClient:
         *,
         make: bool = False,
     ) -> list[_T]:
-        """What `work` gives for each name, in threads: told the folder, the path in it, the place.
+        """Run `work` for each name in threads, with the folder, the path in it, and the index.
 
         Args:
-            missing: what stands for it where there is no such folder.
-            make: the folder is made instead.
+            missing: the result for each name if the folder does not exist.
+            make: whether to create the folder instead.
 
         Raises:
             StoreError: if the directory cannot be used, or `work` raises.
@@ -187,16 +187,16 @@ class DirectoryClient:
             except FileNotFoundError:
                 return [missing for _ in places]
             except OSError as error:
-                raise StoreError(_said(error)) from error
+                raise StoreError(_reason(error)) from error
 
-        told = [missing for _ in names]
+        results = [missing for _ in names]
         parts = await asyncio.gather(*(in_thread(partial(some, first)) for first in range(count)))
         for first, part in enumerate(parts):
-            told[first::count] = part
-        return told
+            results[first::count] = part
+        return results
 
     def _has(self, folder: int, at: str) -> bool:
-        """Whether there is a file that may be used."""
+        """Whether there is a trusted file."""
         try:
             found = os.stat(at, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -204,9 +204,9 @@ class DirectoryClient:
         return stat.S_ISREG(found.st_mode) and self._mount.trust.doubt(found) is None
 
     def _read(self, folder: int, at: str, size: int, name: str) -> bytes | str:
-        """The value; an empty one if it has another size; words if it may not be used."""
+        """Read a value; b"" if it has another size; an error message if it is not trusted."""
         try:
-            # A pipe in its place must not hold anybody up.
+            # Non-blocking, in case the file is a pipe.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(at, flags, dir_fd=folder)
         except OSError as error:
@@ -247,9 +247,9 @@ def _write(folder: int, at: str, value: bytes) -> None:
 
 
 def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
-    """Names and times of the files in a folder of values; without any it is removed.
+    """List names and times of the files in a folder of values; remove the folder if it is empty.
 
-    What a process that was killed had half written goes at once.
+    Also removes incomplete files that killed processes have left.
     """
     try:
         values = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -271,17 +271,17 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
 
 
 def _remove_folder(name: str, folder: int) -> list[None]:
-    # One that is not empty stays.
+    # Fails if the folder is not empty.
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=folder)
     return []
 
 
 def _path(name: str) -> str:
-    """Where the file of this name lies within its folder."""
+    """Return the path of a value's file within its folder."""
     key = name.rpartition("/")[2]
     return f"{zlib.crc32(key.encode()) & 0xFF:02x}/{key}"
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""Gate: bound the calls to a store that are under way at once."""
+"""Gate: limit the calls to a store that are under way at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Gate"]
 
 
 class Gate:
-    """A bound for the calls of one kind, and for the bytes that they name. Used on one loop.
+    """A limit for the calls of one kind, and for the bytes that they move. Used on one loop.
 
     Args:
-        calls: under way at once, at most.
-        room: bytes that these name, at most; a single call may name more.
+        calls: most calls under way at once.
+        room: most bytes that these move; a single call may move more.
     """
 
     def __init__(self, calls: int, room: int) -> None:
@@ -29,10 +29,10 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def turn(self, order: int, size: int) -> AsyncIterator[None]:
-        """Wait until a call that names so many bytes may be made; it ends with the block.
+        """Wait until a call that moves `size` bytes may be made; the call ends with the block.
 
         Args:
-            order: the lowest goes first; of the same, who came first.
+            order: the lowest goes first; of equals, the first to arrive.
 
         Raises:
             StoreError: if `fail` was called meanwhile.
@@ -50,7 +50,7 @@ class Gate:
             self._admit()
 
     def fail(self, error: str) -> None:
-        """Let those that wait now fail: the store does not answer those before them."""
+        """Fail all waiting calls, because the store does not answer the calls before them."""
         waiting, self._waiting = self._waiting, []
         for *_, admitted in waiting:
             if not admitted.done():
@@ -60,7 +60,7 @@ class Gate:
         while self._waiting and self._under_way < self._calls:
             *_, size, admitted = self._waiting[0]
             if admitted.done():
-                # Whoever waited was cancelled.
+                # The waiting call was cancelled.
                 heapq.heappop(self._waiting)
                 continue
             if self._under_way and self._used + size > self._room:

@@ -1,6 +1,6 @@
-"""Event loop and threads of a store's client, so that nobody else waits for its copies and digests.
+"""Event loop and threads of a store's client, so that its copies and digests delay nothing else.
 
-A call that blocks gets a thread of its own, and the end of the process does not wait for it.
+A blocking call gets a daemon thread of its own, for which the process does not wait at its end.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ __all__ = ["ClientLoop", "in_thread"]
 _T = TypeVar("_T")
 
 JOIN_SECONDS = 60.0
-"""How long what was cancelled gets to end: it may use its caller's memory until then."""
+"""How long to wait for cancelled work, which may use its caller's memory until it ends."""
 
 LAST_SECONDS = 5.0
-"""How long `at_end` gets."""
+"""Time limit of `at_end`."""
 
 
 class ClientLoop:
-    """An event loop in a daemon thread. What has begun is cancelled at its end.
+    """An event loop in a daemon thread. At its end, running work is cancelled.
 
     Args:
-        at_end: the last thing that runs there.
+        at_end: runs last on the loop.
     """
 
     def __init__(self, name: str, at_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._at_end = at_end
         self._lock = threading.Lock()
         self._ended = False
-        # A loop itself does not keep its tasks.
+        # An event loop itself keeps only weak references to tasks.
         self._unawaited: set[asyncio.Task[None]] = set()
         self._thread = LoopThread(name, self, self._finish, JOIN_SECONDS)
         self._loop = self._thread.loop
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` there, and wait for its end, cancelled or not: it may use memory until then.
+        """Run `work` on the loop, and wait for its end.
 
-        When the waiting is cancelled, the work is.
+        If this call is cancelled, the work is cancelled, and this call still waits for its end,
+        because the work may use memory until then.
 
         Raises:
-            StoreError: if the work was cancelled by somebody else, or `end` was called before.
+            StoreError: if the work was otherwise cancelled, or `end` was called before.
         """
         home = asyncio.get_running_loop()
         ended: asyncio.Future[_T] = home.create_future()
         tasks: list[asyncio.Task[_T]] = []
 
         def tell(task: asyncio.Task[_T]) -> None:
-            # Once that loop is closed nobody waits any more.
+            # Once the caller's loop is closed, nothing waits any more.
             with contextlib.suppress(RuntimeError):
                 home.call_soon_threadsafe(_pass_on, task, ended)
 
@@ -77,7 +78,7 @@ class ClientLoop:
         return await outlast(ended, cancel)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` there, for whose end nobody waits."""
+        """Run `work` on the loop without waiting for its end."""
 
         def begin() -> None:
             task = self._loop.create_task(work())
@@ -89,12 +90,12 @@ class ClientLoop:
                 self._loop.call_soon_threadsafe(begin)
 
     def cancel_all(self) -> None:
-        """Whoever waits for anything that runs there is told so."""
+        """Cancel all work on the loop; callers that wait for it get a `StoreError`."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
 
     def end(self) -> bool:
-        """Cancel what runs and end; False if the thread has not ended within a minute."""
+        """Cancel all work and end the thread; return False if it has not ended in a minute."""
         with self._lock:
             self._ended = True
         self._thread.stop()
@@ -112,7 +113,7 @@ class ClientLoop:
 
 def _pass_on(task: asyncio.Task[_T], ended: asyncio.Future[_T]) -> None:
     if task.cancelled():
-        ended.set_exception(StoreError("the call was given up"))
+        ended.set_exception(StoreError("the call was cancelled"))
         return
     error = task.exception()
     if error is not None:
@@ -122,22 +123,20 @@ def _pass_on(task: asyncio.Task[_T], ended: asyncio.Future[_T]) -> None:
 
 
 def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
-    """What a blocking call returns; what it raises is a `StoreError`.
-
-    Nobody waits for its thread, not even the interpreter at its end.
+    """Run a blocking call in a daemon thread; exceptions become a `StoreError`.
 
     Args:
-        nice: how much its thread gives way to others of the machine, 0 to 19.
+        nice: nice level of the thread, 0 to 19.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_T] = loop.create_future()
-    # Who asked may not wait any more: what it raises then nobody asks for.
+    # Mark the exception as retrieved, as the caller may not wait any more.
     ended.add_done_callback(lambda _: ended.cancelled() or ended.exception())
 
     def work() -> None:
         tell: Callable[[], None]
         if nice:
-            # Of Linux a thread has a priority of its own; elsewhere this may be refused.
+            # On Linux a thread has a priority of its own; elsewhere this may be refused.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:

@@ -1,7 +1,7 @@
-"""Mooncake Store: memory of many hosts as one pool, without a copy in between.
+"""Mooncake Store: the memory of many hosts as one pool, without intermediate copies.
 
-Rows of host memory are registered with its transfer engine once; payloads go from them, and into
-them, as they are. See `kvstore.tiers.remote.slices` for the records.
+Rows of host memory are registered with its transfer engine once, which reads and writes payloads in
+place. For the records see `kvstore.tiers.remote.slices`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ except ImportError:  # pragma: no cover
 __all__ = ["MooncakeTier"]
 
 MOST_VALUES = 4 * MOST_CHUNKS
-"""Of all calls under way."""
+"""Most values of all calls under way."""
 
 BUFFER_BYTES = 16 * 2**20
-"""What the engine has for itself."""
+"""Size of the engine's own buffer."""
 
 NICE = 10
-"""How much transfers give way: the engine's client polls for their end without a pause, and would
-take a processor from whoever computes meanwhile."""
+"""Nice level of transfers: the engine's client polls for their end without a pause, and would
+otherwise take a processor from other work."""
 
 CONNECT_SECONDS = 5.0
 
 UNREACHED = -900
-"""Codes from here down say that a call was not answered."""
+"""Codes from here down mean that a call was not answered."""
 
 GIVEN_UP_SECONDS = 30.0
-"""A transfer that fails sooner was not given up: the engine does that after a minute, and has
-waited for all of them otherwise."""
+"""A transfer that fails sooner has really ended. After a minute, the engine gives up a transfer
+without waiting for its end."""
 
 QUESTION_SECONDS = 1.0
-"""How long the end waits for questions that have been given up."""
+"""How long `close` waits for questions that have timed out."""
 
-CODES = {-200: "the pool has no room", -704: "it has no such value", -800: "the transfer failed"}
+CODES = {-200: "the pool is full", -704: "there is no such value", -800: "the transfer failed"}
 
 NO_ROOM, WRONG_SIZE, NO_VALUE = -200, -600, -704
 
@@ -71,21 +71,22 @@ class _Settings:
 
 
 class MooncakeTier(StoreTier):
-    """The pool of a Mooncake master, shared by all who name it.
+    """The pool of a Mooncake master, shared by all processes that name it.
 
     Args:
         master: host and port of `mooncake_master`.
-        host: address under which others reach this process; by default the one that leads to the
-            master.
-        protocol: "tcp" or "rdma". devices: RDMA devices, separated by commas.
+        host: address at which others reach this process; by default that of the interface that
+            leads to the master.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices, separated by commas.
         metadata: metadata server of the transfer engine, or P2PHANDSHAKE for none.
-        contribute_bytes: memory of this host that is given to the pool. What it holds is lost when
-            the process ends. 0: it only uses what others give.
-        timeout_s: seconds after which a question has failed. A transfer that has begun is waited
-            for: the engine gives it up after a minute.
+        contribute_bytes: memory of this host that is added to the pool. Its contents are lost when
+            the process ends. 0: only use what others contribute.
+        timeout_s: seconds after which a question has failed. Transfers have no timeout; the engine
+            gives them up after a minute.
 
     Raises:
-        ValueError: for what cannot be used, or without the package `mooncake`.
+        ValueError: for an invalid parameter, or without the package `mooncake`.
     """
 
     name = "mooncake"
@@ -93,10 +94,10 @@ class MooncakeTier(StoreTier):
     tail_bytes = RECORD_BYTES
 
     batch_bytes = 64 * 2**20
-    """Its calls move all values at once, and begin slowly."""
+    """Large, because a call moves all of its values at once and has a high fixed cost."""
 
     calls_at_once = 1
-    """Two that move at once are slower than one after the other."""
+    """Two calls at once are slower than one after the other."""
 
     moves_have_deadlines = False
 
@@ -118,7 +119,7 @@ class MooncakeTier(StoreTier):
                 "CUDA, mooncake-transfer-engine-non-cuda elsewhere"
             )
         if not re.fullmatch(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}", master):
-            raise ValueError("master: must be a host and a port, as cache:50051")
+            raise ValueError("master: must be a host and a port, such as cache:50051")
         if protocol not in ("tcp", "rdma"):
             raise ValueError(f"protocol = {protocol!r}: must be tcp or rdma")
         if contribute_bytes < 0:
@@ -135,7 +136,7 @@ class MooncakeTier(StoreTier):
 
 
 class _Client:
-    """See `StoreClient`. Its calls block, so each has a thread."""
+    """Client of a Mooncake pool: see `StoreClient`. The engine's blocking calls run in threads."""
 
     def __init__(
         self, settings: _Settings, region: PinnedRegion, chunk_bytes: int, timeout_s: float
@@ -144,16 +145,16 @@ class _Client:
         self._timeout = timeout_s
         self._region = region
         self._starting: asyncio.Future[Session] | None = None
-        # What threads make and the end takes.
+        # Guards the next three, which threads set and `close` reads.
         self._made = threading.Lock()
-        self._giver: Any = None
+        self._contributor: Any = None
         self._session: Session | None = None
         self._closed = False
         self._values = values_of(region, chunk_bytes, MOST_VALUES)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        told = await self._asked("batch_is_exist", list(names))
-        return [code == 1 for code in told]
+        codes = await self._asked("batch_is_exist", list(names))
+        return [code == 1 for code in codes]
 
     async def put(
         self,
@@ -164,36 +165,36 @@ class _Client:
         replace: bool = False,
     ) -> list[str | None]:
         if replace:
-            # The engine itself keeps what is there.
+            # The engine does not replace existing values.
             async with self._in_time():
                 await self.remove(names)
         session = await self._found()
         async with self._values.lent(payloads) as slices:
             for place, record in zip(slices.records, records, strict=True):
                 place[:] = record
-            told = await _moved(session, "batch_put_from_multi_buffers", names, slices)
-        _check(told)
-        return [None if code == 0 else _said(code) for code in told]
+            codes = await _moved(session, "batch_put_from_multi_buffers", names, slices)
+        _check(codes)
+        return [None if code == 0 else _message(code) for code in codes]
 
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
         session = await self._found()
         async with self._values.lent(payloads) as slices:
-            told = await _moved(session, "batch_get_into_multi_buffers", names, slices)
+            codes = await _moved(session, "batch_get_into_multi_buffers", names, slices)
             records = [bytes(place) for place in slices.records]
-        _check(told)
+        _check(codes)
         return [
-            record if code == len(payload) + RECORD_BYTES else _lacking(code)
-            for record, code, payload in zip(records, told, payloads, strict=True)
+            record if code == len(payload) + RECORD_BYTES else _without_record(code)
+            for record, code, payload in zip(records, codes, payloads, strict=True)
         ]
 
     async def remove(self, names: Sequence[str]) -> None:
-        # By force: somebody who has just read it holds a lease.
-        told = await self._asked("batch_remove", list(names), True)
-        failed = [code for code in told if code not in (0, NO_VALUE)]
+        # Forced, because a recent reader holds a lease.
+        codes = await self._asked("batch_remove", list(names), True)
+        failed = [code for code in codes if code not in (0, NO_VALUE)]
         if failed:
-            raise StoreError(_said(failed[0]))
+            raise StoreError(_message(failed[0]))
 
     async def close(self) -> None:
         def end() -> None:
@@ -203,8 +204,8 @@ class _Client:
                 if self._session is not None:
                     self._session.end(QUESTION_SECONDS)
             finally:
-                if self._giver is not None:
-                    self._giver.close()
+                if self._contributor is not None:
+                    self._contributor.close()
 
         try:
             with contextlib.suppress(StoreError):
@@ -215,21 +216,21 @@ class _Client:
     # -- inside --------------------------------------------------------------------------
 
     async def _asked(self, call: str, *about: Any) -> Sequence[int]:
-        """What this call of the engine says. It uses no memory, so nobody waits for its end."""
+        """Return the codes of a call that uses none of our memory, and so may be abandoned."""
         session = await self._reached()
 
         def ask() -> Sequence[int]:
             with session.used() as engine:
-                told: Sequence[int] = getattr(engine, call)(*about)
-                return told
+                codes: Sequence[int] = getattr(engine, call)(*about)
+                return codes
 
-        told = await in_thread(ask)
-        _check(told)
-        return told
+        codes = await in_thread(ask)
+        _check(codes)
+        return codes
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """What is asked before a transfer is given up as any question is."""
+        """Apply the timeout of questions to the calls before a transfer."""
         try:
             async with asyncio.timeout(self._timeout):
                 yield
@@ -241,24 +242,24 @@ class _Client:
             return await self._reached()
 
     async def _reached(self) -> Session:
-        """A session, once the master is found: that may take longer than anybody waits."""
+        """Return the session; connect to the master first, which may outlast the caller."""
         if self._session is not None and not self._session.ends:
             return self._session
-        # Of one that ends nobody has to wait for the end.
+        # A new session need not wait for the end of the old one.
         if self._starting is None or self._starting.done():
             self._starting = in_thread(self._start)
         return await asyncio.shield(self._starting)
 
     def _start(self) -> Session:
         contributed = self._settings.contributed
-        if contributed and self._giver is None:
-            # Apart from what moves, so that others keep what they have here when that ends.
-            giver = self._connected(contributed)
+        if contributed and self._contributor is None:
+            # An engine of its own, so that the contributed values outlast a session.
+            contributor = self._connected(contributed)
             with self._made:
                 if not self._closed:
-                    self._giver = giver
+                    self._contributor = contributor
             if self._closed:
-                giver.close()
+                contributor.close()
                 raise StoreError("the client is closed")
         engine = self._connected(0)
         for address, size in [(self._region.address, self._region.size), *self._values.memory]:
@@ -275,7 +276,7 @@ class _Client:
         raise StoreError("the client is closed")
 
     def _connected(self, contributed: int) -> Any:
-        """An engine that has found the master, with so much memory for the pool."""
+        """Return an engine connected to the master that contributes memory to the pool."""
         settings = self._settings
         host = _own_address(settings.master)
         engine = Engine()
@@ -296,18 +297,18 @@ class _Client:
 async def _moved(
     session: Session, call: str, names: Sequence[str], slices: Slices
 ) -> Sequence[int]:
-    """What this call of the engine says, cancelled or not, when no transfer is under way."""
+    """Return the codes of a transfer once it has really ended, even when cancelled."""
 
     def move() -> Sequence[int]:
         over, began = True, time.monotonic()
         try:
             with session.used() as engine:
                 over = False
-                told: Sequence[int] = getattr(engine, call)(
+                codes: Sequence[int] = getattr(engine, call)(
                     list(names), slices.addresses, slices.sizes
                 )
-                over = time.monotonic() - began < GIVEN_UP_SECONDS or all(map(_is_over, told))
-                return told
+                over = time.monotonic() - began < GIVEN_UP_SECONDS or all(map(_is_over, codes))
+                return codes
         finally:
             if not over:
                 session.end()
@@ -315,34 +316,34 @@ async def _moved(
     return await outlast(in_thread(move, NICE))
 
 
-def _lacking(code: int) -> bytes | str | None:
-    """What stands where there is no record."""
+def _without_record(code: int) -> bytes | str | None:
+    """Return what `StoreClient.get` returns for a value that was not read."""
     if code == NO_VALUE:
         return None
     if code >= 0 or code == WRONG_SIZE:
         return b""
-    return Unread(_said(code)) if code <= UNREACHED else _said(code)
+    return Unread(_message(code)) if code <= UNREACHED else _message(code)
 
 
 def _is_over(code: int) -> bool:
-    """Whether this is said of a transfer that is complete or never began."""
+    """Whether this code means that the transfer is complete or never began."""
     return code >= 0 or code in (NO_ROOM, WRONG_SIZE, NO_VALUE) or code <= UNREACHED
 
 
 def _check(codes: Sequence[int]) -> None:
     if codes and all(code <= UNREACHED for code in codes):
-        raise StoreError(_said(codes[0]))
+        raise StoreError(_message(codes[0]))
 
 
-def _said(code: int) -> str:
-    return CODES.get(code, f"mooncake says {code}")
+def _message(code: int) -> str:
+    return CODES.get(code, f"Mooncake error {code}")
 
 
 def _own_address(master: str) -> str:
-    """This machine's address on the way to the master.
+    """Return this machine's address on the route to the master.
 
     Raises:
-        StoreError: if the master does not take connections. The engine itself would try for
+        StoreError: if the master does not accept connections. The engine itself would try for
             a minute and a half.
     """
     name, _, port = master.rpartition(":")

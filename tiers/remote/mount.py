@@ -1,4 +1,4 @@
-"""Mount: check that a shared directory is still the one that was mounted, and whose it is."""
+"""Mount: check that a shared directory is still mounted, and who owns it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from kvstore.tiers.remote.client import StoreError
 __all__ = ["MARK", "Mount"]
 
 MARK = "kvstore-share"
-"""A file that tells the shared directory from what lies below its mount point."""
+"""Name of a file that distinguishes the shared directory from the folder under its mount point."""
 
-_TEXT = (
-    "kvstore stores chunks here as long as it finds this file, or has not seen the mount change.\n"
-)
+_TEXT = "kvstore stores chunks here as long as this file exists or the mount has not changed.\n"
 
 
 class Mount:
-    """What is mounted where a directory is, noticed when this is made.
+    """The file system that was mounted at a directory when this object was created.
 
-    Where a network's file system is not mounted any more, files would go to the disk below it,
-    until that is full. Mounted again it may have another device number, but it has the mark.
+    If a network file system is no longer mounted, files would fill the disk under its mount point.
+    When it is mounted again it may have another device number, but it has the mark.
 
     Attributes:
-        directory: the shared one. trust: what is asked of it and of all that lies in it.
+        directory: the shared directory.
+        trust: decides which files and folders may be used.
 
     Args:
-        directory: is made, and marked, if need be and if it may be written.
+        directory: created and marked if necessary, and if it is writable.
 
     Raises:
-        OSError: if it cannot be made or looked into, or is not to be trusted.
+        OSError: if it cannot be created or read, or is not trusted.
     """
 
     def __init__(self, directory: Path, trust: Trust = STRICT) -> None:
@@ -41,7 +40,7 @@ class Mount:
         self.trust = trust
         folder = open_folder(directory, trust, own=False, make=True)
         try:
-            # Who may only read cannot write to the wrong place, either.
+            # Without write permission no mark is needed.
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 with open(os.open(MARK, flags, 0o600, dir_fd=folder), "w") as file:
@@ -51,13 +50,12 @@ class Mount:
             os.close(folder)
 
     def check(self) -> None:
-        """Blocks as long as the file system takes to answer.
+        """Check that the same file system is still mounted. Blocks until it answers.
 
         Raises:
-            StoreError: if something else is there.
+            StoreError: if another file system is there.
         """
-        # Who empties the directory may take it away as well: then it is made again, on the same
-        # file system.
+        # The directory may have been removed: it is created again on the same file system.
         there = self.directory
         while not os.path.lexists(there):
             there = there.parent
@@ -69,17 +67,19 @@ class Mount:
             if stat.S_ISREG(found.st_mode) and self.trust.doubt(found) is None:
                 self._device = self.directory.stat().st_dev
                 return
-        raise StoreError(f"what was mounted there is not: no file {mark}, another file system")
+        raise StoreError(
+            f"the shared directory is not mounted: another file system is there, without {mark}"
+        )
 
     def enter(self, below: str, *, make: bool) -> int:
-        """A descriptor (O_PATH) of a folder in it, every step to it looked at.
+        """Open a folder in the directory (O_PATH), checking every folder on the way.
 
         Args:
-            make: whether folders that are missing are made, with mode 0700.
+            make: whether to create missing folders, with mode 0700.
 
         Raises:
-            FileNotFoundError: if it is missing, and not made.
-            OSError: if it cannot be opened or made, is not to be trusted, or lies on another file
+            FileNotFoundError: if it is missing and not created.
+            OSError: if it cannot be opened or created, is not trusted, or is on another file
                 system.
         """
         folder = self.directory / below
@@ -96,4 +96,4 @@ class Mount:
         if os.fstat(found).st_dev == self._device:
             return found
         os.close(found)
-        raise OSError(f"{folder} is on another file system than was mounted there")
+        raise OSError(f"{folder} is on another file system than the one mounted before")

@@ -1,6 +1,7 @@
 """Object stores: S3 and compatible, Google Cloud Storage, Azure, a shared directory.
 
-All through `obstore`. A value is one object. Large ones are read in ranges, several at once.
+All but the directory use `obstore`. A value is one object. Large ones are read in several ranges at
+once.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#@\s]*)?|file:///+[^/?#][^?#]*")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^?#@\s]*)?")
 
 CONNECTIONS = 32
-"""Requests under way at once."""
+"""Most requests under way at once."""
 
 RANGE_BYTES = 4 * 2**20
-"""Of a value that one request reads."""
+"""Most bytes of a value that one request reads."""
 
 
 class ObjectTier(StoreTier):
-    """A bucket, a container or a directory, shared by all who name it.
+    """A bucket, a container or a directory, shared by all processes that name it.
 
-    Room is the operator's to give: set a lifecycle rule that expires objects.
+    kvstore does not limit its size: set a lifecycle rule that expires objects.
 
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
             `file:///directory`. Azure's account and all credentials come from the environment, or
             from where the client finds them on such a machine, never from here.
-        endpoint: of a service that is not the scheme's own, as `http://minio:9000`.
-        region: of the bucket.
+        endpoint: URL of another service than the scheme's own, such as `http://minio:9000`.
+        region: region of the bucket.
         timeout_s: seconds after which a call has failed.
-        strict_modes: of a directory: whether folders and files that users other than this
-            process's and root own, or may write to, are refused.
+        strict_modes: for a directory, whether to refuse folders and files that users other than
+            this process's user and root own or may write to.
 
     Raises:
-        ValueError: for a URL that cannot be used, or without the package `obstore`, which a
-            directory does not need.
+        ValueError: for an invalid parameter, or without the package `obstore`, which a directory
+            does not need.
     """
 
     name = "object"
@@ -79,24 +80,24 @@ class ObjectTier(StoreTier):
         timeout_s: float = 5.0,
         strict_modes: bool = True,
     ) -> None:
-        # What has another form is not shown: it may hold a password.
+        # An invalid URL is not shown, because it may hold a password.
         if not _URL.fullmatch(url):
             raise ValueError(
                 "url: must be s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or "
-                "file:///directory; credentials belong into the environment"
+                "file:///directory; credentials belong in the environment"
             )
         if endpoint and not _ENDPOINT.fullmatch(endpoint):
             raise ValueError(
-                "endpoint: must be http://host:port or https://host:port, perhaps with a path; "
-                "credentials belong into the environment"
+                "endpoint: must be http://host:port or https://host:port, optionally with a path; "
+                "credentials belong in the environment"
             )
         parts = urlsplit(url)
         if parts.scheme in ("file", "gs") and endpoint:
-            raise ValueError(f"endpoint: not for {parts.scheme}://")
+            raise ValueError(f"endpoint: not allowed with {parts.scheme}://")
         if parts.scheme != "s3" and region:
-            raise ValueError("region: for s3:// alone")
+            raise ValueError("region: only allowed with s3://")
         if parts.scheme != "file" and not strict_modes:
-            raise ValueError("strict_modes: for file:// alone")
+            raise ValueError("strict_modes: only allowed with file://")
         if parts.scheme != "file" and obstore is None:
             raise ValueError("needs the package obstore: pip install kvstore[object]")
         self._url = url
@@ -104,9 +105,9 @@ class ObjectTier(StoreTier):
         options = {"endpoint": endpoint, "region": region}
         self._options: dict[str, Any] = {key: value for key, value in options.items() if value}
         if parts.scheme == "s3":
-            # Records have digests; the client's own would be a second, slower one.
+            # Records have digests; the client's own digest would be redundant and slower.
             self._options["unsigned_payload"] = True
-        # What cannot be used, and what the environment says wrong, is told at once.
+        # Created now, so that an unusable URL or environment is reported at once.
         self._client_of: Callable[[], StoreClient]
         if parts.scheme == "file":
             self._client_of = partial(DirectoryClient, self._mounted(place, Trust(strict_modes)))
@@ -124,7 +125,7 @@ class ObjectTier(StoreTier):
         try:
             Namespace(place.namespace, place.identity).check_name()
             mount = Mount(Path(unquote(urlsplit(self._url).path)), trust)
-            # What others have made there is told at once, too.
+            # Check the existing folders, so that untrusted ones are reported at once, too.
             with contextlib.suppress(FileNotFoundError):
                 os.close(mount.enter(self._prefix, make=False))
         except OSError as error:
@@ -142,25 +143,25 @@ class ObjectTier(StoreTier):
                     "connect_timeout": timedelta(seconds=self._timeout),
                     "timeout": timedelta(seconds=self._timeout),
                 },
-                # The call as a whole has a deadline, and a store that fails is left alone.
+                # Few retries: the whole call has a deadline, and a failing store gets a pause.
                 retry_config={
                     "max_retries": 2,
                     "retry_timeout": timedelta(seconds=self._timeout),
                 },
             )
         except (BaseError, OSError, ValueError) as error:
-            raise ValueError(f"url = {self._url!r}: {_said(error)}") from error
+            raise ValueError(f"url = {self._url!r}: {_summary(error)}") from error
 
 
 class _Client:
-    """See `StoreClient`."""
+    """Client of an object store: see `StoreClient`."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self._free = asyncio.Semaphore(CONNECTIONS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """In waves, up to one without any: nothing behind a hole so long is asked for."""
+        """Ask in waves, until one has no value: nothing after so large a gap is needed."""
 
         async def ask(wave: Sequence[str]) -> list[bool]:
             found = await self._together([self._size(name) for name in wave])
@@ -181,12 +182,12 @@ class _Client:
                 return None
             value = b"".join((record, payload))
             try:
-                # Of two that are as fast one replaces the other's value by the same one.
+                # If two writers race, one replaces the other's value with the same value.
                 await self._call(
                     lambda: obstore.put_async(self._store, name, value, use_multipart=False)
                 )
             except (StoreError, FileNotFoundError) as error:
-                # Does it refuse this value, or serve nobody?
+                # Raises if the store does not answer at all; otherwise it refused this value.
                 await self._size(name)
                 return str(error)
             return None
@@ -226,7 +227,7 @@ class _Client:
     async def listed(
         self, place: str, but: Collection[str]
     ) -> AsyncIterator[Sequence[tuple[str, float]]]:
-        """Names and times of objects, in the portions in which the service tells them."""
+        """Yield names and times of objects, in the pages in which the service returns them."""
         epochs = await self._call(lambda: obstore.list_with_delimiter_async(self._store, place))
         for prefix in epochs["common_prefixes"]:
             if prefix.rpartition("/")[2] in but:
@@ -238,12 +239,12 @@ class _Client:
                 yield [(each["path"], each["last_modified"].timestamp()) for each in found]
 
     async def close(self) -> None:
-        """Connections are the client's own; nothing is to be said to anybody."""
+        """Do nothing: the client manages its connections."""
 
     # -- inside --------------------------------------------------------------------------
 
     async def _size(self, name: str) -> int | None:
-        """Bytes of a value; None where there is none."""
+        """Return the size of a value in bytes; None if it does not exist."""
         try:
             found = await self._call(lambda: obstore.head_async(self._store, name))
         except FileNotFoundError:
@@ -251,7 +252,7 @@ class _Client:
         return int(found["size"])
 
     async def _range(self, name: str, start: int, end: int) -> tuple[int, memoryview] | None:
-        """The size of a value, and these of its bytes; None where there is no value."""
+        """Return the size of a value and a range of its bytes; None if it does not exist."""
 
         async def read() -> tuple[int, memoryview]:
             result = await obstore.get_async(self._store, name, options={"range": (start, end)})
@@ -262,7 +263,7 @@ class _Client:
         except FileNotFoundError:
             return None
         except StoreError:
-            # One that is shorter has no such range, which each store says in its own words.
+            # A shorter value has no such range, for which each store has its own error.
             size_now = await self._size(name)
             if size_now is None:
                 return None
@@ -272,11 +273,11 @@ class _Client:
         return size, part
 
     async def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """What a request gives, which is sent when its turn comes.
+        """Send a request once a connection is free.
 
         Raises:
             FileNotFoundError: if there is no such object.
-            StoreError: for whatever else goes wrong.
+            StoreError: for any other failure.
         """
         async with self._free:
             try:
@@ -284,10 +285,10 @@ class _Client:
             except FileNotFoundError:
                 raise
             except (BaseError, OSError, ValueError) as error:
-                raise StoreError(_said(error)) from error
+                raise StoreError(_summary(error)) from error
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-        """All of them at once; when one raises, or this is cancelled, none goes on."""
+        """Await all calls at once; if one raises, or this is cancelled, cancel the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(call) for call in calls]
@@ -299,10 +300,10 @@ class _Client:
         return [task.result() for task in tasks]
 
 
-def _said(error: Exception) -> str:
-    """The first line of what went wrong; those behind it are for who debugs the client.
+def _summary(error: Exception) -> str:
+    """Return the first line of an error; the others are debugging details of the client.
 
-    What an address in it has behind a ? may be a signature.
+    Query strings are removed, because they may contain a signature.
     """
     line = re.sub(r"\?[^\s()\"']*", "?...", str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {line}"

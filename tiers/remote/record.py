@@ -1,4 +1,4 @@
-"""Record of a value in a store: says what the payload is, so that nothing else is taken for it.
+"""Record of a value in a store: identifies the payload.
 
 128 bytes, little-endian:
 
@@ -8,7 +8,7 @@
     16   16 B  xxh3-128 of the payload
     32   56 B  key, its first k bytes
     88   36 B  zero
-    124  u32   CRC32C of bytes 0 to 123, seeded with that of the place: namespace and epoch
+    124  u32   CRC32C of bytes 0 to 123, seeded with the CRC32C of the place (namespace and epoch)
 
 The seed ties a record to its place: under another namespace it is invalid.
 """
@@ -31,19 +31,19 @@ assert _PACKED.size + _CRC.size == RECORD_BYTES
 
 
 def seed_of(place: str) -> int:
-    """The seed of records at this place."""
+    """Return the seed of records at this place."""
     seed: int = crc32c(place.encode())
     return seed
 
 
 def encode(key: bytes, length: int, digest: bytes, seed: int) -> bytes:
-    """The record of a payload of `length` bytes with this digest."""
+    """Encode the record of a payload of `length` bytes with this digest."""
     packed = _PACKED.pack(_MAGIC, len(key), length, digest, key)
     return packed + _CRC.pack(crc32c(packed, seed))
 
 
 def decode(record: bytes, key: bytes, length: int, seed: int) -> bytes | None:
-    """The digest of the payload; None unless the record is that of `key` and of that length."""
+    """Return the digest of the payload; None if the record is not for `key` and `length`."""
     if len(record) != RECORD_BYTES:
         return None
     packed = record[: _PACKED.size]
@@ -52,5 +52,5 @@ def decode(record: bytes, key: bytes, length: int, seed: int) -> bytes | None:
     magic, key_length, found, digest, padded = _PACKED.unpack(packed)
     if magic != _MAGIC or found != length or padded[:key_length] != key:
         return None
-    told: bytes = digest
-    return told
+    result: bytes = digest
+    return result

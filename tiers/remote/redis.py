@@ -1,4 +1,4 @@
-"""Redis and Valkey, by `redis.asyncio`."""
+"""Redis and Valkey, through `redis.asyncio`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except ImportError:  # pragma: no cover
 __all__ = ["PASSWORD", "USERNAME", "RedisTier"]
 
 USERNAME, PASSWORD = "KVSTORE_REDIS_USERNAME", "KVSTORE_REDIS_PASSWORD"
-"""Environment variables with what the server wants to know."""
+"""Environment variables with the server's credentials."""
 
 _URL = re.compile(
     r"rediss?://([\w.-]*|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/\d*)?(\?db=\d+)?"
@@ -39,18 +39,18 @@ _URL = re.compile(
 )
 
 VERIFIED = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-"""Of a server with TLS: not every release of the client checks its name by itself."""
+"""Options for TLS: not every release of the client checks the host name by default."""
 
 MOST_CONNECTIONS = 8
 
 SHORTEST_EXPIRY, LONGEST_EXPIRY = 0.001, 1e9
-"""Seconds."""
+"""Limits of `expire_s`, in seconds."""
 
 
 class RedisTier(StoreTier):
-    """A Redis or Valkey server, shared by all who name it.
+    """A Redis or Valkey server, shared by all processes that name it.
 
-    Memory and eviction are the server's: set `maxmemory` and a policy such as `allkeys-lru` there.
+    The server limits its memory and evicts: set `maxmemory` and a policy such as `allkeys-lru`.
 
     Args:
         url: `redis://host:port/db`, `rediss://` with TLS, or `unix:///path?db=0`. Name and password
@@ -59,7 +59,7 @@ class RedisTier(StoreTier):
         expire_s: seconds after which the server drops a value; 0 for never.
 
     Raises:
-        ValueError: for a URL that cannot be used, or without the package `redis`.
+        ValueError: for an invalid parameter, or without the package `redis`.
     """
 
     name = "redis"
@@ -78,16 +78,16 @@ class RedisTier(StoreTier):
             raise ValueError(
                 f"expire_s = {expire_s}: must be 0, or from {SHORTEST_EXPIRY} to {LONGEST_EXPIRY:g}"
             )
-        # What has another form is not shown: it may hold a password.
+        # An invalid URL is not shown, because it may hold a password.
         if not _URL.fullmatch(url):
             raise ValueError(
                 "url: must be redis://host:port/db, rediss://host:port/db or unix:///path?db=0; "
-                f"name and password belong into {USERNAME} and {PASSWORD}"
+                f"set name and password in {USERNAME} and {PASSWORD}"
             )
         self._url = url
         self._expire_ms = round(expire_s * 1000)
         super().__init__(place, timeout_s=timeout_s)
-        # A bad port or database is told at once.
+        # Reports an invalid port or database at once.
         self.connect()
 
     @property
@@ -109,14 +109,14 @@ class RedisTier(StoreTier):
 
 
 class _Client:
-    """See `StoreClient`."""
+    """Client of a Redis server: see `StoreClient`."""
 
     def __init__(self, server: Any, expire_ms: int) -> None:
         self._server = server
         self._expire_ms = expire_ms
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        # All or none of a prompt is there more often than a part.
+        # One command first: usually all or none of a prompt's chunks exist.
         (count,) = await self._calls([("EXISTS", *names)])
         if isinstance(count, Exception):
             raise _fault(count)
@@ -148,12 +148,12 @@ class _Client:
                 for place in lacking
             ]
         )
-        told: list[str | None] = [None] * len(names)
+        errors: list[str | None] = [None] * len(names)
         for place, answer in zip(lacking, answers, strict=True):
-            # None: somebody else was faster.
+            # The answer None means that another process was faster.
             if isinstance(answer, Exception):
-                told[place] = str(answer)
-        return told
+                errors[place] = str(answer)
+        return errors
 
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
@@ -181,7 +181,7 @@ class _Client:
             await self._server.aclose()
 
     async def _calls(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers to all commands, sent together; one that the server refuses is an exception."""
+        """Send all commands together; the answer to a refused command is an exception."""
         if not commands:
             return []
         pipe = self._server.pipeline(transaction=False)

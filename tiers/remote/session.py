@@ -13,16 +13,16 @@ __all__ = ["Session"]
 
 
 class Session:
-    """An engine that has found its master.
+    """An engine that is connected to its master.
 
-    The engine gives a transfer up after a minute, but what it has begun goes on as long as bytes
-    come. Only the end of the engine is the end of that.
+    The engine gives up a transfer after a minute, but the transfer continues as long as bytes
+    arrive. Only closing the engine ends it.
 
     Args:
-        engine: is nobody else's from now on.
+        engine: owned by the session from now on.
 
     Attributes:
-        ends: whether it takes no more calls.
+        ends: whether it accepts no more calls.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -34,14 +34,14 @@ class Session:
 
     @contextmanager
     def used(self) -> Iterator[Any]:
-        """The engine, for a call of this thread.
+        """Use the engine for a call of this thread.
 
         Raises:
-            StoreError: if the session ends.
+            StoreError: if the session is ending.
         """
         with self._changed:
             if self.ends:
-                raise StoreError("the connection ends, as a transfer was given up")
+                raise StoreError("the connection is closing, because a transfer was given up")
             self._users += 1
         try:
             yield self._engine
@@ -54,13 +54,13 @@ class Session:
                 self._close()
 
     def end(self, patience: float | None = None) -> None:
-        """End the engine once nobody uses it. Then nothing that it has begun touches memory.
+        """Close the engine once no thread uses it. After that, no transfer touches memory.
 
-        Blocks. A thread that uses the engine must not call it.
+        Blocks. A thread that uses the engine must not call this.
 
         Args:
-            patience: seconds after which users are not waited for: the last one ends the engine,
-                as it would crash in their calls.
+            patience: seconds to wait for threads that use the engine. After that the last of them
+                closes it, because closing it during their calls would crash.
         """
         with self._changed:
             if self.ends:

@@ -1,8 +1,8 @@
-"""Slices: where Mooncake finds the payload and the record of a value.
+"""Slices: the memory of a value's payload and record, for Mooncake.
 
-A transfer moves slices, and over TCP each slice is a round trip of its own. So the record lies
-right behind the payload where host memory has room there (`Behind`): value and slice are one.
-Elsewhere it has a place of its own (`Beside`). The value is the same.
+A transfer moves slices, and over TCP each slice takes a round trip. So the record is put right
+behind the payload if host memory has room there (`Behind`): the value is then one slice. If not,
+the record has a place of its own (`Beside`). The stored value is the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Slices:
     """The memory of some values, in their order.
 
     Attributes:
-        addresses: of the slices of each. sizes: of the same slices, in bytes.
-        records: where the record of each is.
+        addresses: for each value the addresses of its slices.
+        sizes: the sizes of the same slices, in bytes.
+        records: for each value the memory of its record.
     """
 
     addresses: list[list[int]]
@@ -38,30 +39,30 @@ class Slices:
 
 
 class Values(Protocol):
-    """Memory for records, and where values are.
+    """Memory for records, and the slices of values.
 
     Attributes:
-        memory: addresses and sizes of what has to be registered beside the region.
+        memory: addresses and sizes of memory to be registered in addition to the region.
     """
 
     memory: list[tuple[int, int]]
 
     def lent(self, payloads: Sequence[memoryview]) -> AbstractAsyncContextManager[Slices]:
-        """The slices of values with these payloads, which are rows, until the block is left."""
+        """Lend the slices of values with these payloads, which are rows, for a block."""
 
     def close(self) -> None:
-        """No slices are used any more."""
+        """Release the memory; no slices are in use any more."""
 
 
 def values_of(region: PinnedRegion, chunk_bytes: int, most: int) -> Values:
-    """For chunks in rows of `region`; at most `most` are under way at once."""
+    """Choose where to put records of chunks in `region`, of which `most` are under way at once."""
     if chunk_bytes == region.row_bytes and region.claim_tails():
         return Behind(region)
     return Beside(most)
 
 
 class Behind:
-    """Records in the tails of rows, which are ours."""
+    """Records in the tails of rows, which this object has claimed."""
 
     def __init__(self, region: PinnedRegion) -> None:
         self.memory: list[tuple[int, int]] = []
@@ -121,7 +122,7 @@ class Beside:
             self._returned.set()
 
     def close(self) -> None:
-        """Nothing: the memory goes with the object."""
+        """Do nothing: the memory is freed with the object."""
 
 
 def _address(memory: memoryview) -> int:
@@ -129,9 +130,9 @@ def _address(memory: memoryview) -> int:
 
 
 def copy(part: bytes | memoryview, payload: memoryview, start: int = 0) -> None:
-    """Copy `part` into `payload`, from `start` on, without the GIL.
+    """Copy `part` into `payload`, from `start` on, without holding the GIL.
 
-    The assignment to a slice would hold it.
+    Assigning to a slice would hold it.
     """
     into = np.frombuffer(payload, np.uint8)[start : start + len(part)]
     np.copyto(into, np.frombuffer(part, np.uint8))

@@ -1,14 +1,14 @@
-"""Store tier: names, records, digests and deadlines over the client of a remote engine.
+"""Store tier: names, records, digests and deadlines over the client of a remote store.
 
 A chunk is a value named by namespace, epoch and key: a record and the payload. The record and the
-digest are checked before a chunk is used, so whatever the engine hands out, it is the right bytes
-or a miss.
+digest are checked before a chunk is used, so whatever the store returns is the right bytes or a
+miss.
 
-A process begins in epoch 0 and shares what it stores with every process whose namespace is the
-same. When its tier is cleared, it moves to an epoch that is its own: what was stored before stays
-with those who use it, and nobody ever takes what it stores from then on for theirs. An epoch that
-it leaves again is removed, where the client can list it; of one whose process was killed each value
-is removed a week after it was stored.
+A process begins in epoch 0 and shares what it stores with every process of the same namespace. When
+its tier is cleared, it moves to an epoch of its own: others keep using what was stored before, and
+never see what it stores from then on. If it is cleared again, the epoch that it leaves is removed,
+provided the client can list it. If the process was killed, each value is removed a week after it
+was stored.
 """
 
 from __future__ import annotations
@@ -52,65 +52,65 @@ _Call = Callable[[StoreClient], Coroutine[Any, Any, _T]]
 _Move = Callable[
     [Sequence[bytes], Sequence[memoryview], int], Coroutine[Any, Any, Sequence[str | None]]
 ]
-"""Moves chunks of these keys from or to this memory, in the turn of a move that has this number:
-for each what went wrong, or None."""
+"""Moves the chunks of some keys from or to memory; the number orders it among other moves. Returns
+for each chunk an error, or None."""
 
 DIGEST_LETTERS = 32
-"""Of the digest of an identity, in names."""
+"""Letters of an identity's digest in names."""
 
 MOST_CHUNKS = 1024
-"""Most chunks of such a call."""
+"""Most chunks of a call that moves them."""
 
 MOST_REMOVED = 256
 """Most chunks of a call that removes them."""
 
 QUESTIONS_AT_ONCE = 4
-"""Questions, and calls that remove values, that may be under way at once."""
+"""Most questions, and calls that remove values, under way at once."""
 
 MOST_BAD = 2**14
-"""Keys whose values are known to be no good; the oldest are forgotten for new ones."""
+"""Most keys that are remembered for their invalid values; the oldest are forgotten first."""
 
 SWEEP_SECONDS = 3600.0
-"""Between looks for values that nobody reads any more, the first of them included."""
+"""Seconds before the first search for unused values, and between searches."""
 
 SWEEP_PAUSE = 1.0
-"""Seconds between calls that remove `MOST_REMOVED` of these."""
+"""Seconds between calls that remove up to `MOST_REMOVED` unused values."""
 
 BAD_LASTS = 600.0
-"""Seconds for which the store does not hold a key whose value is no good: others may replace it."""
+"""Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
 
-GONE = "the store has none of them"
+GONE = "the store does not have the chunk"
 WRONG = "a value is not what was stored under its key"
 
 
 class StoreTier(Tier):
-    """See the module's text. A kind of store says how it is reached, by `connect`.
+    """Base of all stores; a kind of store implements `connect` and `address`.
 
-    More is asked of a store than it can do at a time: calls wait for their turn, move by move, and
-    have their time from then on. So many bytes, and what a client needs beside them, are held
+    The core may begin more moves than a store can serve at once. So calls wait for their turn, move
+    by move, and their timeout begins with their turn. This also bounds the memory that clients use
     outside host memory.
 
     Args:
-        place: what the tier is made for.
-        timeout_s: seconds after which a call to the engine has failed.
+        place: namespace, identity and chunk size.
+        timeout_s: seconds after which a call to the store has failed.
     """
 
     is_store = True
 
     batch_bytes = 8 * 2**20
-    """Most payload bytes that one call to the client names, a single chunk excepted."""
+    """Most payload bytes of one call to the client, unless a single chunk is larger."""
 
     calls_at_once = 2
-    """Calls that may be reading at once, and as many that may be writing. The digests of one are
-    made while the engine moves the other."""
+    """Most calls that read at once, and most that write. While the store moves one, the digests of
+    another are computed."""
 
     moves_have_deadlines = True
-    """Whether calls that move payloads are given up after `timeout_s`."""
+    """Whether calls that move payloads fail after `timeout_s`."""
 
     def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s = {timeout_s}: must be above 0, and finite")
-        # A namespace may be named by hand; its identity is never left out.
+            raise ValueError(f"timeout_s = {timeout_s}: must be above 0 and finite")
+        # An operator may choose the namespace's name, so the identity is always included.
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
         self._chunk_bytes = place.chunk_bytes
@@ -127,17 +127,17 @@ class StoreTier(Tier):
 
     @abstractmethod
     def connect(self) -> StoreClient:
-        """A client, made on the loop on which it is used. It need not reach its engine yet."""
+        """Create a client, on the loop on which it is used. It need not connect yet."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Kind and address of the engine, without anything secret."""
+        """Kind and address of the store, without secrets."""
 
     # -- the tier ------------------------------------------------------------------------
 
     def open(self, region: PinnedRegion) -> RecoveredTier:
-        """An engine that cannot be reached now may be reached later."""
+        """Start the client's loop. The store need not be reachable yet."""
         self._region = region
         self._loop = ClientLoop(f"kvstore-{self.address}", self._close)
         self._loop.begin(self._sweep_often)
@@ -162,7 +162,7 @@ class StoreTier(Tier):
         try:
             return Transfer(await self._loop.run(ask()))
         except StoreError as fault:
-            return _nothing(len(keys), str(fault))
+            return Transfer([False] * len(keys), str(fault), range(len(keys)))
 
     async def read(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
@@ -179,7 +179,7 @@ class StoreTier(Tier):
 
     async def clear(self) -> list[int] | None:
         left = self._epoch
-        # A number that two processes might come to by themselves would not do.
+        # Random, so that two processes never choose the same epoch.
         self._begin_epoch(secrets.token_hex(8))
         if left != SHARED_EPOCH:
             self._left.add(left)
@@ -201,7 +201,7 @@ class StoreTier(Tier):
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         with contextlib.suppress(StoreError):
             await self._loop.run(self._close())
-        # Nothing is left to wait for.
+        # The client is closed, so this does not wait long.
         self._loop.end()
 
     def detach(self) -> None:
@@ -215,24 +215,24 @@ class StoreTier(Tier):
     async def _in_batches(
         self, move: _Move, keys: Sequence[bytes], rows: Sequence[int]
     ) -> Transfer:
-        """Move chunks, a few at a time, until a call fails as a whole."""
+        """Move chunks in batches, until a call fails as a whole."""
         size = max(1, min(self.batch_bytes // self._chunk_bytes, MOST_CHUNKS))
         parts = [slice(start, start + size) for start in range(0, len(keys), size)]
         done = Transfer([])
         errors: list[str] = []
         unread: list[int] = []
 
-        def note(told: Sequence[str | None]) -> None:
-            unread.extend(n for n, error in enumerate(told, len(done.ok)) if type(error) is Unread)
-            done.ok += [error is None for error in told]
-            errors.extend(filter(None, told))
+        def note(batch: Sequence[str | None]) -> None:
+            unread.extend(n for n, error in enumerate(batch, len(done.ok)) if type(error) is Unread)
+            done.ok += [error is None for error in batch]
+            errors.extend(filter(None, batch))
 
         order = next(self._orders)
         calls = (move(keys[part], self._payloads(rows[part]), order) for part in parts)
         try:
             await self._loop.run(_two_at_once(calls, note))
         except StoreError as fault:
-            # The rest would take as long to fail.
+            # Do not try the other batches, which would take as long to fail.
             left = range(len(done.ok), len(keys))
             done.ok += [False] * len(left)
             unread += left
@@ -249,20 +249,20 @@ class StoreTier(Tier):
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
         seed, size = self._seed, self._chunk_bytes
-        told: list[str | None] = []
+        errors: list[str | None] = []
         for key, record, payload in zip(keys, records, payloads, strict=True):
             if isinstance(record, bytes):
                 good = decode(record, key, size, seed) == digest(payload)
-                told.append(None if good else WRONG)
+                errors.append(None if good else WRONG)
             else:
-                told.append(GONE if record is None else record)
-            if type(told[-1]) is not Unread:
+                errors.append(GONE if record is None else record)
+            if type(errors[-1]) is not Unread:
                 self._bad.pop(key, None)
-                if record is not None and told[-1] is not None:
+                if record is not None and errors[-1] is not None:
                     self._bad[key] = time.monotonic()
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
-        return told
+        return errors
 
     async def _write(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
@@ -279,40 +279,40 @@ class StoreTier(Tier):
                 return client.put(names, records, payloads, replace=True)
             return client.put(names, records, payloads)
 
-        told = await self._in_turn(self._writing, order, payloads, put)
-        for key, error in zip(keys, told, strict=True):
+        errors = await self._in_turn(self._writing, order, payloads, put)
+        for key, error in zip(keys, errors, strict=True):
             if error is None:
                 self._bad.pop(key, None)
-        return told
+        return errors
 
     async def _answer(self, ask: _Call[_T]) -> _T:
-        """What the client answers to a question."""
+        """Make a call that moves no payloads."""
         return await self._in_time(self._asking, next(self._orders), 0, self._timeout, ask)
 
     async def _in_turn(
         self, gate: Gate, order: int, payloads: Sequence[memoryview], move: _Call[_T]
     ) -> _T:
-        """What the client says of a call that moves these payloads."""
+        """Make a call that moves payloads."""
         size = len(payloads) * self._chunk_bytes
         limit = self._timeout if self.moves_have_deadlines else None
-        told = await self._in_time(gate, order, size, limit, move)
-        # The next call begins before the digests of this one are made.
+        result = await self._in_time(gate, order, size, limit, move)
+        # Let the next call begin before the digests of this one are computed.
         await asyncio.sleep(0)
-        return told
+        return result
 
     async def _in_time(
         self, gate: Gate, order: int, size: int, limit: float | None, call: _Call[_T]
     ) -> _T:
-        """What the client says to a call, which has so many seconds once it is its turn."""
+        """Make a call when its turn comes, with a limit in seconds from then on."""
         async with gate.turn(order, size):
             try:
                 async with asyncio.timeout(limit):
                     return await call(self._reached())
             except TimeoutError as error:
-                told = f"no answer within {self._timeout:g} s"
-                # Those that wait would take as long to fail, one after the other.
-                gate.fail(told)
-                raise StoreError(told) from error
+                reason = f"no answer within {self._timeout:g} s"
+                # The waiting calls would take as long to fail, one after the other.
+                gate.fail(reason)
+                raise StoreError(reason) from error
 
     def _reached(self) -> StoreClient:
         if self._client is None:
@@ -336,13 +336,13 @@ class StoreTier(Tier):
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Remove values of epochs that nobody reads any more, as far as the client lists them."""
+        """Remove the values of unused epochs, if the client can list them."""
         async with self._sweeping:
             client, left = self._reached(), set(self._left)
             if not isinstance(client, ListingClient):
                 return
             before = time.time() - PRIVATE_SECONDS
-            # What cannot be removed now is looked for again.
+            # Values that cannot be removed now are found by the next sweep.
             with contextlib.suppress(StoreError):
                 async for found in client.listed(self._place, {SHARED_EPOCH, self._epoch}):
                     stale = [n for n, since in found if since < before or epoch_of(n) in left]
@@ -355,16 +355,17 @@ class StoreTier(Tier):
         self._epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
-        # Keys whose values were found to be no good, and when.
+        # Keys whose values were found invalid, and when.
         self._bad: dict[bytes, float] = {}
 
 
 async def _two_at_once(
     calls: Iterable[Coroutine[Any, Any, _T]], note: Callable[[_T], None]
 ) -> None:
-    """Note what each call gives, in order; the next has begun before one has ended.
+    """Run calls two at a time, and pass the result of each to `note`, in order.
 
-    So the digests of one are made while the engine moves the other. Once one raises, none goes on.
+    So the digests of one are computed while the store moves the other. If one raises, all are
+    cancelled.
     """
     running: deque[asyncio.Task[_T]] = deque()
     try:
@@ -380,18 +381,13 @@ async def _two_at_once(
         for task in running:
             task.cancel()
         while left := [task for task in running if not task.done()]:
-            # They use memory until they have ended, and whoever waits may be cancelled again.
+            # Wait although this may be cancelled again: they use memory until they end.
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(left)
         for task in running:
-            # What they raised nobody asks for.
+            # Mark their exceptions as retrieved.
             task.cancelled() or task.exception()
 
 
 async def _remove(names: Sequence[str], client: StoreClient) -> None:
     await client.remove(names)
-
-
-def _nothing(count: int, error: str) -> Transfer:
-    """The outcome of a call that failed as a whole."""
-    return Transfer([False] * count, error, range(count))

@@ -24,7 +24,7 @@ logger = logging.getLogger("kvstore")
 PREFIX = "kvstore_"
 
 SECONDS = 5.0
-"""How long a scrape waits for the loop of an asyncio store."""
+"""How long a scrape waits for the event loop of an asyncio store."""
 
 
 class _Counted(Protocol):
@@ -32,18 +32,17 @@ class _Counted(Protocol):
 
 
 class Collector:
-    """Tells Prometheus everything in `stats()` of a store, at each scrape.
+    """Reports the statistics of a store to Prometheus, at each scrape.
 
         prometheus_client.REGISTRY.register(Collector(store))
 
-    Scrapes may come from any thread. An asyncio store is asked on its own loop, on which the
-    collector has to be made, between two callbacks. A store that cannot tell, as it is closed or
-    its loop does not answer within 5 s, is left out of the scrape, and the log says so.
+    Scrapes may come from any thread. A collector for an asyncio store must be created on the
+    store's event loop, which then reads the statistics. If the store is closed, or its loop does
+    not answer within 5 s, its metrics are left out of the scrape and a warning is logged.
 
     Args:
         store: a `Store`, a `SyncStore`, or a manager of a connector.
-        prefix: of the names of all metrics.
-            Stores that share a registry need different ones.
+        prefix: prefix of all metric names. Stores that share a registry need different ones.
 
     Raises:
         ImportError: without the package `prometheus_client`.
@@ -66,17 +65,17 @@ class Collector:
             self._loop = None
 
     def describe(self) -> Iterator[Family]:
-        """The metrics without values, so that nobody is asked for them when it is registered."""
+        """Yield the metrics without values, so that registering does not query the store."""
         for metric in METRICS:
             yield self._family(metric)
 
     def collect(self) -> Iterator[Family]:
-        """All metrics as they are now."""
+        """Yield all metrics with their current values."""
         try:
             stats = self._stats()
         except (KVStoreError, RuntimeError, TimeoutError, CancelledError) as error:
             logger.warning(
-                "metrics cannot be told: %s",
+                "metrics are not available: %s",
                 str(error) or type(error).__name__,
                 extra=about("metrics.failed", error=error),
             )
@@ -129,7 +128,7 @@ class Collector:
 
 
 def _buckets(durations: Durations) -> list[tuple[str, int]]:
-    """Counts up to each bound, as Prometheus takes them."""
+    """Return the cumulative count up to each bound, as Prometheus expects."""
     counts: list[tuple[str, int]] = []
     so_far = 0
     bounds = [*map(str, durations.bounds), "+Inf"]

@@ -1,4 +1,4 @@
-"""Series: each metric with every set of labels that a store has."""
+"""Time series: each metric with every set of labels that a store has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Series"]
 
 
 _Known = tuple[Metric, tuple[str, ...], int]
-"""A metric, its labels, and the place of the tier that has it: -1 for the core."""
+"""A metric, its labels, and the index of its tier, or -1 for the core."""
 
 
 class Series:
@@ -31,7 +31,7 @@ class Series:
         return ((metric, labels) for metric, labels, _ in self._known)
 
     def values(self, stats: CoreStats) -> list[Any]:
-        """Of each series the value now."""
+        """Return the current value of each series."""
         known = self._known
         if not known:
             known = self._known = list(self._found(stats.tiers))
@@ -50,7 +50,7 @@ class Series:
 
 
 def _kinds(tier: TierStats) -> set[str]:
-    """What metrics are of that this tier has."""
+    """Return which kinds of metrics, by `Metric.of`, this tier has."""
     kinds = {"tier"}
     if tier.owned:
         kinds |= {"target", "owned tier"}

@@ -1,6 +1,6 @@
-"""Table of metrics: the name, kind and help of each, whoever reports it.
+"""Table of metrics: the name, kind and help text of each.
 
-Those of slower tiers have a label for the tier.
+Metrics of slower tiers have a label that names the tier.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from kvstore.core import AGES, BOUNDS, CoreStats, TierStats
 __all__ = ["METRICS", "TIER_LABEL", "Metric"]
 
 TIER_LABEL = "tier"
-"""Names a slower tier: `disk`, `disk-2` for the second disk of `tiers`. `disk:others` are the lanes
-of other processes on the paths of `disk`. A store is `remote`."""
+"""Label that names a slower tier: `disk`, `disk-2` for the second disk of `tiers`, `remote` for a
+store. `disk:others` stands for the lanes of other processes on the paths of `disk`."""
+
+
+_Kind = Literal["counter", "gauge", "histogram"]
+_Of = Literal["core", "tier", "target", "owned tier", "store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +27,16 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: without a prefix, and without what Prometheus adds to it (`_total`, `_bucket`, ...).
-        of: what it is of: the core as a whole, a slower tier, one that chunks are copied to, one
-            whose slots are this engine's to give, or one that has to be asked what it has.
-        take: its value. text: what Prometheus says of it.
-        bounds: of a histogram's buckets.
+        name: its name without a prefix and without Prometheus' suffixes (`_total`, `_bucket`, ...).
+        of: who reports it: the core, every slower tier ("tier"), tiers that chunks are copied to
+            ("target"), tiers that this process owns, or remote stores.
+        take: reads the value from the statistics. text: its help in Prometheus.
+        bounds: upper bounds of a histogram's buckets.
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    of: Literal["core", "tier", "target", "owned tier", "store"]
+    kind: _Kind
+    of: _Of
     take: Callable[[Any], Any]
     text: str
     bounds: tuple[float, ...] = ()
@@ -43,127 +47,118 @@ class Metric:
         return () if self.of == "core" else (TIER_LABEL,)
 
 
-def _core(name: str, take: Callable[[CoreStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "core", take, text)
+def _of_core(kind: _Kind) -> Callable[[str, Callable[[CoreStats], float], str], Metric]:
+    return lambda name, take, text: Metric(name, kind, "core", take, text)
 
 
-def _tier(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "tier", take, text)
+def _of_tier(kind: _Kind, of: _Of) -> Callable[[str, Callable[[TierStats], float], str], Metric]:
+    return lambda name, take, text: Metric(name, kind, of, take, text)
 
 
-def _target(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "target", take, text)
-
-
-def _owned(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "owned tier", take, text)
-
-
-def _core_now(name: str, take: Callable[[CoreStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "core", take, text)
-
-
-def _tier_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "tier", take, text)
-
-
-def _target_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "target", take, text)
-
-
-def _store(name: str, take: Callable[[TierStats], int], text: str) -> Metric:
-    return Metric(name, "counter", "store", take, text)
-
-
-def _store_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "store", take, text)
-
-
-def _owned_now(name: str, take: Callable[[TierStats], float], text: str) -> Metric:
-    return Metric(name, "gauge", "owned tier", take, text)
-
+_core, _core_now = _of_core("counter"), _of_core("gauge")
+_tier, _tier_now = _of_tier("counter", "tier"), _of_tier("gauge", "tier")
+_target, _target_now = _of_tier("counter", "target"), _of_tier("gauge", "target")
+_owned, _owned_now = _of_tier("counter", "owned tier"), _of_tier("gauge", "owned tier")
+_store, _store_now = _of_tier("counter", "store"), _of_tier("gauge", "store")
 
 METRICS: tuple[Metric, ...] = (
     # -- is it hitting, and from where? --------------------------------------------------
     _core(
         "loaded_host_chunks",
         lambda s: s.loaded_from.get("host", 0),
-        "Chunks loaded to the device that were in host memory.",
+        "Chunks loaded to the device that were already in host memory.",
     ),
     _tier(
         "loaded_disk_chunks",
         lambda t: t.loaded,
-        "Chunks loaded to the device that had come from this tier for the same request.",
+        "Chunks loaded to the device that were read from this tier for the same request.",
     ),
-    _core("missed_keys", lambda s: s.misses, "Looked-up keys that were nowhere."),
+    _core("missed_keys", lambda s: s.misses, "Looked-up keys that were answered with a miss."),
     _core(
         "outpaced_keys",
         lambda s: s.outpaced,
-        "Those of them that a tier has, but which are sooner computed than read.",
+        "Misses although a tier holds the chunk, because computing it is faster than reading it.",
     ),
-    _core("stored_chunks", lambda s: s.stored, "Chunks taken from the device into host memory."),
+    _core("stored_chunks", lambda s: s.stored, "Chunks copied from the device to host memory."),
     # -- what does waiting cost? -----------------------------------------------------------
-    _core("deferrals", lambda s: s.deferrals, "Requests that had to wait for a slower tier."),
+    _core("deferrals", lambda s: s.deferrals, "Requests that were told to wait for a slower tier."),
     Metric(
         "wait_seconds",
         "histogram",
         "core",
         lambda s: s.waits,
-        "How long requests that had to wait for a slower tier have waited for their answer.",
+        "Seconds that a request waited for a slower tier before it was answered.",
         BOUNDS,
     ),
-    _core("timeouts", lambda s: s.timeouts, "Waits that were ended by their deadline."),
+    _core(
+        "timeouts",
+        lambda s: s.timeouts,
+        "Requests whose wait for a slower tier was ended by the deadline.",
+    ),
     _core(
         "truncations",
         lambda s: s.truncations,
-        "Waits that ended with a shorter prefix for want of room.",
+        "Requests that were answered with a shorter prefix because host memory had no "
+        "room for more.",
     ),
     _core(
         "lapses",
         lambda s: s.lapses,
-        "Requests for which chunks were fetched, and that did not come for them in time.",
+        "Requests that did not load the chunks fetched for them before their leases ended.",
     ),
-    _core_now("waiting_requests", lambda s: s.waiting, "Requests that wait for a slower tier now."),
+    _core_now(
+        "waiting_requests", lambda s: s.waiting, "Requests that are waiting for a slower tier now."
+    ),
     # -- is there room? ----------------------------------------------------------------------
     _core_now(
         "host_usage",
         lambda s: s.chunks / s.rows,
-        "Fraction of the rows of host memory that hold a chunk.",
+        "Fraction of the rows of host memory that hold a chunk, from 0 to 1.",
     ),
     _core_now(
         "host_busy",
         lambda s: s.busy_rows / s.rows,
-        "Fraction of the rows of host memory that are being written, read or leased.",
+        "Fraction of the rows of host memory that are being written or read, leased or "
+        "pinned, from 0 to 1.",
     ),
     _core_now(
         "host_pinned",
         lambda s: s.pinned_rows / s.rows,
-        "Fraction of the rows of host memory that are retained.",
+        "Fraction of the rows of host memory that hold a pinned chunk, from 0 to 1.",
     ),
-    _core_now("host_used_bytes", lambda s: s.used_bytes, "Bytes of the chunks in host memory."),
+    _core_now("host_used_bytes", lambda s: s.used_bytes, "Bytes of host memory that hold chunks."),
     _core_now(
         "host_free_bytes",
         lambda s: s.free_bytes,
-        "Bytes of host memory that hold nothing; a cache that is full has next to none.",
+        "Bytes of host memory that hold no chunk; near 0 once the cache is full.",
     ),
-    _tier_now("disk_chunks", lambda t: t.chunks, "Chunks on the tier now."),
-    _owned_now("disk_used_bytes", lambda t: t.used_bytes, "Bytes of the chunks on the tier."),
+    _tier_now("disk_chunks", lambda t: t.chunks, "Chunks that this tier is known to hold now."),
+    _owned_now("disk_used_bytes", lambda t: t.used_bytes, "Bytes of the chunks on this tier."),
     _owned_now(
         "disk_free_bytes",
         lambda t: t.free_bytes,
-        "Bytes of chunks that still fit before others have to leave.",
+        "Bytes of chunks that this tier can still take before it has to evict others.",
     ),
     _owned_now(
-        "disk_pinned_chunks", lambda t: t.pinned, "Chunks on the tier that are retained now."
+        "disk_pinned_chunks", lambda t: t.pinned, "Chunks on this tier that are pinned now."
     ),
-    _core("host_evicted_chunks", lambda s: s.evicted, "Chunks that left host memory for others."),
-    _owned("disk_evicted_chunks", lambda t: t.evicted, "Chunks that left the tier for others."),
+    _core(
+        "host_evicted_chunks",
+        lambda s: s.evicted,
+        "Chunks evicted from host memory to make room for others.",
+    ),
+    _owned(
+        "disk_evicted_chunks",
+        lambda t: t.evicted,
+        "Chunks evicted from this tier to make room for others.",
+    ),
     Metric(
         "host_eviction_age_seconds",
         "histogram",
         "core",
         lambda s: s.ages,
-        "How long chunks that left host memory for others had not been used, of a sample.",
+        "Seconds between the last use of a chunk and its eviction from host memory, for "
+        "a sample of chunks.",
         AGES,
     ),
     Metric(
@@ -171,180 +166,218 @@ METRICS: tuple[Metric, ...] = (
         "histogram",
         "owned tier",
         lambda t: t.ages,
-        "How long chunks that left the tier for others had not been used, of a sample.",
+        "Seconds between the last use of a chunk and its eviction from this tier, for a "
+        "sample of chunks.",
         AGES,
     ),
     # -- what is not stored, or lost? --------------------------------------------------------
     _core(
-        "stores_deferred", lambda s: s.stores_deferred, "Stores that were put off to a later step."
+        "stores_deferred",
+        lambda s: s.stores_deferred,
+        "Stores that were put off to a later step for lack of room in host memory.",
     ),
     _core(
-        "refused_chunks", lambda s: s.chunks_refused, "Chunks that found no room in host memory."
+        "refused_chunks",
+        lambda s: s.chunks_refused,
+        "Chunks that were not stored because host memory had no room for them.",
     ),
     _core(
         "declined_chunks",
         lambda s: s.declined,
-        "Chunks that admission filter or policy did not let into host memory.",
+        "Chunks that the admission filter or the eviction policy kept out of host memory.",
     ),
     _core(
         "shed_chunks",
         lambda s: s.shed,
-        "Chunks evicted from host memory before their copy to a slower tier.",
+        "Chunks evicted from host memory before they were copied to a slower tier.",
     ),
     _target(
         "disk_refused_chunks",
         lambda t: t.refused,
-        "Chunks not copied because the tier could not take copies then.",
+        "Chunks not copied to this tier because it was full, slow or failing.",
     ),
     _target(
         "disk_declined_chunks",
         lambda t: t.declined,
-        "Chunks that the tier's admission filter did not let in.",
+        "Chunks that this tier's admission filter kept out.",
     ),
     # -- is the disk well? -------------------------------------------------------------------
-    _tier("disk_read_chunks", lambda t: t.promoted, "Chunks read from the tier and verified."),
-    _tier("disk_read_bytes", lambda t: t.read_bytes, "Bytes of those."),
+    _tier("disk_read_chunks", lambda t: t.promoted, "Chunks read from this tier and verified."),
+    _tier(
+        "disk_read_bytes",
+        lambda t: t.read_bytes,
+        "Bytes of the chunks read from this tier and verified.",
+    ),
     Metric(
         "disk_read_seconds",
         "histogram",
         "tier",
         lambda t: t.reads,
-        "How long reads took, of any number of chunks, time in the queue included.",
+        "Seconds that a read of one or more chunks from this tier took, including time "
+        "in the queue.",
         BOUNDS,
     ),
-    _target("disk_written_chunks", lambda t: t.written, "Chunks written to the tier."),
-    _target("disk_written_bytes", lambda t: t.written_bytes, "Bytes of those."),
+    _target("disk_written_chunks", lambda t: t.written, "Chunks written to this tier."),
+    _target(
+        "disk_written_bytes", lambda t: t.written_bytes, "Bytes of the chunks written to this tier."
+    ),
     Metric(
         "disk_write_seconds",
         "histogram",
         "target",
         lambda t: t.writes,
-        "How long copies took, of any number of chunks, time in the queue included.",
+        "Seconds that a write of one or more chunks to this tier took, including time in "
+        "the queue.",
         BOUNDS,
     ),
     _target(
         "disk_failed_reads",
         lambda t: t.failed_reads,
-        "Chunks that could not be read or did not match their digest.",
+        "Chunks that could not be read from this tier or did not match their digest.",
     ),
     _target(
         "disk_corrupt_chunks",
         lambda t: t.corrupt,
-        "Those of the failed reads whose bytes were not those of the chunk.",
+        "Chunks read from this tier whose bytes were wrong; also counted as failed reads.",
     ),
-    _target("disk_failed_writes", lambda t: t.failed_writes, "Chunks that could not be written."),
+    _target(
+        "disk_failed_writes",
+        lambda t: t.failed_writes,
+        "Chunks that could not be written to this tier.",
+    ),
     _owned_now(
         "disk_set_aside_slots",
         lambda t: t.set_aside,
-        "Free slots that are not used now, because a write to them failed.",
+        "Free slots of this tier that are not used now because a write to them failed.",
     ),
-    _tier("disk_errors", lambda t: t.errors, "Moves that reported an error."),
+    _tier(
+        "disk_errors",
+        lambda t: t.errors,
+        "Reads, writes and other operations on this tier that reported an error.",
+    ),
     _tier_now(
-        "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from the tier now."
+        "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from this tier now."
     ),
     _target_now(
-        "disk_writing_chunks", lambda t: t.writing, "Chunks that are being copied to the tier now."
+        "disk_writing_chunks",
+        lambda t: t.writing,
+        "Chunks that are being written to this tier now.",
     ),
     _target_now(
-        "disk_queued_chunks", lambda t: t.queued, "Chunks that wait for their copy to the tier now."
+        "disk_queued_chunks",
+        lambda t: t.queued,
+        "Chunks that are waiting to be written to this tier now.",
     ),
-    _tier_now("disk_stalled", lambda t: int(t.stalled), "1 while the tier does not answer."),
+    _tier_now(
+        "disk_stalled", lambda t: int(t.stalled), "1 while this tier does not respond, 0 otherwise."
+    ),
     _tier_now(
         "disk_congested",
         lambda t: int(t.congested),
-        "1 while more is asked of the tier than it can give before requests stop waiting.",
+        "1 while so many reads of this tier are queued that new requests do not wait for "
+        "it, 0 otherwise.",
     ),
     _tier_now(
         "disk_outpaced",
         lambda t: int(t.outpaced),
-        "1 while the server computes a chunk sooner than the tier reads one.",
+        "1 while the server computes a chunk faster than this tier reads one, 0 otherwise.",
     ),
     _tier_now(
         "disk_closed",
         lambda t: int(t.closed),
-        "1 once the tier is not used any more: the weights have changed.",
+        "1 once this tier is no longer used because the model's weights have changed, 0 otherwise.",
     ),
     _tier_now(
         "disk_seconds_per_chunk",
         lambda t: t.read_pace,
-        "Seconds in which the tier reads a chunk, of late; 0 where nothing was read.",
+        "Average seconds to read a chunk from this tier, over recent reads; 0 before the first.",
     ),
     _core_now(
         "compute_seconds_per_chunk",
         lambda s: s.compute_pace,
-        "Seconds in which the server computes a chunk, of late; 0 where nobody knows.",
+        "Average seconds in which the server recently computed a chunk; 0 while unknown.",
     ),
     _tier_now(
         "disk_slow",
         lambda t: int(t.slow),
-        "1 while copies to the tier, or making room there, take seconds.",
+        "1 while writes to this tier, or making room on it, take seconds, 0 otherwise.",
     ),
     _owned(
         "disk_relocated_chunks",
         lambda t: t.relocated,
-        "Chunks that compaction copied to another place.",
+        "Chunks that compaction moved to another place on this tier.",
     ),
     _owned(
         "disk_segments_removed",
         lambda t: t.removed_segments,
-        "Segment files that compaction emptied and removed.",
+        "Segment files of this tier that compaction emptied and removed.",
     ),
     # -- is the store well? ------------------------------------------------------------------
-    _store("store_asked_chunks", lambda t: t.asked, "Chunks about which the store was asked."),
-    _store("store_found_chunks", lambda t: t.found, "Those of them that it had."),
+    _store("store_asked_chunks", lambda t: t.asked, "Chunks that this store was asked about."),
+    _store(
+        "store_found_chunks", lambda t: t.found, "Chunks that this store was asked about and has."
+    ),
     _store(
         "store_unanswered_chunks",
         lambda t: t.unanswered,
-        "Those of them of which it did not say so, or not in time.",
+        "Chunks that this store was asked about and gave no answer for, or not in time.",
     ),
     _store(
         "store_unawaited_requests",
         lambda t: t.unawaited,
-        "Requests that did not wait for its answer, as that would take longer than it may save.",
+        "Requests that did not wait for this store's answer because the wait would cost "
+        "more than it could save.",
     ),
     Metric(
         "store_answer_seconds",
         "histogram",
         "store",
         lambda t: t.asks,
-        "How long answers took, of any number of chunks, time in the queue included.",
+        "Seconds that this store took to answer a question about one or more chunks, "
+        "including time in the queue.",
         BOUNDS,
     ),
     _store_now(
-        "store_asking_chunks", lambda t: t.asking, "Chunks about which the store is asked now."
+        "store_asking_chunks",
+        lambda t: t.asking,
+        "Chunks that this store is being asked about now.",
     ),
     _store_now(
         "store_away",
         lambda t: int(t.away),
-        "1 while the store is left alone because a call to it failed.",
+        "1 while this store is not used because a call to it failed, 0 otherwise.",
     ),
     # -- hints, and what should not be --------------------------------------------------------
-    _core("hints", lambda s: s.hints, "Hints that requests came with."),
-    _core("hints_ignored", lambda s: s.hints_ignored, "Hints that were malformed or not known."),
+    _core("hints", lambda s: s.hints, "Hints that arrived with requests."),
+    _core(
+        "hints_ignored",
+        lambda s: s.hints_ignored,
+        "Hints that were ignored because they were malformed or unknown.",
+    ),
     _core(
         "hints_refused_chunks",
         lambda s: s.hints_refused,
-        "Chunks that were to be retained or fetched, beyond what may be.",
+        "Chunks that hints asked to pin or prefetch beyond the allowed number.",
     ),
     _core(
         "prefetched_chunks",
         lambda s: s.prefetched,
-        "Chunks whose fetch to host memory was begun because of a hint.",
+        "Chunks that began to be fetched to host memory because of a hint.",
     ),
     _core(
         "demoted_chunks",
         lambda s: s.demoted,
-        "Chunks that have left host memory because of a hint.",
+        "Chunks that left host memory because of a hint.",
     ),
     _core(
         "events_lost",
         lambda s: s.events_lost,
-        "Changes that were not told as KV events because nobody took them.",
+        "KV events that were dropped because no client collected them in time.",
     ),
     _core(
         "internal_errors",
         lambda s: s.illegal,
-        "Mistakes of kvstore itself, which did no harm: please report them.",
+        "Internal errors of kvstore, none of which did harm; please report them.",
     ),
 )
-"""Everything that is reported, in the order in which operators ask."""
+"""All metrics, in the order of the questions that operators ask."""

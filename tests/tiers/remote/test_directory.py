@@ -146,7 +146,7 @@ async def test_a_mark_that_others_could_have_made_marks_nothing(
     plant(share / MARK)
     mount.check()
     mount._device += 1
-    with pytest.raises(StoreError, match="what was mounted there is not"):
+    with pytest.raises(StoreError, match="the shared directory is not mounted"):
         mount.check()
 
 

@@ -291,7 +291,7 @@ def test_a_session_ends_once_when_its_last_user_is_done() -> None:
 def test_a_session_that_ends_takes_nobody_in() -> None:
     session = Session(Closing())
     session.end()
-    with pytest.raises(StoreError, match="the connection ends"), session.used():
+    with pytest.raises(StoreError, match="the connection is closing"), session.used():
         raise AssertionError
 
 

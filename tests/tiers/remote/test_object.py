@@ -162,9 +162,9 @@ class TestDirectory(StoreContract):
     [
         ({"url": "http://host"}, "must be s3://bucket/prefix"),
         ({"url": "s3://"}, "must be s3://bucket/prefix"),
-        ({"url": "s3://key:secret@bucket"}, "belong into the environment"),
-        ({"url": "s3://bucket?secret=1"}, "belong into the environment"),
-        ({"url": "s3://bucket", "endpoint": "http://key:secret@host"}, "into the environment"),
+        ({"url": "s3://key:secret@bucket"}, "belong in the environment"),
+        ({"url": "s3://bucket?secret=1"}, "belong in the environment"),
+        ({"url": "s3://bucket", "endpoint": "http://key:secret@host"}, "in the environment"),
         ({"url": "file:///"}, "file:///directory"),
         ({"url": "file://host/path"}, "file:///directory"),
         ({"url": "file:///tmp/x", "endpoint": "http://host"}, "endpoint"),

@@ -75,9 +75,9 @@ PLACE = TierPlace("place", {"model": "tiny"}, 8000)
     ("parameters", "said"),
     [
         ({"url": "http://host"}, "must be redis://"),
-        ({"url": "redis://user:secret@host"}, "belong into KVSTORE_REDIS_USERNAME"),
-        ({"url": "redis://host/0?password=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
-        ({"url": "unix:///run/sock?db=0&username=secret"}, "belong into KVSTORE_REDIS_USERNAME"),
+        ({"url": "redis://user:secret@host"}, "password in KVSTORE_REDIS_USERNAME"),
+        ({"url": "redis://host/0?password=secret"}, "password in KVSTORE_REDIS_USERNAME"),
+        ({"url": "unix:///run/sock?db=0&username=secret"}, "password in KVSTORE_REDIS_USERNAME"),
         ({"url": "redis://host/0?decode_responses=true"}, "must be redis://host:port/db"),
         ({"url": "redis://host:port"}, "must be redis://host:port/db"),
         ({"url": "redis://host:99999"}, "Port out of range"),
