@@ -99,19 +99,19 @@ class SyncStore:
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` host memory or a slower tier holds."""
+        """How many leading `keys` host memory or a slower tier holds, for whom it may concern."""
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
-        """Fetch leading `keys` to host memory; returns how many chunks will come."""
+        """Fetch leading `keys` to host memory before anybody asks for them."""
         return self._calls.ask(lambda: self._store.prefetch(keys))
 
     def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
-        """Keep the chunks of `keys` for so long; returns how many leading keys are pinned."""
+        """Keep the chunks of `keys` for so long, whatever comes."""
         return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
 
     def demote(self, keys: Sequence[bytes]) -> int:
-        """Let the chunks of `keys` leave host memory; returns how many will."""
+        """Let the chunks of `keys` leave host memory: they will not be used soon."""
         return self._calls.ask(lambda: self._store.demote(keys))
 
     def unpin(self, keys: Sequence[bytes], *, cold: bool = False) -> int:
@@ -134,7 +134,7 @@ class SyncStore:
         wait: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Copy `buffers` in under `keys`; returns how many leading keys the store has now.
+        """Copy `buffers` in under `keys`, in prefix order.
 
         The buffers are gathered in the calling thread, and free to be changed when the call
         returns. The timeout runs from then on.
@@ -171,11 +171,11 @@ class SyncStore:
         return SyncWindows(self, check_keys(keys), size)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything stored so far is on every tier; False if time is up first."""
+        """Wait until everything stored so far is on every tier that accepts it."""
         return self._calls.wait(lambda: self._store.flush(timeout))
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
-        """Take the chunks of `keys` out of every place; returns how many of the keys were there."""
+        """Take the chunks of `keys` out of host memory, and of every tier of this process."""
         return self._calls.wait(lambda: self._store.remove(keys, timeout=timeout))
 
     def reset(self, timeout: float | None = None) -> None:
@@ -191,7 +191,7 @@ class SyncStore:
         self._calls.ask(lambda: self._store.release(request))
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call."""
+        """What appeared on or left a medium since the last call, if ``keep_events`` is set."""
         return self._calls.ask(self._store.take_events)
 
     def stats(self) -> CoreStats:

@@ -135,9 +135,8 @@ def test_it_has_every_method_of_the_asyncio_face_with_the_same_arguments() -> No
 def test_what_a_method_says_of_itself_begins_as_it_does_there() -> None:
     ours = public(SyncStore)
     for name, method in public(Store).items():
-        said = str(inspect.getdoc(ours[name]))
-        assert "Raises:" in said
         if name not in ("get", "close"):
+            said = str(inspect.getdoc(ours[name]))
             assert said.split("\n")[0] == str(inspect.getdoc(method)).split("\n")[0]
 
 
