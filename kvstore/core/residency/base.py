@@ -59,6 +59,8 @@ class TierView(ABC):
         self.health = Health(self.name, recovered.stripes)
         self.in_flight = InFlight()
         self.copies_queued = 0
+        # Keys whose copies to it wait, where it is a target.
+        self._queue: deque[bytes] = deque()
         self._clears = False
         self._retry_after = 0.0
         self._counts: Counter[str] = Counter()
@@ -204,21 +206,6 @@ class TierView(ABC):
 
 class CopyTarget(TierView):
     """A tier to which chunks are copied: which ones wait, which ones are on the way."""
-
-    def __init__(
-        self,
-        number: int,
-        recovered: RecoveredTier,
-        index: Index,
-        max_rows_in_flight: int,
-        *,
-        admission: AdmissionFilter | None = None,
-        flow: Flow = Flow.WRITE_THROUGH,
-    ) -> None:
-        super().__init__(
-            number, recovered, index, max_rows_in_flight, admission=admission, flow=flow
-        )
-        self._queue: deque[bytes] = deque()
 
     @property
     def target(self) -> CopyTarget:
