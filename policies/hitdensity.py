@@ -3,6 +3,8 @@
 It estimates, from what similar chunks did before, how many hits per unit of time a
 chunk will still bring. It evicts the chunk with the fewest, from the ends of chains
 only. The measure is explained in `kvstore.policies.density`.
+
+This module is long because chains, queues, ghosts and pins share the same arrays by slot.
 """
 
 from __future__ import annotations

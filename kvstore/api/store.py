@@ -1,4 +1,7 @@
-"""Store: the library on the caller's own event loop."""
+"""Store: the library on the caller's own event loop.
+
+This module is long because each public method says in full what it guarantees.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tiered manager: host memory and slower tiers behind the contract of a manager."""
+"""Tiered manager: host memory and slower tiers behind the contract of a manager.
+
+This module is long because a manager has every call in two forms: with its request, and by lists.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A server that was written for them only changes its imports. Reports name requests instead of
 transfers: a store has ended once its request has finished and all of its blocks are copied; until
 then the blocks are kept. `docs/connector.md` lists the differences from kvstore's own classes.
+
+This module is long because it restates published classes in one place.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ A policy's own tests inherit it and define how a policy is built:
             return MyPolicy(capacity)
 
 The suite needs pytest and hypothesis.
+
+This module is long because a contract is one class, which its users inherit.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ A tier's own tests inherit it and define how a tier is built:
 
 The suite needs pytest and pytest-asyncio. It moves real bytes through the real
 tier, in a folder of its own for each test.
+
+This module is long because a contract is one class, which its users inherit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Disk tier: chunks in slots of segment files, on one path or several."""
+"""Disk tier: chunks in slots of segment files, on one path or several.
+
+This module is long because `Tier` has many calls, and each is spread over several paths here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Volume: one path of a disk tier, with its lane, files and threads."""
+"""Volume: one path of a disk tier, with its lane, files and threads.
+
+This module is long because what opens, moves, grows and closes shares the files of one lane.
+"""
 
 from __future__ import annotations
 
