@@ -180,6 +180,11 @@ class Lookups:
         self._asking = _NOBODY
         self.streak.end()
 
+    def leave(self, request: Request) -> None:
+        """The request asks no more: others have its turn."""
+        self.pause()
+        self._line.take(request)
+
     def reset(self) -> None:
         """Forget what was asked."""
         self.pause()

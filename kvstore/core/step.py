@@ -390,7 +390,7 @@ class CoreSteps:
         self._queue.remove(request)
         request.defer(False)
         self._stores.forget_deferred(request)
-        self._lookups.pause()
+        self._lookups.leave(request)
         self._uses.end(request)
         self._chains.end(request)
         request.end()

@@ -146,6 +146,21 @@ def test_who_asks_after_many_others_asks_again_and_is_not_forgotten() -> None:
     assert [rig.ask(keys, f"r{n}") for n, keys in enumerate(here[2:], 2)] == [6, 6]
 
 
+def test_who_has_finished_holds_nobody_up_in_the_line() -> None:
+    """However many asked before it, the next one has its turn in the next step."""
+    many = [f"m{number}" for number in range(6)]
+    rig = Rig(rows=64, pace=FEW)
+    rig.put(chain("hot", 8), "w")
+    rig.settle()
+    rig.ask(chain("hot", 8), "first")
+    assert [rig.ask(chain("hot", 2), name) for name in [*many, "last"]] == [None] * 7
+    for name in many:
+        rig.core.on_request_finished(name)
+    rig.step()
+    rig.ask(chain("hot", 8), "first")
+    assert rig.ask(chain("hot", 2), "last") == 2
+
+
 def test_who_has_nothing_to_load_hears_so_however_many_have_asked() -> None:
     rig = Rig(rows=40, on=[chain("disk", 4)], pace=FEW)
     rig.put(chain("a", 9))
