@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.observe.metrics.table import METRICS
 from tests.commands import ROOT, documents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -74,6 +75,14 @@ def test_the_picture_of_ratios_is_drawn_from_the_table_of_the_readme() -> None:
     rows = program["rows_of"]((DOCS.parent / "README.md").read_text())
     assert len(rows) >= 8
     assert program["draw"](rows) == (DOCS / "ratios.svg").read_text(), "run python docs/ratios.py"
+
+
+def test_the_reasons_of_a_miss_name_metrics_that_there_are() -> None:
+    text = (DOCS / "watching.md").read_text().split("## Why a lookup was a miss")[1]
+    rows = re.findall(r"^\| .+ \| (.+) \|$", text.split("\n## ")[0], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert len(named) > 10
+    assert named <= {metric.name for metric in METRICS}
 
 
 def test_the_tables_of_a_chunks_life_are_those_of_the_code() -> None:
