@@ -95,8 +95,9 @@ gpu: $(READY)
 store-servers: $(READY)
 	@$(BIN)/python benchmarks/store_servers.py
 
-# kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
+# kill -9 of the engine and of a real vLLM engine, 20 times each at random moments: about ten minutes.
 kill: $(READY)
+	@KVSTORE_KILLS=20 $(BIN)/python -m pytest tests/test_kill.py
 	@$(BIN)/python benchmarks/kill_engine.py --kills 20
 
 # Resets of a real vLLM engine amid stores and loads, beside a neighbour: about ten minutes.
