@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 ENGINES = [
     f"tests/vllm/test_{name}.py"
-    for name in ("engine", "policies", "reset", "identity", "hints", "pause", "launcher")
+    for name in (
+        *("engine", "policies", "reset", "identity", "hints", "pause", "launcher"),
+        *("turmoil", "identity_matrix", "shapes", "secondary", "remote"),
+    )
 ]
-"""They share launchers and compare with one engine, so one worker runs them all."""
+"""They share launchers, and some of them an engine to compare with: one worker runs them all."""
 
 FIRST = [
     *ENGINES,
-    "tests/vllm/test_identity_matrix.py",
-    "tests/vllm/test_turmoil.py",
-    "tests/vllm/test_secondary.py",
     "tests/vllm/test_observed.py",
+    "tests/vllm/test_hanging_disk.py",
+    "tests/test_commands.py",
+    "tests/tiers/remote/test_mooncake.py",
     "tests/core/test_simulation.py",
     "tests/faults/test_io_errors.py",
     "tests/faults/test_frozen.py",
@@ -36,8 +39,7 @@ FIRST = [
     "tests/examples/test_http_server.py",
     "tests/examples/test_paged_engine.py",
 ]
-"""What takes longest begins first, so that no worker is left alone with it at the end. Of two
-workers the second has the other engines first: a third would need launchers of its own."""
+"""What takes longest begins first, so that no worker is left alone with it at the end."""
 
 
 # What the tables of a chunk's life lack is an error here; in service it is counted.

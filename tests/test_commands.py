@@ -26,11 +26,14 @@ from tests.store.support import keys_of, payloads, small
 
 SECONDS = 280
 
+THREE_SERVERS = "examples.http_server.timing"
+"""`make figures` runs it; what it starts is tested in `tests/examples/test_http_server.py`."""
+
 PAGED = "--prompts 1 --tokens 64 --layers 1 --width 64 --device cpu --window 16"
 TIMED = "--prompts 1 --tokens 100 --max-tokens 2 --layers 1 --hidden 64"
 SMALLEST = {
     "examples.paged_engine": PAGED.split(),
-    "examples.http_server.timing": TIMED.split(),
+    THREE_SERVERS: TIMED.split(),
     "benchmarks/flapping.py": ["--minutes", "0.05"],
 }
 """Instead of `--dry`, where there is none or it is larger: options whose later values count."""
@@ -123,7 +126,7 @@ def made_of_known(target: str) -> list[list[str]]:
 def marked(words: list[str]) -> object:
     name = program(words)[1] if words[0] == "python" else ""
     marks = [pytest.mark.vllm] if name in NEEDS_VLLM | SLOW else []
-    marks += [pytest.mark.slow] if name in SLOW else []
+    marks += [pytest.mark.slow] if name in SLOW | {THREE_SERVERS} else []
     return pytest.param(words, id=" ".join(words), marks=marks)
 
 
