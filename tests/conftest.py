@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
 
     from tests.exported import Exported
 
-ENGINES = [
-    f"tests/vllm/test_{name}.py"
-    for name in (
-        *("engine", "policies", "reset", "identity", "hints", "pause", "launcher"),
-        *("turmoil", "identity_matrix", "shapes", "secondary", "remote"),
-    )
-]
+ENGINES = ["engine", "policies", "reset", "identity", "hints", "pause", "launcher"]
+MORE_ENGINES = ["identity_matrix", "turmoil", "shapes", "secondary", "remote"]
+if "KVSTORE_VLLM" not in os.environ:
+    # Where all else runs, too, the other worker has enough to do, and needs no launchers.
+    ENGINES += MORE_ENGINES
+ENGINES = [f"tests/vllm/test_{name}.py" for name in ENGINES]
 """They share launchers, and some of them an engine to compare with: one worker runs them all."""
 
 FIRST = [
     *ENGINES,
+    "tests/vllm/test_turmoil.py",
     "tests/vllm/test_observed.py",
     "tests/vllm/test_hanging_disk.py",
     "tests/test_commands.py",
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
-    rank = {config.rootpath / path: number for number, path in enumerate(FIRST)}
+    rank = {config.rootpath / path: number for number, path in reversed([*enumerate(FIRST)])}
     items.sort(key=lambda item: rank.get(Path(item.path), len(rank)))
 
 
