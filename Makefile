@@ -58,6 +58,7 @@ vllm: $(READY)
 NOT_TWICE := $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,identity_matrix adapters fingerprint verdict launcher))
 NOT_TWICE += $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,hanging_disk remote shapes policies))
 NOT_TWICE += --deselect tests/vllm/test_engine.py::test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token
+NOT_TWICE += -k "not turmoil or not two"
 vllm33: $(READY)
 	@$(OVERLAY) 0.33.0 $(VLLM33)
 	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
