@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
+    tmp_path: Path,
     right: Callable[[str], Path],
     model: str,
     engine: dict[str, Any],
@@ -77,7 +79,8 @@ def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
     environment: dict[str, str],
 ) -> None:
     same = ["--model", model, "--engine", json.dumps(engine)]
-    said = turmoil(right(model), [*same, *more], environment, 1)
+    shutil.copytree(right(model), tmp_path, dirs_exist_ok=True)
+    said = turmoil(tmp_path, [*same, *more], environment, 1)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["wrong"] == 0
     assert found["compared"] > 5 * found["completed"], "tokens; the rest comes after ties"
