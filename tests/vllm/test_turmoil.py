@@ -57,14 +57,13 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("model", "engine", "more", "environment"),
+    ("model", "engine", "environment"),
     [
-        pytest.param("llama", {}, ["--episodes", "6"], {}, id="one group"),
-        pytest.param("gemma", {}, ["--episodes", "6"], {}, id="sliding windows"),
+        pytest.param("llama", {}, {}, id="one group"),
+        pytest.param("gemma", {}, {}, id="sliding windows"),
         pytest.param(
             "llama",
             {"tensor_parallel_size": 2},
-            ["--episodes", "4", "--seed", "4"],
             TWO_WORKERS,
             id="two workers",
         ),
@@ -75,12 +74,11 @@ def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
     right: Callable[[str], Path],
     model: str,
     engine: dict[str, Any],
-    more: list[str],
     environment: dict[str, str],
 ) -> None:
     same = ["--model", model, "--engine", json.dumps(engine)]
     shutil.copytree(right(model), tmp_path, dirs_exist_ok=True)
-    said = turmoil(tmp_path, [*same, *more], environment, 1)
+    said = turmoil(tmp_path, [*same, "--episodes", "6"], environment, 1)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["wrong"] == 0
     assert found["compared"] > 5 * found["completed"], "tokens; the rest comes after ties"
