@@ -53,9 +53,12 @@ unit: check
 vllm: $(READY)
 	@$(BIN)/python -m pytest -m vllm
 
-# What meets vLLM, with 0.33 in the place of 0.32, but for the long matrix of identities and for what
-# imports nothing of vLLM.
-NOT_TWICE := $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,identity_matrix adapters fingerprint verdict))
+# What meets vLLM, with 0.33 in the place of 0.32, but for what cannot differ between the two: the long matrix of
+# identities, what imports nothing of vLLM, and engines whose disk, store or layout of rows the test is about.
+NOT_TWICE := $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,identity_matrix adapters fingerprint verdict launcher))
+NOT_TWICE += $(addprefix --ignore tests/vllm/test_,$(addsuffix .py,hanging_disk remote shapes policies))
+NOT_TWICE += --deselect tests/vllm/test_engine.py::test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token
+NOT_TWICE += -k "not turmoil or not two"
 vllm33: $(READY)
 	@$(OVERLAY) 0.33.0 $(VLLM33)
 	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
@@ -95,8 +98,9 @@ gpu: $(READY)
 store-servers: $(READY)
 	@$(BIN)/python benchmarks/store_servers.py
 
-# kill -9 of a real vLLM engine, 20 times at random moments: about ten minutes.
+# kill -9 of the engine and of a real vLLM engine, 20 times each at random moments: about ten minutes.
 kill: $(READY)
+	@KVSTORE_KILLS=20 $(BIN)/python -m pytest tests/test_kill.py
 	@$(BIN)/python benchmarks/kill_engine.py --kills 20
 
 # Resets of a real vLLM engine amid stores and loads, beside a neighbour: about ten minutes.

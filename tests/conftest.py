@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
 
     from tests.exported import Exported
 
-ENGINES = [
-    f"tests/vllm/test_{name}.py"
-    for name in ("engine", "policies", "reset", "identity", "hints", "pause", "launcher")
-]
-"""They share launchers and compare with one engine, so one worker runs them all."""
+ENGINES = ["engine", "policies", "reset", "identity", "hints", "pause", "launcher"]
+MORE_ENGINES = ["identity_matrix", "turmoil", "shapes", "secondary", "remote"]
+if "KVSTORE_VLLM" not in os.environ:
+    # Where all else runs, too, the other worker has enough to do, and needs no launchers.
+    ENGINES += MORE_ENGINES
+ENGINES = [f"tests/vllm/test_{name}.py" for name in ENGINES]
+"""They share launchers, and some of them an engine to compare with: one worker runs them all."""
 
 FIRST = [
     *ENGINES,
-    "tests/vllm/test_identity_matrix.py",
     "tests/vllm/test_turmoil.py",
-    "tests/vllm/test_secondary.py",
     "tests/vllm/test_observed.py",
+    "tests/vllm/test_hanging_disk.py",
+    "tests/test_commands.py",
+    "tests/tiers/remote/test_mooncake.py",
     "tests/core/test_simulation.py",
     "tests/faults/test_io_errors.py",
     "tests/faults/test_frozen.py",
@@ -36,8 +40,7 @@ FIRST = [
     "tests/examples/test_http_server.py",
     "tests/examples/test_paged_engine.py",
 ]
-"""What takes longest begins first, so that no worker is left alone with it at the end. Of two
-workers the second has the other engines first: a third would need launchers of its own."""
+"""What takes longest begins first, so that no worker is left alone with it at the end."""
 
 
 # What the tables of a chunk's life lack is an error here; in service it is counted.
@@ -61,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_SECONDS))
-    rank = {config.rootpath / path: number for number, path in enumerate(FIRST)}
+    rank = {config.rootpath / path: number for number, path in reversed([*enumerate(FIRST)])}
     items.sort(key=lambda item: rank.get(Path(item.path), len(rank)))
 
 

@@ -26,14 +26,22 @@ from tests.store.support import keys_of, payloads, small
 
 SECONDS = 280
 
-PAGED = ["--prompts", "1", "--tokens", "64", "--layers", "1", "--width", "64", "--device", "cpu"]
-TIMED = ["--prompts", "1", "--tokens", "100", "--max-tokens", "2"]
-TIMED += ["--layers", "1", "--hidden", "64"]
+THREE_SERVERS = "examples.http_server.timing"
+"""`make figures` runs it; what it starts is tested in `tests/examples/test_http_server.py`."""
+
+PAGED = "--prompts 1 --tokens 64 --layers 1 --width 64 --device cpu --window 16"
+TIMED = "--prompts 1 --tokens 100 --max-tokens 2 --layers 1 --hidden 64"
 SMALLEST = {
-    "examples.paged_engine": [*PAGED, "--window", "16"],
-    "examples.http_server.timing": TIMED,
+    "examples.paged_engine": PAGED.split(),
+    THREE_SERVERS: TIMED.split(),
+    "benchmarks/flapping.py": ["--minutes", "0.05"],
 }
-"""Of programs that have no `--dry`: options whose later values count."""
+"""Instead of `--dry`, where there is none or it is larger: options whose later values count."""
+
+LESS_WAITING = "import neighbour; neighbour.QUIET_STEPS, neighbour.ROUND_SECONDS = 30, 0.5; "
+UNDER = f"import runpy, sys; sys.path.insert(0, 'benchmarks'); {LESS_WAITING}"
+UNDER += "runpy.run_path('benchmarks/step.py', run_name='__main__')"
+"""How `step.py --neighbour` is run: its steps come by the clock, a thousand in each phase."""
 
 RUN_ELSEWHERE = {
     "benchmarks/turmoil.py": "tests/vllm/test_turmoil.py",
@@ -47,7 +55,8 @@ SLOW = {"benchmarks/first_token.py", "benchmarks/kill_engine.py", "examples/demo
 SLOW |= {"benchmarks.serving", "benchmarks.dashboard"}
 """Programs that start several engines of vLLM: `make figures` runs them. Else they only start."""
 
-ONCE = {"benchmarks.hosts", *NEEDS_VLLM, *SLOW}
+ONCE = {"benchmarks.hosts", "benchmarks/opening.py", "examples.paged_engine", *NEEDS_VLLM, *SLOW}
+"""Programs that are run once: their options are looked up."""
 
 REFUSALS = ("lies on no block device", "cannot be watched", "not permitted", "not a git repository")
 """Of machines on which a benchmark cannot be had."""
@@ -77,6 +86,13 @@ def program(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[1:2], words[1], words[2:]
 
 
+def source_of(name: str) -> Path:
+    source = ROOT / (f"{name.replace('.', '/')}.py" if "/" not in name else name)
+    source = source if source.exists() else source.with_suffix("") / "__main__.py"
+    assert source.exists(), f"{name}: there is no such program"
+    return source
+
+
 def every() -> Iterator[list[str]]:
     """The commands of all documents, and those that make's targets run."""
     for document in documents():
@@ -95,9 +111,7 @@ def unlike() -> list[list[str]]:
         else:
             _, name, arguments = program(words)
             choices = arguments[:1] if name in ("kvstore", "benchmarks/eviction.py") else []
-            # Those that take long are run once; their options are looked up.
-            one = name in ONCE
-            alike = (name, *choices, *([] if one else sorted(flags_of(arguments))))
+            alike = (name, *choices, *([] if name in ONCE else sorted(flags_of(arguments))))
         found.setdefault(alike, words)
     return list(found.values())
 
@@ -112,7 +126,7 @@ def made_of_known(target: str) -> list[list[str]]:
 def marked(words: list[str]) -> object:
     name = program(words)[1] if words[0] == "python" else ""
     marks = [pytest.mark.vllm] if name in NEEDS_VLLM | SLOW else []
-    marks += [pytest.mark.slow] if name in SLOW else []
+    marks += [pytest.mark.slow] if name in SLOW | {THREE_SERVERS} else []
     return pytest.param(words, id=" ".join(words), marks=marks)
 
 
@@ -129,9 +143,7 @@ async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: P
     if name == "kvstore":
         await run_tool(arguments, tmp_path)
         return
-    source = ROOT / (f"{name.replace('.', '/')}.py" if "/" not in name else name)
-    source = source if source.exists() else source.with_suffix("") / "__main__.py"
-    assert source.exists(), f"{name}: there is no such program"
+    source = source_of(name)
     if "__main__" not in source.read_text():
         assert not arguments, f"{name} is no program"
         run(start, tmp_path)
@@ -148,6 +160,8 @@ async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: P
         if not arguments and re.search(r'"folder", type=Path\)', source.read_text()):
             arguments = [str(tmp_path)]  # Named without its folder, in prose.
         arguments = [*arguments, "--dry"]
+    if "--neighbour" in arguments:
+        start, arguments = ["-c", UNDER], [*arguments, "--one"]
     run([*start, *arguments, *SMALLEST.get(name, [])], tmp_path)
 
 
@@ -159,8 +173,9 @@ def test_what_is_not_run_with_all_options_has_those_of_the_documents(
         pytest.skip("it has no options, and imports nothing but the standard library")
     commands = [program(words) for words in every() if words[0] == "python"]
     named = [(start, arguments) for start, its, arguments in commands if its == name]
-    told = run([*named[0][0], "--help"], tmp_path)
     flags = {flag for _, arguments in named for flag in flags_of(arguments)}
+    # What no test runs has to start at least.
+    told = run([*named[0][0], "--help"], tmp_path) if name in SLOW else source_of(name).read_text()
     assert [flag for flag in sorted(flags) if flag not in told] == []
 
 
@@ -232,18 +247,18 @@ def _small(word: str, folder: Path) -> str:
         return "HEAD"
     if word.startswith("/tmp/") or word.endswith(".json"):
         return str(folder / Path(word).name)
-    return "0" if word == "8000" else word
+    # A port, and a link in Mbit/s.
+    return {"8000": "0", "1000": "20000"}.get(word, word)
 
 
 async def run_tool(arguments: list[str], folder: Path) -> None:
     """Run `kvstore` over a small cache and a small trace."""
-    told = run(["-m", "kvstore.tools", arguments[0], "--help"], folder)
-    assert [flag for flag in flags_of(arguments) if flag not in told] == []
     if len(arguments) == 1:
-        return  # A word in prose.
+        run(["-m", "kvstore.tools", arguments[0], "--help"], folder)  # A word in prose.
+        return
     where, trace = folder, folder / "trace.jsonl"
     if arguments[0] == "simulate":
-        requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(1000)]
+        requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]
         lines = (
             json.dumps({"timestamp": 1000 * n, "hash_ids": ids}) for n, ids in enumerate(requests)
         )

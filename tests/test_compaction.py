@@ -170,7 +170,7 @@ async def test_kills_in_its_midst_lose_nothing(tmp_path: Path) -> None:
     await fill(tmp_path)
     kept = thin_out([tmp_path])
     rng = random.Random(1)
-    for _ in range(8):
+    for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", COMPACT, str(tmp_path)], stdout=subprocess.PIPE
         )

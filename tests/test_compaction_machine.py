@@ -256,7 +256,7 @@ class FromTheEnd(Compactions):
 
 TestCompactions = FromTheEnd.TestCase
 TestCompactions.settings = settings(
-    max_examples=int(os.environ.get("KVSTORE_COMPACTIONS", "12")),
+    max_examples=int(os.environ.get("KVSTORE_COMPACTIONS", "8")),
     stateful_step_count=16,
     deadline=None,
     suppress_health_check=list(HealthCheck),

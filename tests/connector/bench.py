@@ -8,11 +8,9 @@ to the device after its transfers have begun; then all that its tokens attend to
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from kvstore.connector.mediums import ConnectorMetadata, ConnectorOutput
 from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import Block, KVBlocks, NewRequest, StepOutput
 from kvstore.connector.worker import ConnectorWorker
-from tests.connector.chaos import LAYERS, Chaos, Content, Model, Setup, spec_of
+from tests.connector.chaos import LAYERS, Content, Model, Setup, Told, spec_of
 from tests.connector.parts import Pool, Request, Seen, Step, Work
 from tests.patience import PATIENCE
 
@@ -34,14 +32,19 @@ MAX_STEPS = 600
 
 
 class Server:
-    """See the module's text."""
+    """See the module's text.
 
-    def __init__(self, setup: Setup, seed: int, folder: Path, chaos: Chaos | None = None) -> None:
+    Attributes:
+        fewer: so many tokens less than were found are loaded, where that is allowed.
+        together: the scheduler is told at once what several workers have ended.
+    """
+
+    def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.chance = random.Random(seed)
-        self.chaos = chaos or Chaos(random.Random(seed + 1))
-        self.done = self.chaos.done
-        self.spec = spec_of(setup, self.chaos, folder)
+        self.told = Told()
+        self.fewer = 0
+        self.together = False
+        self.spec = spec_of(setup, self.told)
         self.scheduler = ConnectorScheduler(self.spec)
         self.workers = [ConnectorWorker(self.spec) for _ in range(setup.workers)]
         for worker, device in zip(self.workers, self.spec.devices, strict=True):
@@ -59,37 +62,14 @@ class Server:
         self.seen = Seen()
         self.bytes = Counter[str]()
         self.matched = 0
-        self.resets = 0
         self.chunks: dict[bytes, tuple[int, Content]] = {}
         """Key -> group, and what names its tokens."""
         self.on: dict[str, set[bytes]] = {}
         """Medium -> keys, as events tell."""
         self.idle = 0
-        self._count = 0
         self._progress = False
 
     # -- what befalls it -------------------------------------------------------------------
-
-    def arrive(self, name: str | None = None) -> Request:
-        chance = self.chance
-        base = [chance.randrange(3)] * 4
-        shared = chance.choice((0, 6, 13, 20, 32))
-        tokens = [base[0] * 100 + n for n in range(shared)]
-        self._count += 1
-        if chance.random() < 0.5:
-            tokens += [1000 + base[0]] * chance.randint(1, 24)
-        else:
-            tokens += [chance.randrange(2000, 2003) for _ in range(chance.randint(1, 20))]
-        prompt = len(tokens)
-        target = prompt + chance.choice((1, 1, 2, 5, 12, 20))
-        free = [n for n in map(str, range(12)) if self.is_free(n)]
-        if name is None:
-            name = chance.choice(free) if free and chance.random() < 0.5 else f"r{self._count}"
-        request = self.add(name, tokens, target)
-        request.skip_reading_prefix_cache = chance.random() < 0.05
-        if chance.random() < 0.1:
-            request.kv_transfer_params = {"do_remote_decode": chance.random() < 0.7}
-        return request
 
     def add(self, name: str, prompt: list[int], target: int) -> Request:
         """A request that goes on to `target` tokens; which ones follows from its prompt."""
@@ -113,9 +93,6 @@ class Server:
                 self.chunks[key] = group, request.prefixes[end - chunk : end]
 
     def abort(self, request: Request) -> None:
-        self.done["aborts"] += 1
-        if request.state == "loading":
-            self.done["aborts while loading"] += 1
         self._finish(request)
 
     def reset(self, *, weights: bool) -> None:
@@ -127,10 +104,6 @@ class Server:
             for block in list(self.pool.hash_of):
                 self.pool.forget(block)
             self.model.salt += 1
-            self.done["new weights"] += 1
-        if self.seen.under_way:
-            self.done["resets amid transfers"] += 1
-        self.resets += 1
         self.scheduler.reset()
 
     def drop(self, request: Request) -> None:
@@ -230,7 +203,6 @@ class Server:
             self._leave(request)
             while (new := self._extend(request, request.num_computed_tokens + count)) is None:
                 victim = self.running[-1]
-                self.done["preemptions"] += 1
                 self.drop(victim)
                 preempted.add(victim.request_id)
                 self.dropped.clear()
@@ -258,19 +230,11 @@ class Server:
             self.seen.made[number] = "load"
         for number in step.meta.store_jobs:
             self.seen.made[number] = "store"
-            self._look_at(step.meta.store_jobs[number].src_spec)
-        self.done["flushes"] += len(step.meta.jobs_to_flush & self.seen.made.keys()) > 0
         for work in step.work:
             work.request.num_computed_tokens = work.end
             work.request.sampling += work.samples
-        if not step.work:
-            self.done["steps without tokens"] += 1
         self.steps.append(step)
         self.take_events()
-
-    def _look_at(self, source: Any) -> None:
-        if any(begin % self.setup.factor for begin in source.block_indices):
-            self.done["partial first chunks"] += 1
 
     def _work(self, request: Request, count: int, output: StepOutput, step: Step) -> int:
         begin = request.num_computed_tokens
@@ -289,7 +253,6 @@ class Server:
             computed, table = self._cached(request)
             found, between = self.ask(request, computed)
             if found is None:
-                self.done["deferred"] += 1
                 return True
             assert between == (found > 0)
             if found and not self.setup.windowed:
@@ -302,7 +265,6 @@ class Server:
             self.give(request, computed, found, given)
             request.num_computed_tokens = computed
             if found:
-                self.done["loads"] += 1
                 self.matched += found
                 request.num_computed_tokens += found
                 request.state = "loading"
@@ -341,7 +303,7 @@ class Server:
 
     def wanted_of(self, found: int) -> int:
         """How many of the tokens that were found are loaded; 1 at least."""
-        return self.chance.randint(1, found) if self.chance.random() < 0.1 else found
+        return max(1, found - self.fewer)
 
     def _allocate(
         self, request: Request, computed: int, table: list[list[int]], found: int, budget: int
@@ -376,17 +338,13 @@ class Server:
             self.seen.failed |= output.failed_jobs
             self.bytes["loaded"] += output.loaded.bytes
             self.bytes["stored"] += output.stored.bytes
-        if len(outputs) > 1 and self.told_together():
+        if len(outputs) > 1 and self.together:
             outputs = [sum(outputs[1:], outputs[0])]
         for work in step.work:
             self._take_token(work)
         for output in outputs:
             self._take_ended(self.scheduler.update_connector_output(output))
         self.take_events()
-
-    def told_together(self) -> bool:
-        """Whether the scheduler is told at once what the workers have ended."""
-        return self.chance.random() < 0.5
 
     def _execute(self, number: int, step: Step) -> ConnectorOutput:
         worker, device = self.workers[number], self.spec.devices[number]
@@ -439,7 +397,6 @@ class Server:
         request.sampling -= 1
         request.num_tokens += 1
         if request.num_tokens >= request.target:
-            self.done["finished"] += 1
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
@@ -464,8 +421,6 @@ class Server:
             if request is None:
                 continue
             assert request.state == "loading"
-            if name in ended.failed:
-                self.done["failed loads"] += 1
             if name in ended.failed or request.stale:
                 request.stale = False
                 self._free(request)
@@ -481,19 +436,6 @@ class Server:
         while self.steps:
             self.complete()
 
-    def act(self) -> None:
-        """A step, and perhaps something in between."""
-        chance = self.chance
-        if chance.random() < 0.3 and len(self.waiting) < 6:
-            self.arrive()
-        everyone = [*self.running, *self.waiting]
-        if everyone and chance.random() < 0.06:
-            loading = [request for request in everyone if request.state == "loading"]
-            self.abort(chance.choice(loading or everyone))
-        if chance.random() < 0.02:
-            self.reset(weights=chance.random() < 0.5)
-        self.step()
-
     def step(self, budget: int | None = None) -> None:
         self._progress = False
         self.schedule(budget)
@@ -501,20 +443,10 @@ class Server:
             self.complete()
         self.idle = 0 if self._progress or not (self.running or self.waiting) else self.idle + 1
         assert self.idle < MAX_STEPS, "nobody gets on"
-        if not self._progress and self.setup.keeps == "disk" and not self.setup.held:
-            time.sleep(0.0005)
-
-    def run(self, count: int) -> None:
-        """So many acts; then everybody finishes, and nothing is left."""
-        for _ in range(count):
-            self.act()
-        self.come_to_rest()
-        self.check_nothing_is_left()
-        self.check_what_is_stored()
 
     def come_to_rest(self) -> None:
         """Everybody finishes; nothing befalls anybody any more."""
-        self.chaos.calm = True
+        self.told.calm = True
         while self.running or self.waiting:
             self.step()
         for _ in range(MAX_STEPS):
@@ -550,7 +482,6 @@ class Server:
         assert stats.loaded_bytes == self.bytes["loaded"]
         assert stats.stored_bytes == self.bytes["stored"]
         assert len(self.pool.free) == self.setup.blocks - 1
-        self.done["stores"] += stats.stores
 
     def take_events(self) -> None:
         for event in self.scheduler.take_events():
@@ -575,11 +506,8 @@ class Server:
             while (found := manager.lookup(key, context)) is None:
                 assert time.monotonic() < end, "deferred for ever"
                 manager.on_schedule_end()
-                if not self.setup.held:
-                    time.sleep(0.0005)
             assert found == (key in everywhere), f"events know otherwise: {found}"
             if found:
-                self.done["keys checked"] += 1
                 row = int(manager.prepare_load([key], context).block_ids[0])  # type: ignore[attr-defined]
                 self._check_row(row, group, prefixes)
                 manager.complete_load([key], context)

@@ -1,13 +1,11 @@
-"""Handlers that copy late, fail or refuse; what a model computes; what a server may be."""
+"""Handlers that copy when they are told to, fail or refuse; a model; what a server may be."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -30,12 +28,12 @@ from tests.connector.held import Clock, HeldEngine, Shelf
 __all__ = [
     "BYTES",
     "LAYERS",
-    "Chaos",
     "Device",
     "HeldSpec",
     "LateHandler",
     "Model",
     "Setup",
+    "Told",
     "spec_of",
 ]
 
@@ -55,11 +53,11 @@ class Setup:
         groups: for each the tokens of a block, and the window.
         factor: blocks in a chunk.
         blocks, rows: of the device and of host memory.
-        keeps: who keeps chunks: "policy", "host" or "disk".
+        keeps: who keeps chunks: "policy", or the store ("host" or "disk") over a tier whose moves
+            end when they are told to, while time stands still.
         depth: steps that are scheduled before an earlier one is done.
         budget: tokens of a step.
         newest_first: blocks that were given back last are given out first.
-        held: moves to and from the disk end when they are told to, and time stands still.
     """
 
     groups: tuple[tuple[int, int | None], ...]
@@ -75,7 +73,6 @@ class Setup:
     budget: int = 24
     newest_first: bool = False
     policy: str = "lru"
-    held: bool = False
 
     @property
     def one_size(self) -> bool:
@@ -129,30 +126,16 @@ class Device:
 
 
 @dataclass
-class Chaos:
-    """What befalls transfers; nothing once it is `calm`."""
+class Told:
+    """Transfers end when they are told to.
 
-    chance: random.Random
+    Attributes:
+        calm: they end at once.
+        refusing: handlers take nothing.
+    """
+
     calm: bool = False
-    late: float = 0.6
-    fails: float = 0.06
-    refuses: float = 0.03
-    done: Counter[str] = field(default_factory=Counter)
-
-    def is_refused(self) -> bool:
-        """Whether the next transfer is not taken."""
-        return self._happens(self.refuses)
-
-    def wait(self) -> int:
-        """How often one that was taken is asked after before it ends."""
-        return self.chance.randint(1, 4) if self._happens(self.late) else 0
-
-    def is_failing(self) -> bool:
-        """Whether one that was taken copies nothing."""
-        return self._happens(self.fails)
-
-    def _happens(self, probability: float) -> bool:
-        return not self.calm and self.chance.random() < probability
+    refusing: bool = False
 
 
 @dataclass
@@ -161,27 +144,24 @@ class Late:
 
     job: int
     spec: TransferSpec
-    wait: int
-    fails: bool
+    ends: bool
+    fails: bool = False
 
 
 class LateHandler(OffloadingHandler):
     """Takes transfers now and copies them when they end. Reports them in the order of taking."""
 
-    def __init__(self, inner: OffloadingHandler, chaos: Chaos, device: Device) -> None:
+    def __init__(self, inner: OffloadingHandler, told: Told, device: Device) -> None:
         self.inner = inner
-        self.chaos = chaos
+        self.told = told
         self.device = device
         self.queue: deque[Late] = deque()
         self.ended: list[TransferResult] = []
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        chaos = self.chaos
-        chaos.done["taken"] += 1
-        if chaos.is_refused():
-            chaos.done["refused"] += 1
+        if self.told.refusing and not self.told.calm:
             return False
-        self.queue.append(Late(job_id, spec, chaos.wait(), chaos.is_failing()))
+        self.queue.append(Late(job_id, spec, self.told.calm))
         target = spec[1]
         if isinstance(target, DeviceLoadStoreSpec):
             # The copy may write at any time from now on.
@@ -195,9 +175,7 @@ class LateHandler(OffloadingHandler):
             at += size
 
     def get_finished(self) -> list[TransferResult]:
-        for late in self.queue:
-            late.wait -= 1
-        while self.queue and self.queue[0].wait < 0:
+        while self.queue and self.queue[0].ends:
             self.end_first()
         ended, self.ended = self.ended, []
         return ended
@@ -210,7 +188,6 @@ class LateHandler(OffloadingHandler):
         """The one that was taken first is copied now, or fails."""
         late = self.queue.popleft()
         if late.fails:
-            self.chaos.done["failed"] += 1
             self.ended.append(TransferResult(late.job, False))
             return
         assert self.inner.transfer_async(late.job, late.spec)
@@ -233,7 +210,7 @@ class LateHandler(OffloadingHandler):
 class ChaosSpec(KVStoreSpec):
     """The store behind late handlers."""
 
-    chaos: Chaos
+    told: Told
     devices: list[Device]
     handlers: list[list[LateHandler]]
     _host: PinnedRegion | None = None
@@ -259,7 +236,7 @@ class ChaosSpec(KVStoreSpec):
     ) -> Handlers:
         device = self.devices[len(self.handlers)]
         ways = [
-            (source, target, LateHandler(inner, self.chaos, device))
+            (source, target, LateHandler(inner, self.told, device))
             for source, target, inner in super().get_handlers(kv_caches, attn_backends)
         ]
         self.handlers.append([handler for _, _, handler in ways])
@@ -308,14 +285,8 @@ class HeldSpec(ChaosSpec):
             self._patches.close()
 
 
-def spec_of(setup: Setup, chaos: Chaos, folder: Path) -> ChaosSpec:
+def spec_of(setup: Setup, told: Told) -> ChaosSpec:
     """What `setup` says; with as many devices as workers."""
-    disk = {
-        "type": "disk",
-        "path": str(folder),
-        "capacity_bytes": "1MiB",
-        "segment_bytes": "256KiB",
-    }
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": setup.rows * 4096,
         "identity": {"model": "m"},
@@ -323,7 +294,6 @@ def spec_of(setup: Setup, chaos: Chaos, folder: Path) -> ChaosSpec:
         "keep_events": True,
         "eviction_policy": setup.policy,
         "offload_prompt_only": setup.prompt_only,
-        "tiers": [disk] if setup.keeps == "disk" else [],
     }
     if setup.factor > 1:
         extra["block_size"] = setup.groups[0][0] * setup.factor
@@ -334,14 +304,13 @@ def spec_of(setup: Setup, chaos: Chaos, folder: Path) -> ChaosSpec:
         )
         for number, (size, window) in enumerate(setup.groups)
     ]
-    kind: type[ChaosSpec] = HeldSpec if setup.held else ChaosSpec
-    spec = (PolicySpec if setup.keeps == "policy" else kind)(
+    spec = (PolicySpec if setup.keeps == "policy" else HeldSpec)(
         ServerConfig.of(setup.hash_size, extra, enable_prefix_caching=setup.prefix_cache),
         KVCacheConfig(groups),
     )
     if isinstance(spec, PolicySpec):
         spec.policy = setup.policy
-    spec.chaos = chaos
+    spec.told = told
     spec.handlers = []
     spec.devices = [Device(setup) for _ in range(setup.workers)]
     spec.num_workers = setup.workers

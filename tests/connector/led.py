@@ -6,11 +6,9 @@ that it may be stored, is counted chunk by chunk.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from kvstore.connector.contract import PrepareStoreOutput, ReqContext, RequestContext
 from kvstore.connector.device_transfers import EndedLoads
@@ -21,40 +19,17 @@ from kvstore.core import Core
 from kvstore.core.chunk import READY
 from tests.connector.bench import Server
 from tests.connector.boundaries import Case, expected, needed
-from tests.connector.chaos import Chaos, HeldSpec, LateHandler, Setup
+from tests.connector.chaos import HeldSpec, LateHandler, Setup
 from tests.connector.held import HeldEngine
 from tests.connector.parts import Request, Work
 
-__all__ = ["Led", "Told"]
-
-NEVER = 10**9
-
-
-class Told(Chaos):
-    """Transfers end when they are told to.
-
-    Attributes:
-        refusing: handlers take nothing.
-    """
-
-    refusing = False
-
-    def is_refused(self) -> bool:
-        return self.refusing and not self.calm
-
-    def wait(self) -> int:
-        return 0 if self.calm else NEVER
-
-    def is_failing(self) -> bool:
-        return False
+__all__ = ["Led"]
 
 
 class Led(Server):
     """See the module's text.
 
     Attributes:
-        fewer: so many tokens less than were found are loaded, where that is allowed.
-        together: the scheduler is told at once what several workers have ended.
         jobs: those under way, and whose they are.
         loading: request -> what is being loaded into its blocks.
         offered: what each request has offered to the manager, or loaded, since it was looked up
@@ -62,10 +37,7 @@ class Led(Server):
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.told = Told(random.Random(0))
-        super().__init__(setup, 0, Path("nowhere"), self.told)
-        self.fewer = 0
-        self.together = False
+        super().__init__(setup)
         self.jobs: dict[int, Request] = {}
         self.loading: dict[str, set[bytes]] = {}
         self.offered: defaultdict[Request, set[bytes]] = defaultdict(set)
@@ -84,14 +56,6 @@ class Led(Server):
     @property
     def engine(self) -> HeldEngine | None:
         return self.spec.engine if isinstance(self.spec, HeldSpec) else None
-
-    # -- what is decided elsewhere by chance -----------------------------------------------
-
-    def wanted_of(self, found: int) -> int:
-        return max(1, found - self.fewer)
-
-    def told_together(self) -> bool:
-        return self.together
 
     def handlers(self) -> Iterator[LateHandler]:
         """Those with transfers under way."""
@@ -316,7 +280,7 @@ class Led(Server):
     def come_to_rest(self) -> None:
         for handler in self.handlers():
             for late in handler.queue:
-                late.wait = 0
+                late.ends = True
         if self.engine is not None:
             self.engine.calm = True
             self.engine.end_all()

@@ -56,10 +56,10 @@ class TestKVStoreHostAlone(ManagerContract):
 class TestKVStoreOverADisk(ManagerContract):
     forgets = False
 
-    def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:
+    def new_manager(self, folder: Path, blocks: int | None = None) -> tuple[KVStoreManager, Places]:
         manager = KVStoreManager(
             {
-                "cpu_bytes_to_use": self.blocks * self.block_bytes,
+                "cpu_bytes_to_use": (blocks or self.blocks) * self.block_bytes,
                 "chunk_bytes": self.block_bytes,
                 "identity": {"model": "m"},
                 "keep_events": True,
@@ -74,6 +74,20 @@ class TestKVStoreOverADisk(ManagerContract):
             }
         )
         return manager, manager.region.array
+
+    def test_more_than_host_memory_holds_is_there_after_a_restart(
+        self, tmp_path: Path, form: str
+    ) -> None:
+        """Servers that call by lists never say where their steps end."""
+        keys = keys_from(0, 5 * self.blocks)
+        prompts = [keys[start : start + 8] for start in range(0, len(keys), 8)]
+        for blocks in (2 * len(keys), self.blocks):
+            bench = ManagerBench(*self.new_manager(tmp_path, blocks), by_lists=form == "by lists")
+            for prompt in prompts:
+                if blocks == self.blocks:
+                    assert bench.load(prompt) == len(prompt)
+                assert bench.store(prompt) == (prompt if blocks > self.blocks else [])
+            bench.manager.shutdown()
 
 
 @pytest.mark.parametrize("policy", policy_names())

@@ -89,6 +89,8 @@ def test_what_was_found_stays_while_other_prompts_are_looked_up() -> None:
         manager.prepare_load(keys)
     for keys in prompts:
         manager.complete_load(keys)
+    # Once all of it was loaded it is in nobody's way.
+    assert len(store(manager, keys_from(900, 16))) == 16
     manager.shutdown()
 
 

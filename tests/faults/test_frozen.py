@@ -17,6 +17,8 @@ from tests.faults.support import SEGMENTS, SLOTS, Caller, calling, descriptors, 
 from tests.patience import PATIENCE, until_async
 
 FROZEN_SECONDS = 2.0
+"""Unless it is thawed before."""
+USED_SECONDS = 0.4
 STILL_SECONDS = 1.0
 """A loop that waits for the thaw stands still for longer."""
 
@@ -48,7 +50,7 @@ async def test_a_frozen_file_system_holds_up_neither_the_loop_nor_the_process(
         await caller.save(ALL)
         async with running_loop(STILL_SECONDS):
             with device.frozen(FROZEN_SECONDS):
-                await use(caller, FROZEN_SECONDS / 2)
+                await use(caller, USED_SECONDS)
             # Thawed: all is as it was.
             await until_async(lambda: not caller.asked().stalled)
             await until_async(lambda: caller.store._core.unsaved == 0)
@@ -69,7 +71,7 @@ async def test_a_neighbour_is_followed_while_the_file_system_is_frozen(device: D
         with device.frozen(FROZEN_SECONDS):
             async with running_loop(STILL_SECONDS):
                 assert await follower.each(ALL) == set(ALL)
-                await asyncio.sleep(FROZEN_SECONDS / 2)
+                await asyncio.sleep(USED_SECONDS)
         await owner.save(range(100, 108))
         await until_async(lambda: follower.asked() and follower.stats.tiers[1].chunks >= SLOTS + 8)
 

@@ -399,12 +399,13 @@ async def test_writes_that_never_end_cost_no_more_than_their_rows(
 async def test_growth_that_never_ends_makes_new_chunks_take_the_place_of_old(
     faulty: FaultyDisk, op: str
 ) -> None:
-    async with calling(faulty.path, seen_at=faulty.behind) as caller:
+    wait = CEILING / 2
+    async with calling(faulty.path, seen_at=faulty.behind, max_wait_s=wait) as caller:
         with faulty.hanging(op, path="segment-"):
             async with running_loop():
                 for start in range(0, 4 * SLOTS, SLOTS):
                     await caller.put(range(start, start + SLOTS))
-                    await asyncio.sleep(CEILING / 2)
+                    await asyncio.sleep(wait / 2)
                 await until_async(lambda: caller.asked() and caller.store._core.unsaved == 0)
                 caller.forget_host()
                 assert await caller.each(range(3 * SLOTS, 4 * SLOTS))

@@ -25,7 +25,7 @@ import asyncio, json, sys, time
 import kvstore
 try:
     from kvstore.core import recency
-    recency.NOTE_SECONDS = 0.2
+    recency.NOTE_SECONDS = 0.1
 except ImportError:
     pass
 
@@ -41,7 +41,7 @@ async def main():
             async with store.get([keys[number]]) as chunks:
                 assert len(chunks) == 1
             # Each is written down before the next is used.
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.25)
         print("used", flush=True)
         await asyncio.sleep(60)
 
@@ -76,7 +76,7 @@ def use_and_die(path: Path, host_chunks: int) -> float:
     assert server.stdout is not None
     try:
         assert server.stdout.readline() == "used\n"
-        return time.time() - 0.5 * len(HOT)
+        return time.time() - 0.25 * len(HOT)
     finally:
         server.kill()
         server.wait()

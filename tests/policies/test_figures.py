@@ -62,7 +62,13 @@ def test_conversation(percent: float, policy: str, hits: int, inserts: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("percent", "better_than_lru"), [(1, 3.0), (5, 1.5), (10, 1.5), (25, -0.5)]
+    ("percent", "better_than_lru"),
+    [
+        (1, 3.0),
+        pytest.param(5, 1.5, marks=pytest.mark.slow),
+        (10, 1.5),
+        pytest.param(25, -0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_hit_density_beats_lru_on_the_conversation(percent: float, better_than_lru: float) -> None:
     lru, _ = replayed("conversation", percent, "lru")

@@ -33,7 +33,10 @@ def conversation() -> Trace:
     return read_trace(CONVERSATION)
 
 
-@pytest.mark.parametrize(("policy", "percent"), PUBLISHED)
+@pytest.mark.parametrize(
+    ("policy", "percent"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[1] == 10 else []) for each in PUBLISHED],
+)
 def test_the_conversation_trace_gives_the_published_hits(
     conversation: Trace, policy: str, percent: int
 ) -> None:
@@ -45,7 +48,11 @@ def test_the_conversation_trace_gives_the_published_hits(
 
 
 @pytest.mark.parametrize(
-    "flow", [*list(Flow)[:2], pytest.param(Flow.EXCLUSIVE, marks=pytest.mark.slow)]
+    "flow",
+    [
+        each if each is Flow.WRITE_THROUGH else pytest.param(each, marks=pytest.mark.slow)
+        for each in Flow
+    ],
 )
 def test_two_tiers_hit_what_they_should(conversation: Trace, flow: Flow) -> None:
     longest = max(map(len, conversation.requests))

@@ -20,7 +20,7 @@ from kvstore.policies.lru import LRU
 from kvstore.tiers import PinnedRegion
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async
-from tests.store.support import CHUNK, Open, cancel, contents, hold, keys_of, payloads
+from tests.store.support import CHUNK, Open, cancel, contents, hold, hurry, keys_of, payloads
 
 KEYS = keys_of("a", 4)
 
@@ -190,12 +190,14 @@ async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
 async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async with open_store(disk=32, rows=8, deadline_s=2.0) as store:
-        # While the disk stands still a put waits for room for that long.
+    async with open_store(disk=32, rows=8) as store:
         await store.put(KEYS, payloads(KEYS))
         await store.flush()
         await store.put(keys_of("wide", 8), payloads(keys_of("wide", 8)))
+        # While the disk stands still a put waits for room for that long.
+        hurry(store, 0.2)
         gates = await stop_the_disk(store, monkeypatch)
+        hurry(store, TOO_LONG)
         running = begin_call(store, what, KEYS)
         # It may be woken, and wait again, before it waits for the disk alone.
         await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -180,80 +180,65 @@ def acts(seed: int) -> list[Act]:
     return made
 
 
+def act(store: Any, get: Callable[..., Any], what: str, arguments: tuple[Any, ...]) -> Any:
+    """The answer of either face, or a coroutine that has it."""
+    match what:
+        case "put":
+            return store.put(arguments[0], payloads(arguments[0]), arguments[1])
+        case "get":
+            return get(*arguments)
+        case "resolve":
+            return store.resolve(*arguments)
+        case "flush":
+            return store.flush(PATIENCE)
+        case "reset":
+            return store.reset()
+        case "release":
+            return store.release(*arguments)
+        case "events":
+            return sorted(map(repr, store.take_events())) != []
+    return store.put([b""], [b""])
+
+
+async def play(store: Any, given: list[Act], ask: Callable[..., Awaitable[Any]]) -> list[object]:
+    told: list[object] = []
+    for what, arguments in given:
+        try:
+            told.append(await ask(what, arguments))
+            if what == "put":
+                # How much room there is depends on what still waits for the disk.
+                await ask("flush", ())
+        except KVStoreError as error:
+            told.append((type(error), str(error)))
+    return [*told, store.stats().stored]
+
+
 async def on_a_loop(config: dict[str, Any], given: list[Act]) -> list[object]:
-    async def get(keys: list[bytes], name: str | None) -> object:
-        async with store.get(keys, name) as chunks:
-            return list(chunks.keys), [bytes(chunk) for chunk in chunks]
-
-    async def one(what: str, arguments: tuple[Any, ...]) -> object:
-        match what:
-            case "put":
-                return await store.put(arguments[0], payloads(arguments[0]), arguments[1])
-            case "get":
-                return await get(*arguments)
-            case "resolve":
-                return await store.resolve(*arguments)
-            case "flush":
-                return await store.flush(PATIENCE)
-            case "reset":
-                await store.reset()
-                return None
-            case "release":
-                store.release(*arguments)
-                return None
-            case "events":
-                return sorted(map(repr, store.take_events())) != []
-        return await store.put([b""], [b""])
-
-    told: list[object] = []
     async with kvstore.open(config) as store:
-        for what, arguments in given:
-            try:
-                told.append(await one(what, arguments))
-                if what == "put":
-                    # How much room there is depends on what still waits for the disk.
-                    await store.flush()
-            except KVStoreError as error:
-                told.append((type(error), str(error)))
-        told.append(store.stats().stored)
-    return told
+
+        async def get(keys: list[bytes], name: str | None) -> object:
+            async with store.get(keys, name) as chunks:
+                return list(chunks.keys), [bytes(chunk) for chunk in chunks]
+
+        async def ask(*what: Any) -> Any:
+            answer = act(store, get, *what)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return await play(store, given, ask)
 
 
-def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
+async def in_threads(config: dict[str, Any], given: list[Act]) -> list[object]:
     """Each call in another thread than the one before."""
-
-    def one(store: SyncStore, what: str, arguments: tuple[Any, ...]) -> object:
-        match what:
-            case "put":
-                return store.put(arguments[0], payloads(arguments[0]), arguments[1])
-            case "get":
-                with store.get(*arguments) as chunks:
-                    return list(chunks.keys), [bytes(chunk) for chunk in chunks]
-            case "resolve":
-                return store.resolve(*arguments)
-            case "flush":
-                return store.flush(PATIENCE)
-            case "reset":
-                store.reset()
-                return None
-            case "release":
-                store.release(*arguments)
-                return None
-            case "events":
-                return sorted(map(repr, store.take_events())) != []
-        return store.put([b""], [b""])
-
-    told: list[object] = []
     with ThreadPoolExecutor(3) as pool, kvstore.open_sync(config) as store:
-        for what, arguments in given:
-            try:
-                told.append(pool.submit(one, store, what, arguments).result(PATIENCE))
-                if what == "put":
-                    store.flush()
-            except KVStoreError as error:
-                told.append((type(error), str(error)))
-        told.append(store.stats().stored)
-    return told
+
+        def get(keys: list[bytes], name: str | None) -> object:
+            with store.get(keys, name) as chunks:
+                return list(chunks.keys), [bytes(chunk) for chunk in chunks]
+
+        def ask(*what: Any) -> Awaitable[Any]:
+            return asyncio.wrap_future(pool.submit(act, store, get, *what))
+
+        return await play(store, given, ask)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -261,7 +246,7 @@ def test_both_faces_give_the_same_answers(tmp_path: Path, seed: int) -> None:
     given = acts(seed)
     there = small(tmp_path / "there", 8, 256, keep_events=True)
     here = small(tmp_path / "here", 8, 256, keep_events=True)
-    told = in_threads(here, given)
+    told = asyncio.run(in_threads(here, given))
     assert told == asyncio.run(on_a_loop(there, given))
     assert any(isinstance(each, tuple) and each[0] is BlockKeyError for each in told)
     assert any(isinstance(each, tuple) and len(each[1]) > 4 for each in told)

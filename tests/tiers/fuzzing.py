@@ -19,7 +19,7 @@ from tests.patience import PATIENCE
 EXAMPLES = os.environ.get("KVSTORE_FUZZ")
 
 fuzz = settings(
-    max_examples=int(EXAMPLES or 12),
+    max_examples=int(EXAMPLES or 8),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,

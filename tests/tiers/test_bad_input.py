@@ -511,7 +511,7 @@ def test_looking_at_a_lane_does_not_take_it(folder: Path, open_bench: OpenBench)
     onlooker = threading.Thread(target=look)
     onlooker.start()
     try:
-        for _ in range(20):
+        for _ in range(8):
             open_bench(lane=0).abandon()
     finally:
         stop.set()

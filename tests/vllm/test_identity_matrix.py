@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 
 pytest.importorskip("vllm")
 
@@ -139,12 +139,6 @@ SETTINGS = [
         "draft model",
         "draft.config.architectures, draft.config.attention_bias, ",
         {"speculative_config": DRAFT},
-    ),
-    Setting(
-        "tensor parallel",
-        "group.0.num_kv_heads, parallel, rank_bytes_per_block",
-        {"tensor_parallel_size": 2},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED},
     ),
 ]
 

@@ -29,7 +29,7 @@ def test_resets_amid_stores_and_loads_never_give_a_wrong_token(
     log = tmp_path / "log.txt"
     status = run_script(
         RESETS,
-        ["--resets", "5", "--seed", "3", "--right", str(told)],
+        ["--resets", "3", "--seed", "3", "--right", str(told)],
         tmp_path,
         log,
         {},

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +21,65 @@ TURMOIL = Path(__file__).resolve().parents[2] / "benchmarks" / "turmoil.py"
 TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED}
 
 
+def turmoil(
+    folder: Path,
+    more: list[str],
+    environment: dict[str, str],
+    launcher: int,
+) -> str:
+    """What it says; it has to end well. The model and the right tokens lie in `folder`."""
+    log = folder / f"log-{launcher}.txt"
+    status = run_script(
+        TURMOIL,
+        ["--folder", str(folder), *more],
+        folder,
+        log,
+        environment,
+        launcher=launcher,
+        timeout=ENGINE_SECONDS,
+    )
+    text = log.read_text()
+    assert status == 0, text[-4000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a model and its right tokens, which no number of workers changes."""
+
+    @cache
+    def made(model: str) -> Path:
+        folder = tmp_path_factory.mktemp(model)
+        turmoil(folder, ["--model", model, "--reference"], {}, 0)
+        return folder
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("model", "engine", "environment"),
     [
         pytest.param("llama", {}, {}, id="one group"),
         pytest.param("gemma", {}, {}, id="sliding windows"),
-        pytest.param("llama", {"tensor_parallel_size": 2}, TWO_WORKERS, id="two workers"),
+        pytest.param(
+            "llama",
+            {"tensor_parallel_size": 2},
+            TWO_WORKERS,
+            id="two workers",
+        ),
     ],
 )
 def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
-    tmp_path: Path, model: str, engine: dict[str, Any], environment: dict[str, str]
+    tmp_path: Path,
+    right: Callable[[str], Path],
+    model: str,
+    engine: dict[str, Any],
+    environment: dict[str, str],
 ) -> None:
-    same = ["--model", model, "--engine", json.dumps(engine), "--folder", str(tmp_path)]
-    texts = []
-    for number, more in enumerate((["--reference"], ["--episodes", "6"])):
-        log = tmp_path / f"log-{number}.txt"
-        status = run_script(
-            TURMOIL,
-            [*same, *more],
-            tmp_path,
-            log,
-            environment,
-            launcher=number,
-            timeout=ENGINE_SECONDS,
-        )
-        texts.append(log.read_text())
-        assert status == 0, texts[-1][-4000:]
-    found = json.loads(next(line for line in texts[1].splitlines() if line.startswith("{")))
+    same = ["--model", model, "--engine", json.dumps(engine)]
+    shutil.copytree(right(model), tmp_path, dirs_exist_ok=True)
+    said = turmoil(tmp_path, [*same, "--episodes", "6"], environment, 1)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["wrong"] == 0
     assert found["compared"] > 5 * found["completed"], "tokens; the rest comes after ties"
     for what in ("preempted", "aborted while loading", "resets amid copies", "sleeps"):

@@ -19,7 +19,11 @@ from kvstore.vllm.version import NEWEST, OLDEST, check_version, version_of
 
 def test_the_tests_run_with_the_vllm_that_was_asked_for() -> None:
     wanted = os.environ.get("KVSTORE_VLLM", "0.32")
-    program = "import vllm; print(vllm.__version__)"
+    program = (
+        "import importlib.util, runpy; places = importlib.util.find_spec('vllm')"
+        ".submodule_search_locations; "
+        "print(runpy.run_path(places[0] + '/_version.py')['__version__'])"
+    )
     told = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

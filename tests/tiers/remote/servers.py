@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,12 +17,17 @@ from benchmarks.azurite import Azurite
 from benchmarks.ceph_gateway import CephGateway, is_installed
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
+from kvstore.testing.bench import TierBench
+from kvstore.testing.store import StoreContract
+from kvstore.types import TierPlace
+from tests.patience import PATIENCE
 
 __all__ = [
     "Azurite",
     "CephGateway",
     "MooncakeMaster",
     "RedisServer",
+    "ServerContract",
     "azurite",
     "ceph_gateway",
     "mooncake_master",
@@ -31,6 +36,36 @@ __all__ = [
 ]
 
 _S = TypeVar("_S")
+
+HURRY = 0.3
+"""Seconds that a call to a frozen server gets."""
+
+
+class ServerContract(StoreContract):
+    """The contract of a store over one of these servers: deadlines are short while it is frozen."""
+
+    seconds = PATIENCE
+    timeout = 3.0
+    server: Any
+
+    def open(self, place: TierPlace, benches: list[TierBench]) -> TierBench:
+        self._opened = benches
+        return super().open(place, benches)
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def start(self) -> None:
+        self._wait(self.timeout)
+        self.server.start()
+
+    def freeze(self) -> None:
+        self._wait(HURRY)
+        self.server.freeze()
+
+    def _wait(self, seconds: float) -> None:
+        for bench in getattr(self, "_opened", ()):
+            bench.tier._timeout = seconds
 
 
 @contextlib.contextmanager

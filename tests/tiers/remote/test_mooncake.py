@@ -16,12 +16,11 @@ import kvstore
 from kvstore.assembly import rows_for
 from kvstore.config import Config, TierConfig
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.tiers.remote.mooncake import MooncakeTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.remote.servers import MooncakeMaster, mooncake_master
+from tests.tiers.remote.servers import MooncakeMaster, ServerContract, mooncake_master
 
 store = pytest.importorskip("mooncake.store", exc_type=ImportError)
 
@@ -48,20 +47,20 @@ def host(master: MooncakeMaster) -> Iterator[Any]:
     engine.close()
 
 
-class TestMooncake(StoreContract):
-    seconds = PATIENCE
+class TestMooncake(ServerContract):
+    # The engine's own limit comes first; to reach its master may take longer.
+    timeout = 6.0
 
     @pytest.fixture(autouse=True)
     def _use(self, master: MooncakeMaster, host: Any) -> None:
-        self.master, self.host = master, host
+        self.server, self.host = master, host
         host.remove_all(True)
 
     def new_tier(self, place: TierPlace) -> Tier:
-        # The engine's own limit comes first; to reach its master may take longer.
-        return MooncakeTier(place, master=self.master.address, timeout_s=6.0)
+        return MooncakeTier(place, master=self.server.address, timeout_s=self.timeout)
 
     def values(self) -> Mapping[str, bytes]:
-        return {name: self.host.get(name) for name in self.master.names()}
+        return {name: self.host.get(name) for name in self.server.names()}
 
     def put(self, name: str, value: bytes) -> None:
         self.host.remove(name, True)
@@ -69,11 +68,8 @@ class TestMooncake(StoreContract):
             # It has no empty values.
             assert not self.host.put(name, value)
 
-    def stop(self) -> None:
-        self.master.stop()
-
     def start(self) -> None:
-        self.master.start()
+        super().start()
         # The host comes back to its master by itself, and gives it its memory anew.
         end = time.monotonic() + PATIENCE
         while self.host.put("probe", b"probe"):
@@ -81,15 +77,19 @@ class TestMooncake(StoreContract):
             time.sleep(0.1)
         self.host.remove("probe", True)
 
-    def freeze(self) -> None:
-        self.master.freeze()
-
 
 class TestMooncakeBehindRows(TestMooncake):
-    """The same where records lie behind payloads."""
+    """The same where records lie behind payloads, but for what moves no bytes."""
 
     chunk_bytes = 8192
     tail_bytes = 4096
+
+
+MOVES = "was_written another_process that_chunk_alone stays_as_it_is their_own found_bad"
+MOVES += " the_value_of_another while_a_call_waits"
+for name in dir(TestMooncakeBehindRows):
+    if name.startswith("test_") and not any(part in name for part in MOVES.split()):
+        setattr(TestMooncakeBehindRows, name, None)
 
 
 @pytest.mark.asyncio

@@ -15,7 +15,13 @@ from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
-from tests.tiers.remote.servers import Azurite, CephGateway, azurite, ceph_gateway
+from tests.tiers.remote.servers import (
+    Azurite,
+    CephGateway,
+    ServerContract,
+    azurite,
+    ceph_gateway,
+)
 
 obstore = pytest.importorskip("obstore")
 
@@ -49,15 +55,13 @@ def _names(client: Any) -> list[str]:
     return [entry["path"] for entries in obstore.list(client) for entry in entries]
 
 
-class TestS3(StoreContract):
-    seconds = PATIENCE
-
-    @pytest.fixture(autouse=True)
-    def _use(self, gateway: CephGateway, s3: Any) -> None:
-        self.server, self.client = gateway, s3
+class ServedContract(ServerContract):
+    client: Any
 
     def new_tier(self, place: TierPlace) -> Tier:
-        return ObjectTier(place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=3.0)
+        return ObjectTier(
+            place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=self.timeout
+        )
 
     def values(self) -> Mapping[str, bytes]:
         names = _names(self.client)
@@ -66,14 +70,11 @@ class TestS3(StoreContract):
     def put(self, name: str, value: bytes) -> None:
         obstore.put(self.client, name, value)
 
-    def stop(self) -> None:
-        self.server.stop()
 
-    def start(self) -> None:
-        self.server.start()
-
-    def freeze(self) -> None:
-        self.server.freeze()
+class TestS3(ServedContract):
+    @pytest.fixture(autouse=True)
+    def _use(self, gateway: CephGateway, s3: Any) -> None:
+        self.server, self.client = gateway, s3
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +83,7 @@ def emulator() -> Iterator[Azurite]:
         yield running
 
 
-class TestAzure(StoreContract):
-    seconds = PATIENCE
-
+class TestAzure(ServedContract):
     @pytest.fixture(autouse=True)
     def _use(self, emulator: Azurite, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in emulator.environment.items():
@@ -94,25 +93,6 @@ class TestAzure(StoreContract):
             emulator.container, endpoint=emulator.endpoint, client_options={"allow_http": True}
         )
         obstore.delete(self.client, _names(self.client))
-
-    def new_tier(self, place: TierPlace) -> Tier:
-        return ObjectTier(place, url=self.server.url, endpoint=self.server.endpoint, timeout_s=3.0)
-
-    def values(self) -> Mapping[str, bytes]:
-        names = _names(self.client)
-        return {name: bytes(obstore.get(self.client, name).bytes()) for name in names}
-
-    def put(self, name: str, value: bytes) -> None:
-        obstore.put(self.client, name, value)
-
-    def stop(self) -> None:
-        self.server.stop()
-
-    def start(self) -> None:
-        self.server.start()
-
-    def freeze(self) -> None:
-        self.server.freeze()
 
 
 class TestDirectory(StoreContract):

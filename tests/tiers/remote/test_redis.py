@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.remote.servers import RedisServer, redis_server, valkey_server
+from tests.tiers.remote.servers import RedisServer, ServerContract, redis_server, valkey_server
 
 redis = pytest.importorskip("redis")
 
@@ -37,9 +36,7 @@ def server(starting: Starting) -> Iterator[RedisServer]:
         yield running
 
 
-class TestRedis(StoreContract):
-    seconds = PATIENCE
-
+class TestRedis(ServerContract):
     @pytest.fixture(autouse=True)
     def _use(self, server: RedisServer) -> Iterator[None]:
         self.server = server
@@ -49,7 +46,7 @@ class TestRedis(StoreContract):
         self.client.close()
 
     def new_tier(self, place: TierPlace) -> Tier:
-        return RedisTier(place, url=self.server.url, timeout_s=3.0)
+        return RedisTier(place, url=self.server.url, timeout_s=self.timeout)
 
     def values(self) -> Mapping[str, bytes]:
         names = list(self.client.scan_iter())
@@ -57,15 +54,6 @@ class TestRedis(StoreContract):
 
     def put(self, name: str, value: bytes) -> None:
         self.client.set(name, value)
-
-    def stop(self) -> None:
-        self.server.stop()
-
-    def start(self) -> None:
-        self.server.start()
-
-    def freeze(self) -> None:
-        self.server.freeze()
 
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)

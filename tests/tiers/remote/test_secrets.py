@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -38,6 +41,14 @@ ADDRESS = st.builds(
     BEFORE_SECRET,
     BEHIND_SECRET,
 ).filter(lambda address: "@" in address or "password=" in address)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed_once() -> Iterator[None]:
+    """What is installed is looked up once, not ten times for each address."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore.policies.registry.entry_points", cache(entry_points))
+        yield
 
 
 def tables(address: str) -> list[Any]:
