@@ -28,7 +28,7 @@ from kvstore.types import Event
 __all__ = ["SyncLease", "SyncStore", "open_sync"]
 
 EXIT_SECONDS = 5.0
-"""How long an interpreter that ends waits for stores that nobody has closed."""
+"""How long the interpreter waits at its exit for stores that were not closed."""
 
 
 def open_sync(config: Config | Mapping[str, Any], *, timeout: float | None = None) -> SyncStore:
@@ -63,7 +63,7 @@ class SyncStore:
     `KeyboardInterrupt`, is raised, the call has ended and holds nothing: no lease, no
     chunk half stored. That may take as long as a copy that runs.
 
-    A store that is forgotten, or left open when the interpreter ends, lets go of its
+    A store that is forgotten, or left open when the interpreter ends, releases its
     threads and its lane, and does not wait for the slower tiers.
 
     Attributes:
@@ -107,7 +107,7 @@ class SyncStore:
         return self._calls.ask(lambda: self._store.prefetch(keys))
 
     def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
-        """Keep the chunks of `keys` for so long; returns how many leading keys are pinned."""
+        """Keep the chunks of `keys` for `seconds`; returns how many leading keys are pinned."""
         return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
 
     def demote(self, keys: Sequence[bytes]) -> int:
@@ -191,24 +191,24 @@ class SyncStore:
         self._calls.ask(lambda: self._store.release(request))
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call."""
+        """Take the events since the last call."""
         return self._calls.ask(self._store.take_events)
 
     def stats(self) -> CoreStats:
-        """Counters and gauges."""
+        """Return counters and gauges."""
         return self._calls.ask(self._store.stats)
 
     def close(self, timeout: float | None = None) -> None:
         """Close in order, and end the thread; may be called again. ``with`` does it.
 
-        When it is interrupted it does not wait for the slower tiers, but lets go of everything
+        If it is interrupted it does not wait for the slower tiers, but releases everything
         before the interrupt is raised. Calls under way in other threads raise.
         """
         self._running.close(check_timeout(timeout))
 
 
 class SyncLease:
-    """What `SyncStore.get` returns: chunks from the beginning of a ``with`` block to its end."""
+    """The result of `SyncStore.get`: leases chunks for the length of a ``with`` block."""
 
     def __init__(self, calls: Handover, get: Callable[[], Lease]) -> None:
         self._calls = calls
@@ -290,11 +290,11 @@ class _Running:
                 self._closing.release()
 
     def forget(self) -> None:
-        """Nobody will close it: let go of everything soon. From any thread; does not wait."""
+        """Release everything soon, as the store was forgotten. From any thread; does not wait."""
         self.calls.send(self._vanish)
 
     def _let_go(self) -> None:
-        """Close at once what is not closed, and end the thread."""
+        """Close the store at once if it is open, and end the thread."""
         try:
             with contextlib.suppress(KVStoreError):
                 self.calls.wait(self._leave)
@@ -319,12 +319,12 @@ class _Running:
 
 
 _RUNNING: set[_Running] = set()
-"""Those that nobody has closed; in the child of a fork, its parent's too."""
+"""Stores that are not closed; in the child of a fork, the parent's too."""
 
 
 @atexit.register
 def _forget_all() -> None:
-    """The interpreter ends, and with it the threads: lanes are let go of before."""
+    """Release all lanes before the interpreter ends, and the threads with it."""
     running = [one for one in list(_RUNNING) if not one.calls.foreign]
     for one in running:
         one.forget()
