@@ -95,11 +95,11 @@ class SyncStore:
             self.close()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:
-        """How many leading `keys` are in host memory, or None: being fetched, ask again."""
+        """Return how many leading `keys` are in host memory, or None: being fetched, ask again."""
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` host memory or a slower tier holds."""
+        """Return how many leading `keys` host memory or a slower tier holds."""
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
@@ -107,7 +107,7 @@ class SyncStore:
         return self._calls.ask(lambda: self._store.prefetch(keys))
 
     def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
-        """Keep the chunks of `keys` for `seconds`; returns how many leading keys are pinned."""
+        """Protect the chunks of `keys` for `seconds`; returns how many leading keys are pinned."""
         return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
 
     def demote(self, keys: Sequence[bytes]) -> int:
@@ -152,7 +152,7 @@ class SyncStore:
     def get(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
     ) -> SyncLease:
-        """Lease the longest prefix of `keys` that there is; zero copy. For ``with``.
+        """Lease the longest available prefix of `keys`, without a copy. For ``with``.
 
         The chunks may be read in any thread, and the block may be left in any.
         """
@@ -175,7 +175,7 @@ class SyncStore:
         return self._calls.wait(lambda: self._store.flush(timeout))
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
-        """Take the chunks of `keys` out of every place; returns how many of the keys were there."""
+        """Remove the chunks of `keys` everywhere; returns how many of the keys were there."""
         return self._calls.wait(lambda: self._store.remove(keys, timeout=timeout))
 
     def reset(self, timeout: float | None = None) -> None:
@@ -183,11 +183,11 @@ class SyncStore:
         self._calls.wait(lambda: self._store.reset(timeout))
 
     def compact(self, bytes_per_second: int | str) -> None:
-        """Give sparse segments of the disk tiers back from now on, copying at most so much."""
+        """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`."""
         self._calls.ask(lambda: self._store.compact(bytes_per_second))
 
     def release(self, request: str) -> None:
-        """`request` asks no more: what was kept for it may leave."""
+        """End `request`: chunks that were kept for it may leave."""
         self._calls.ask(lambda: self._store.release(request))
 
     def take_events(self) -> list[Event]:
