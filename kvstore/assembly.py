@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 MOST_ORDERS = 5
-"""How often it is tried to go through the order of a policy while uses are still told."""
+"""How often to try to read the order of a policy while it is still told of uses."""
 
 TAIL_SHARE = 16
-"""Chunks of so many times a tail's bytes have one: it costs 6 % of host memory at most."""
+"""Chunks of at least this many times the bytes of a tail have one: at most 6 % of host memory."""
 
 
 @dataclass(slots=True)
@@ -61,16 +61,16 @@ class Assembly:
 
     @property
     def beside(self) -> list[Beside]:
-        """What is to run beside the engine."""
+        """The companions of the engine."""
         return [one for one in (self.recorder, self.spans) if one is not None]
 
     def recency(self) -> list[ColdestFirst]:
-        """What each tier holds, coldest first."""
+        """Return the entries of each tier, coldest first."""
         return recency_of(self.core.tiers)
 
 
 def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
-    """The rows that host memory has for chunks of `chunk_bytes`.
+    """Return the number and size of host memory's rows for chunks of `chunk_bytes`.
 
     Raises:
         ConfigError: if not even one row fits.
@@ -87,7 +87,7 @@ def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
 
 
 def _tail_bytes(config: Config, chunk_bytes: int) -> int:
-    """What is left behind each row for tiers that want it: none where chunks are small, or end
+    """Return the bytes after each row for tiers that want them: none if chunks are small, or end
     before their row does."""
     kinds = [tier.type for tier in config.tiers if isinstance(tier, TierConfig)]
     wanted = round_to_page(max(map(tail_bytes_of, kinds), default=0))
@@ -103,7 +103,7 @@ def assemble(
     *,
     events: bool,
 ) -> Assembly:
-    """Open the tiers of `config` over `region` and build the core that rules them.
+    """Open the tiers of `config` over `region` and build their core.
 
     Raises:
         KVStoreError: if a tier cannot be opened; those opened before are closed.
@@ -164,14 +164,14 @@ def _assemble(
 def spans_of(
     config: Config, views: Sequence[TierView], want: Callable[[], None], chunk_bytes: int
 ) -> SpanWriter | None:
-    """Who tells OpenTelemetry of spans, if `config` wants it; then `want` is called.
+    """Return the writer of OpenTelemetry spans, if `config` wants one, and call `want`.
 
     Raises:
         ConfigError: if OpenTelemetry is not installed.
     """
     if not config.spans:
         return None
-    # Imported where it is needed: most configurations want none.
+    # Imported here, as most configurations do not need it.
     from kvstore.observe.tracing import SpanWriter
 
     want()
@@ -181,7 +181,7 @@ def spans_of(
 def namespace_of(
     config: Config, chunk_bytes: int, slot_bytes: int, label: str, identity: Mapping[str, Any]
 ) -> Namespace:
-    """The namespace of chunks of this size and identity: named by `config`, or after `label`."""
+    """Return the namespace of chunks of this size and identity, named by `config` or `label`."""
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
     if config.namespace is not None:
         return Namespace(config.namespace, whole)
@@ -195,10 +195,10 @@ def open_tiers(
     namespace: Namespace,
     tiers: list[Tier],
 ) -> tuple[list[TierView], list[str]]:
-    """Open the tiers of `config`; each is put into `tiers` at once, so that a failure leaves it.
+    """Open the tiers of `config`; each is added to `tiers` at once, so the caller can close it.
 
     Returns:
-        What a core is to know of each, and what the log is to know of all.
+        The core's view of each tier, and a description of each for the log.
 
     Raises:
         KVStoreError: if a tier cannot be opened.
@@ -231,10 +231,10 @@ def open_tiers(
 
 
 class ColdestFirst(Sequence[tuple[bytes, int]]):
-    """(key, slot) of a tier whose core decides nothing any more, coldest first.
+    """The (key, slot) pairs of a tier, coldest first, once its core makes no more decisions.
 
-    They are put together by whoever goes through them, in a thread of the tier: with a million
-    chunks that takes long. They are none if the core is told of uses all the time.
+    They are computed on the first iteration, in a thread of the tier: with a million
+    chunks that takes long. The sequence is empty if the core is told of uses all the time.
     """
 
     def __init__(self, tier: TierView) -> None:
@@ -244,7 +244,7 @@ class ColdestFirst(Sequence[tuple[bytes, int]]):
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         entries = self._entries
         for _ in range(MOST_ORDERS):
-            # What is told meanwhile, at the end of a lease, makes going through the order raise.
+            # A use told meanwhile, at the end of a lease, makes the iteration raise.
             with contextlib.suppress(RuntimeError, KeyError):
                 return iter([(key, entries[key]) for key in self._order() if key in entries])
         return iter(())
@@ -257,14 +257,14 @@ class ColdestFirst(Sequence[tuple[bytes, int]]):
 
 
 def recency_of(tiers: Sequence[TierView]) -> list[ColdestFirst]:
-    """What each tier holds, coldest first."""
+    """Return the entries of each tier, coldest first."""
     return [ColdestFirst(tier) for tier in tiers]
 
 
 def _tiers_of(
     config: DiskConfig | TierConfig, namespace: Namespace, chunk_bytes: int
 ) -> list[Tier]:
-    """What one entry of `tiers` stands for, not opened: a tier, and perhaps its peers.
+    """Create the tiers of one entry of `tiers`, not opened: a tier, and perhaps its peers.
 
     Raises:
         ConfigError: if its kind refuses a parameter.
@@ -297,10 +297,10 @@ def _asked(
     in_flight: int,
     chunk_bytes: int,
 ) -> AskedTier:
-    """What the core knows of a store.
+    """Return the core's view of a store.
 
     Raises:
-        ConfigError: if something is wanted of it that only its own engine decides.
+        ConfigError: if the configuration sets something that only the store itself decides.
     """
     if config.eviction_policy != "lru" or config.flow is Flow.EXCLUSIVE:
         raise ConfigError(
@@ -318,7 +318,7 @@ def _view(
     in_flight: int,
     chunk_bytes: int,
 ) -> OwnedTier:
-    """What the core knows of an opened tier."""
+    """Return the core's view of an opened tier."""
     slots = max(1, recovered.max_segments * recovered.segment_slots)
     policy = build_policy(config.eviction_policy, slots)
     filters = build_filters(config.admission, slots, chunk_bytes)
@@ -326,9 +326,9 @@ def _view(
 
 
 async def build(config: Config) -> Assembly:
-    """Host memory and the open tiers of a store.
+    """Create the host memory of a store and open its tiers.
 
-    When it is cancelled nothing stays open.
+    If it is cancelled nothing stays open.
 
     Raises:
         KVStoreError: if a path or a value cannot be used.
@@ -337,7 +337,7 @@ async def build(config: Config) -> Assembly:
     try:
         return await asyncio.get_running_loop().run_in_executor(None, building.run)
     except asyncio.CancelledError:
-        # A thread cannot be stopped: what it opens it lets go of itself.
+        # A thread cannot be stopped: it closes itself what it has opened.
         building.cancel()
         raise
 
@@ -355,7 +355,7 @@ class _Building:
         self._built: Assembly | None = None
 
     def run(self) -> Assembly:
-        """Open everything; if nobody waits for it any more, let go of it again."""
+        """Open everything; close it again if the caller has cancelled."""
         assembly = self._build()
         with self._lock:
             self._built = assembly
@@ -365,7 +365,7 @@ class _Building:
         return assembly
 
     def cancel(self) -> None:
-        """Nobody will take it."""
+        """Note that the result is not wanted any more."""
         with self._lock:
             self._cancelled = True
             built = self._built

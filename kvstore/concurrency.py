@@ -18,14 +18,14 @@ __all__ = ["DETACH_SECONDS", "Daemons", "Home", "LoopThread", "new_event_loop", 
 _T = TypeVar("_T")
 
 DETACH_SECONDS = 0.25
-"""How long tasks that are left behind get to notice it."""
+"""Seconds that tasks get to end once they are cancelled."""
 
 JOIN_SECONDS = 5.0
-"""How long the thread gets to end, those tasks included."""
+"""Seconds that the thread gets to end, those tasks included."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop where uvloop is installed, else asyncio's own."""
+    """Return a uvloop loop if uvloop is installed, else one of asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -38,12 +38,12 @@ class LoopThread:
     """A loop that runs in a daemon thread until `end`. A child of a fork has no such thread.
 
     Attributes:
-        loop: what is to run there is handed to its ``call_soon_threadsafe``.
+        loop: calls are handed to its ``call_soon_threadsafe``.
 
     Args:
-        keeps: lives as long as the thread, which may outlive whoever began it: tasks that
-            nobody refers to any more are destroyed, with a warning.
-        at_end: called in the thread when nobody hands over anything to the loop any more.
+        keeps: an object kept alive as long as the thread, which may outlive its creator: tasks
+            without a reference are destroyed, with a warning.
+        at_end: called in the thread once no more calls are handed to the loop.
         grace: seconds that tasks get to end once they are cancelled.
     """
 
@@ -67,7 +67,7 @@ class LoopThread:
 
     @property
     def here(self) -> bool:
-        """Whether this is the thread."""
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
     @property
@@ -76,9 +76,9 @@ class LoopThread:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End soon, from any thread; may be called again.
+        """End the thread soon; may be called from any thread, and again.
 
-        What was handed over before has begun by then. Tasks that are left are cancelled.
+        Calls handed over before have begun by then. Tasks that are left are cancelled.
         """
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -88,7 +88,7 @@ class LoopThread:
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """`stop`, and wait for the end, but not for ever."""
+        """Do as `stop`, and wait for the end for a limited time."""
         self.stop()
         self.join(JOIN_SECONDS)
 
@@ -110,7 +110,7 @@ class LoopThread:
 
 
 class Home:
-    """The loop that runs where this is made, with its thread and its process."""
+    """The loop on which this object was created, with its thread and its process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -119,12 +119,12 @@ class Home:
 
     @property
     def here(self) -> bool:
-        """Whether this loop is the one that runs."""
+        """Whether the caller runs on this loop."""
         # A loop runs in one thread, and none runs in the child of a fork.
         return running_loop() is self.loop
 
     def check(self) -> None:
-        """Refuse a call from elsewhere.
+        """Refuse a call from any other place.
 
         Raises:
             KVStoreError: if this loop is not the one that runs here.
@@ -133,7 +133,7 @@ class Home:
             raise KVStoreError(self._where())
 
     def send(self, call: Callable[[], object]) -> None:
-        """Make the call at home, soon; not at all if the loop has ended or this is another process.
+        """Make the call on the loop soon; not if the loop has ended or in another process.
 
         May be called from any thread.
         """
@@ -159,14 +159,14 @@ class Home:
 async def outlast(
     running: asyncio.Future[_T], on_cancel: Callable[[], object] = lambda: None
 ) -> _T:
-    """The result of `running`, waited for however often the caller is cancelled.
+    """Wait for the result of `running`, however often the caller is cancelled.
 
-    The cancellation comes afterwards; what `running` raises then nobody asks for.
+    The cancellation is raised afterwards; an error of `running` is then dropped.
     """
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
-            # To await a task would pass the cancellation on to it.
+            # Awaiting the task itself would pass the cancellation on to it.
             await asyncio.wait({running})
         except asyncio.CancelledError as error:
             cancelled = error
@@ -179,7 +179,7 @@ async def outlast(
 
 
 async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`; None as `seconds` waits for it forever.
+    """Wait for the result of `work`; `seconds` of None waits forever.
 
     Raises:
         TimeoutError: names `call` and `seconds`. `work` was cancelled and has ended.
@@ -196,10 +196,10 @@ async def within(seconds: float | None, call: str, work: Coroutine[Any, Any, _T]
 
 
 class Daemons(Executor):
-    """Makes each call in a thread that cannot keep the process from ending.
+    """An executor that runs each call in a daemon thread, which cannot delay the process's exit.
 
     Args:
-        name: of the threads.
+        name: name of the threads.
     """
 
     def __init__(self, name: str) -> None:

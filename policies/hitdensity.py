@@ -32,7 +32,7 @@ _USED_AGAIN = tuple(min(kind // 2 + 1, _COUNTED - 1) * 2 for kind in range(_CLAS
 
 _SHIFT = (_CLASSES - 1).bit_length()
 _CLASS = (1 << _SHIFT) - 1
-"""What is known of a key in one number: when it was used last, shifted, and its class."""
+"""A key's state is one number: the time of its last use, shifted, and its class."""
 
 _SAMPLES = 128
 """Residents, and as many ghosts, whose ages are looked at for each estimate."""
@@ -53,7 +53,7 @@ class HitDensity(EvictionPolicy):
     """Evicts the end of a chain that is expected to bring the fewest hits for its time.
 
     Only keys without a resident child may leave, as far as chains are known by
-    `link`; a parent whose child is in use leaves when nobody else can. So most
+    `link`; a parent whose child is in use leaves when no other key can. So most
     accesses, those inside a chain, cost no queue operation. Ends of chains stand in
     queues by class and bin of age, coldest first; they change bins as they age.
 
@@ -119,7 +119,7 @@ class HitDensity(EvictionPolicy):
         self._halving_due = 32 * self.capacity
         self._order: list[int] = []
         self._rank: list[int] = []
-        # No queue before this place in the order holds anybody.
+        # All queues before this place in the order are empty.
         self._lowest = 0
         self._estimate()
 
@@ -467,7 +467,7 @@ class HitDensity(EvictionPolicy):
         self._age_due = now + period
         moves = min(8 * period, _AGED_AT_ONCE)
         bins = densities.bins
-        # The oldest first, so that nobody moves twice.
+        # The oldest first, so that no key moves twice.
         for index in range(bins - 2, -1, -1):
             before = now - densities.edges[index]
             for cell in range(index, densities.cells, bins):

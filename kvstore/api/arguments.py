@@ -1,4 +1,4 @@
-"""Check the arguments of the library's calls. What cannot be used is refused by name."""
+"""Check the arguments of the library's calls; errors name the argument that cannot be used."""
 
 from __future__ import annotations
 

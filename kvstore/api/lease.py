@@ -1,7 +1,7 @@
 """Leases: views of host memory that end with the lease.
 
-A cancelled task cannot stop a thread that copies a chunk for it, and a tensor holds nothing but
-the view object it was made from. The rows of chunks that are still looked at after their lease
+A cancelled task cannot stop a thread that copies a chunk for it, and a tensor keeps only the
+view object that it was made from. The rows of chunks whose views are still alive after the lease
 stay pinned until the last buffer and the last view object are gone (`Onlookers`).
 """
 
@@ -32,15 +32,15 @@ STILL_ALIVE = (
 
 
 class Chunks(Sequence[memoryview]):
-    """Chunks in host memory, leased: read-only views that are dead after the lease.
+    """Leased chunks in host memory: read-only views that cannot be used after the lease.
 
-    The views may be read in any thread; it is the lease that begins and ends on the
+    The views may be read in any thread, but the lease begins and ends on the
     store's loop. ``np.frombuffer(chunks[i], dtype)`` is a read-only array over the same memory.
 
     Attributes:
-        keys: the keys that are here: a prefix of those asked for.
-        sources: for each of them the medium from which it came to host memory: "host" for what
-            was put and has been there since, else that of a tier, like "disk".
+        keys: the keys that were found: a prefix of those asked for.
+        sources: for each key the medium from which it came to host memory: "host" for a chunk
+            that was put and has been there since, else that of a tier, like "disk".
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Chunks(Sequence[memoryview]):
     ) -> None:
         self.keys = keys
         self.sources = sources
-        # Every chunk gets an exporter of its own, which lives as long as any buffer of the
+        # Every chunk gets its own exporter, which lives as long as any buffer of the
         # chunk: a slice of its view, an array. Torch releases the buffer and keeps the view
-        # object, so that is watched too: every access hands out the same one.
+        # object, so that is watched too: every access returns the same one.
         exporters = [(ctypes.c_ubyte * size).from_buffer(row) for row in rows]
         self._rows = rows
         self._exporters: list[weakref.ref[Any]] = [weakref.ref(each) for each in exporters]
@@ -62,7 +62,7 @@ class Chunks(Sequence[memoryview]):
             memoryview(exporter).cast("B").toreadonly() for exporter in exporters
         ]
         self._watched: list[tuple[bytes, weakref.ref[Any]]] = []
-        """Exporters and views that live on when the lease has ended, with their chunks' keys."""
+        """Exporters and views that are still alive after the lease, with their chunks' keys."""
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -81,7 +81,7 @@ class Chunks(Sequence[memoryview]):
             yield self[index]
 
     def copy(self) -> list[bytes]:
-        """The bytes of all chunks, for whoever needs them after the lease.
+        """Return the bytes of all chunks, for use after the lease.
 
         Raises:
             LeaseEndedError: if the lease has ended.
@@ -100,13 +100,13 @@ class Chunks(Sequence[memoryview]):
             view = reference()
             if view is not None:
                 self._watched.append((key, reference))
-                # The row keeps the region's memory in place, however late it is looked at.
+                # The row keeps the region's memory in place as long as the view is alive.
                 weakref.finalize(view, _do_nothing, row).atexit = False
         self._rows = []
         return released
 
     def _let_go_of_views(self) -> list[weakref.ref[Any]]:
-        """The views, of which only those are left that somebody else has."""
+        """Release the views; returns weak references, which find those still in use elsewhere."""
         views, self._views = self._views or [], None
         for view in views:
             with contextlib.suppress(BufferError):
@@ -114,10 +114,10 @@ class Chunks(Sequence[memoryview]):
         return [weakref.ref(view) for view in views]
 
     def looked_at(self) -> Iterator[tuple[bytes, object]]:
-        """Keys of chunks whose memory somebody may look at, each with what dies when nobody does.
+        """Yield the keys of chunks whose memory may be in use, with the object that keeps it.
 
-        That is the exporter where a buffer is in use, and the view where its object lives on: in
-        a variable or in a tensor. For one who has ended the lease.
+        That is the exporter if a buffer is in use, and the view if its object is still alive, in
+        a variable or in a tensor. To be called after the lease has ended.
         """
         for key, reference in self._watched:
             looked_at = reference()
@@ -126,11 +126,11 @@ class Chunks(Sequence[memoryview]):
 
 
 def _do_nothing(row: memoryview) -> None:
-    """What is to be kept until then need only be an argument."""
+    """Do nothing: as a finalizer, keep the argument alive until then."""
 
 
 class Lease:
-    """What `Store.get` returns: chunks from the beginning of an ``async with`` block to its end.
+    """The result of `Store.get`: leases chunks for the length of an ``async with`` block.
 
     Args:
         begin: finds and pins the chunks.
@@ -160,7 +160,7 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         if not self._home.here:
-            # The lease ends on the store's loop; the caller is told that this is another.
+            # The lease ends on the store's loop, and the caller gets an error.
             self.send_back()
             self._home.check()
         if not self.give_back() and kind is None:
@@ -168,11 +168,11 @@ class Lease:
 
     def __del__(self) -> None:
         if self._chunks is not None:
-            # Begun by hand and never ended.
+            # The lease was begun without `async with` and never ended.
             self.send_back()
 
     def give_back(self) -> bool:
-        """End the lease, on the store's loop; False if somebody still holds on to the memory."""
+        """End the lease, on the store's loop; False if a buffer of a chunk is still in use."""
         chunks, self._chunks = self._chunks, None
         if chunks is None:
             return True
@@ -195,11 +195,11 @@ LINGER_SECONDS = 1.0
 
 
 class Onlookers:
-    """See the module's text. Belongs to the store's loop.
+    """The pins of chunks whose views outlive their lease. Belongs to the store's loop.
 
     Attributes:
-        outlived: chunks that were ever looked at when their lease had ended; those of which only
-            the view object lives on count after `LINGER_SECONDS`.
+        outlived: total of chunks still in use when their lease ended; a chunk of which only
+            the view object is left counts after `LINGER_SECONDS`.
     """
 
     def __init__(self, home: Home) -> None:
@@ -210,26 +210,26 @@ class Onlookers:
 
     @property
     def rows(self) -> int:
-        """Rows that are looked at without a lease."""
+        """Number of rows in use without a lease."""
         return len(self._pins)
 
     def pins_before(self, era: int) -> int:
-        """Pins that wait for the end of views, of leases that began in earlier eras."""
+        """Return the number of pins that wait for views of leases from earlier eras."""
         return sum(count for (begun, _), count in self._pins.items() if begun < era)
 
     def see(self, chunks: Chunks, era: int, unpin: Callable[[bytes], None]) -> set[bytes]:
-        """A lease has ended; returns the keys of its chunks that are looked at still.
+        """Watch the chunks of a lease that has ended; returns the keys of those still in use.
 
         Args:
-            era: that in which the lease began.
-            unpin: takes the pin of one of these back; called on the loop when nobody looks
-                at the chunk any more. Not at all if the loop has ended by then.
+            era: the era in which the lease began.
+            unpin: takes back the pin of one of these; called on the loop once the chunk is not
+                in use any more. It is not called if the loop has ended by then.
         """
         views: Counter[bytes] = Counter()
         used: set[bytes] = set()
         for key, looked_at in chunks.looked_at():
             views[key] += 1
-            # A view whose buffer nobody has may only be the variable of a loop.
+            # A view whose buffer is not in use may only be the variable of a loop.
             if not isinstance(looked_at, memoryview):
                 used.add(key)
             # Views die in any thread, wherever the last reference to them is dropped.
@@ -258,7 +258,7 @@ class Onlookers:
     def _gone(
         self, key: bytes, era: int, views: Counter[bytes], unpin: Callable[[bytes], None]
     ) -> None:
-        """One view less looks at the chunk."""
+        """Count one view of the chunk less; unpin the chunk after the last."""
         views[key] -= 1
         if views[key]:
             return

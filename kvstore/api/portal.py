@@ -20,18 +20,18 @@ CLOSED = "the store is closed"
 
 
 class Handover:
-    """See the module's text. Starts the thread; `end` ends it.
+    """Hands calls to a loop in its own thread, which it starts and `end` ends.
 
-    Nothing is handed over twice, and nobody waits for what will not come: when the
-    loop ends, however it does, the calls that are left raise.
+    No call is handed over twice, and none waits forever: when the
+    loop ends, for whatever reason, the calls that are left raise.
 
     Args:
-        keeps: lives as long as the thread.
+        keeps: an object that is kept alive as long as the thread.
     """
 
     def __init__(self, name: str, keeps: object) -> None:
         self._pid = os.getpid()
-        # What a collector of garbage runs while a thread holds it may make calls too.
+        # Reentrant: the garbage collector may run code that makes calls while the lock is held.
         self._lock = threading.RLock()
         self._ended = False
         self._left: set[_Call[Any]] = set()
@@ -45,24 +45,24 @@ class Handover:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is taken any more."""
+        """Whether calls are refused."""
         return self._ended
 
     def check(self) -> None:
         """Refuse a call that cannot be made.
 
         Raises:
-            KVStoreError: says why.
+            KVStoreError: with the reason.
         """
         self.check_place()
         if self._ended:
             raise KVStoreError(CLOSED)
 
     def check_place(self) -> None:
-        """Refuse a call from where it cannot be waited for.
+        """Refuse a call from a thread or process that cannot wait for it.
 
         Raises:
-            KVStoreError: says why.
+            KVStoreError: with the reason.
         """
         if self.foreign:
             raise KVStoreError(
@@ -76,22 +76,22 @@ class Handover:
             )
 
     def ask(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises on the loop."""
+        """Run `function` on the loop; returns or raises what it does."""
         return self._make(_Call(function, self._left))
 
     def wait(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine that `begin` makes on the loop returns or raises.
+        """Run the coroutine that `begin` makes on the loop; returns or raises what it does.
 
-        Who is interrupted while it waits (by Ctrl-C) leaves nothing running: the
+        If the wait is interrupted (by Ctrl-C) nothing is left running: the
         coroutine is cancelled, and has ended before the interrupt is raised.
         """
         return self._make(_Task(begin, self._left))
 
     def send(self, begin: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run the coroutine that `begin` makes there, and wait for nothing.
+        """Run the coroutine that `begin` makes on the loop, without waiting for it.
 
         May be called on the loop's own thread too. Does nothing once the loop has ended,
-        and nothing in the child of a fork.
+        nor in the child of a fork.
         """
         if not self.foreign:
             task: _Task[object] = _Task(begin, self._left)
@@ -109,7 +109,7 @@ class Handover:
         self._thread.join(seconds)
 
     def end(self) -> None:
-        """`stop`, and wait for the end of the thread, but not for ever."""
+        """Do as `stop`, and wait for the end of the thread, for a limited time."""
         self._thread.end()
 
     def _make(self, call: _Call[T]) -> T:
@@ -125,7 +125,7 @@ class Handover:
             self._stop(call)
             raise
         finally:
-            # An error that is kept must not keep what was handed over.
+            # A stored error must not keep the call's objects alive.
             del call
 
     def _stop(self, call: _Call[Any]) -> None:
@@ -134,7 +134,7 @@ class Handover:
             with contextlib.suppress(BaseException):
                 with self._lock:
                     if not self._ended:
-                        # If it was never handed over, this ends it.
+                        # If the call was never handed over, this ends it.
                         self._thread.loop.call_soon_threadsafe(call.cancel)
                 call.wait()
 
@@ -169,13 +169,13 @@ class _Call(Generic[T]):
             self._bell.acquire()
 
     def outcome(self) -> T:
-        """Wait for the end; what was returned, or raised."""
+        """Wait for the end; returns or raises what the function did."""
         self.wait()
         if self._error is not None:
             try:
                 raise self._error
             finally:
-                # It refers to this call already, by its traceback.
+                # The error already refers to this call, by its traceback.
                 self._error = None
         return cast(T, self._result)
 
@@ -191,11 +191,11 @@ class _Call(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """It will not end by itself any more."""
+        """End it with an error, as it will not end by itself any more."""
         self._end(error=KVStoreError(CLOSED))
 
     def _taken(self) -> Callable[[], Any]:
-        """The function; what it holds on to is let go before the caller goes on."""
+        """Take the function, so that its objects are freed before the caller goes on."""
         function, self._function = self._function, None
         assert function is not None
         return function
@@ -226,7 +226,7 @@ class _Task(_Call[T]):
     def _done(self, task: asyncio.Task[T]) -> None:
         self._task = None
         if task.cancelled():
-            # By an interrupt, which the caller raises, or by the end of the loop.
+            # Cancelled by an interrupt, which the caller raises, or by the end of the loop.
             self.close()
         elif (error := task.exception()) is not None:
             self._end(error=error)

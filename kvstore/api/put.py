@@ -1,6 +1,6 @@
-"""Puts: copy chunks in, each once, as far as host memory has room.
+"""Puts: copy chunks into host memory, each once, as far as there is room.
 
-Puts are served in the order in which they came. One that is wider than host memory is served in
+Puts are served in the order in which they came. A put larger than host memory is served in
 portions, and queues again for each. The first in the queue waits for room: at most ``deadline_s``
 while no put gets any, and at most ``max_wait_s`` in any case.
 """
@@ -25,9 +25,9 @@ __all__ = ["COPY_INLINE_BYTES", "Copies", "Puts"]
 
 
 class Copies:
-    """The copies that wait or are under way when this is made.
+    """The copies that wait or are under way when this object is created.
 
-    Those queued later do not count.
+    Copies queued later do not count.
     """
 
     def __init__(self, core: Core, due: Iterable[tuple[CopyTarget, int, set[bytes]]]) -> None:
@@ -36,22 +36,22 @@ class Copies:
 
     @classmethod
     def all(cls, core: Core) -> Copies:
-        """Those to every tier."""
+        """Return the copies to every tier."""
         targets = core.targets
         return cls(core, [(t, t.copies_queued, t.unsaved_keys()) for t in targets])
 
     @classmethod
     def of(cls, core: Core, target: CopyTarget, keys: Iterable[bytes]) -> Copies:
-        """Those of `keys` to one tier."""
+        """Return the copies of `keys` to one tier."""
         return cls(core, [(target, 0, set(keys))])
 
     def ended(self) -> bool:
-        """Whether all of them have arrived, or will not come."""
+        """Whether all of them have arrived or will not arrive."""
         return all(self._arrived(*each) for each in self._due)
 
     def _arrived(self, tier: CopyTarget, mark: int, keys: set[bytes]) -> bool:
         if tier.copies_ended < mark:
-            # Cheap, and so for most of the time.
+            # The cheap test, which is enough most of the time.
             return False
         keys.intersection_update([key for key in keys if self._under_way(tier, key)])
         return not keys
@@ -69,7 +69,7 @@ Sources = dict[bytes, npt.NDArray[np.uint8]]
 
 
 class Puts:
-    """See the module's text.
+    """Serves puts: see the module's text.
 
     Args:
         deadline: seconds without movement after which a put gives up.
@@ -96,7 +96,7 @@ class Puts:
 
     @property
     def waiting(self) -> bool:
-        """Whether somebody waits for room."""
+        """Whether a put waits for room."""
         return self._turns.taken
 
     async def put(
@@ -110,17 +110,17 @@ class Puts:
         """Store `sources` under `keys` for the request `name`; returns the leading keys stored.
 
         Args:
-            wait: for room, and for other puts.
+            wait: whether to wait for room and for other puts.
         """
         rows = self._rows_for(())
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
-        # What came before a reset is not stored after it.
+        # Chunks from before a reset are not stored after it.
         era = self._core.era
         while offered < len(keys) and era == self._core.era:
             here = [key for key in here if not self._core.may_go_below(key)]
-            # A later part may not cost an earlier one its place.
+            # A later part must not displace an earlier one.
             end = offered + min(width, self._rows_for(here) - len(here))
             part = keys[offered:end]
             if not part or not await self._portion(part, sources[offered:end], name, wait):
@@ -130,7 +130,7 @@ class Puts:
         return next((n for n, key in enumerate(keys) if not self.has(key)), len(keys))
 
     async def save(self, keys: Sequence[bytes]) -> int:
-        """Copy what is here of `keys` to the first tier; returns the leading keys that are there.
+        """Copy those of `keys` that are here to the first tier; returns how many it has, in order.
 
         Raises:
             KVStoreError: if the store is closed meanwhile.
@@ -143,7 +143,7 @@ class Puts:
             await self._driver.moved()
             self._driver.check()
         hidden = self._core.hidden
-        # What a neighbour keeps on the same disk is not written twice.
+        # A chunk that a peer keeps on the same disk is not written again.
         held = [target.entries, *(t.entries for t in self._core.tiers if t.target is None)]
         return next(
             (
@@ -155,7 +155,7 @@ class Puts:
         )
 
     def has(self, key: bytes) -> bool:
-        """Whether the store has the chunk, whole."""
+        """Whether the store has the complete chunk."""
         if key in self._core.hidden:
             return False
         chunk = self._core.chunks.get(key)
@@ -164,13 +164,13 @@ class Puts:
         )
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
-        """Rows that may hold `keys` and others: not those that are pinned for others."""
+        """Return the rows that are not pinned by keys other than `keys`."""
         return self._region.rows - self._core.rows_pinned_besides(frozenset(keys))
 
     async def _portion(
         self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str, wait: bool
     ) -> bool:
-        """Store a part that fits host memory; False if some of it found no room in time."""
+        """Store a part that fits in host memory; False if some of it found no room in time."""
         chunks: Sources = dict(zip(keys, sources, strict=True))
         left = dict.fromkeys(keys)
         since = time.monotonic()
@@ -183,7 +183,7 @@ class Puts:
                 now = self._driver.begin()
                 if era != self._core.era:
                     return False
-                # What this call has stored and others have displaced is not stored again.
+                # Chunks that this call has stored and others have displaced are not stored again.
                 pool = self._core.chunks
                 grant = self._core.prepare_store([k for k in keys if k in left or k in pool], name)
                 self._driver.flush()
@@ -194,7 +194,7 @@ class Puts:
                     if grant.keys:
                         since = self._moved = now
                     if done:
-                        # Whoever is next need not wait for the copying.
+                        # The next put need not wait for the copying.
                         mine = self._turns.give()
                     if grant.keys:
                         await self._copy_in(grant.keys, grant.rows, chunks, name)
@@ -203,7 +203,7 @@ class Puts:
                     if grant.keys:
                         continue
                 if not wait:
-                    # What would fit later is offered once more, for what fits now.
+                    # A store that would fit later is offered again, to get what fits now.
                     if again:
                         return False
                     again = True
@@ -234,10 +234,10 @@ class Puts:
                 try:
                     copying = asyncio.get_running_loop().run_in_executor(None, copy)
                 except RuntimeError:
-                    # The interpreter ends, and takes no work for its threads any more.
+                    # The interpreter is shutting down and takes no work for threads any more.
                     copy()
                 else:
-                    # The rows are the thread's until it has ended, however often it is cancelled.
+                    # The thread uses the rows until it has ended, even if the task is cancelled.
                     await outlast(copying)
             ok = True
         finally:
@@ -246,14 +246,14 @@ class Puts:
 
 
 class _Turns:
-    """One after the other, in the order of asking."""
+    """A fair lock: turns are given in the order of asking."""
 
     def __init__(self) -> None:
         self.taken = False
         self._line: deque[asyncio.Future[None]] = deque()
 
     async def take(self, seconds: float) -> bool:
-        """Wait for one's turn; False if it has not come within `seconds`."""
+        """Wait for a turn; False if it has not come within `seconds`."""
         if not self.taken:
             self.taken = True
             return True
@@ -264,7 +264,7 @@ class _Turns:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                # It came at the same moment.
+                # The turn came at the same moment.
                 self.give()
             if isinstance(error, TimeoutError):
                 return False
@@ -272,7 +272,7 @@ class _Turns:
         return True
 
     def give(self) -> bool:
-        """The turn is the next one's. Returns False: it is no longer the caller's."""
+        """Pass the turn on. Returns False: it is no longer the caller's."""
         while self._line:
             turn = self._line.popleft()
             if not turn.done():

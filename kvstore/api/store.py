@@ -32,7 +32,7 @@ __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 logger = logging.getLogger("kvstore")
 
 COMPACTION_SECONDS = 0.02
-"""How often a store that compacts looks whether it may go on."""
+"""How often a store that compacts checks whether it may continue."""
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ class Store:
     anywhere else they raise `KVStoreError`. Methods without ``await`` never block.
 
     A *request* is one prompt that the server works on. Calls that name it
-    belong together until `release`; calls that do not are told together by their keys.
+    belong together until `release`; calls without a name are matched by their keys.
 
     A `timeout` is in seconds; None waits forever. A call whose timeout passes is cancelled,
     which is safe for every call; when the `TimeoutError` is raised it has ended and holds nothing.
@@ -114,12 +114,12 @@ class Store:
         self._driver.pump()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:
-        """How many leading `keys` are in host memory, or None: being fetched, ask again.
+        """Return how many leading `keys` are in host memory, or None: being fetched, ask again.
 
         Never blocks. None resolves after ``deadline_s`` without movement, at the
-        latest. What was fetched is kept for `request` until it gets or puts
-        something, finishes, or has not asked for ``lease_s``; without a name, until
-        it is got, or others need the room and nobody asks.
+        latest. Fetched chunks are kept for `request` until it gets or puts
+        something, finishes, or has not asked for ``lease_s``. Without a name they are kept
+        until they are got, or until others need the room and the lookup is not repeated.
 
         Raises:
             KVStoreError: for bad keys, on another loop, or when the store is closed.
@@ -127,10 +127,10 @@ class Store:
         return self._look_up(keys, request)[1]
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` host memory or a slower tier holds, for whom it may concern.
+        """Return how many leading `keys` host memory or a slower tier holds, without side effects.
 
         Never blocks, and changes nothing: nothing is fetched or kept, and no lookup, miss or
-        use is counted. What it tells of may have left a moment later, and a chunk on a
+        use is counted. The chunks may leave a moment later, and a chunk on a
         disk may turn out to be damaged. Tiers that do not answer at present do not count.
 
         Raises:
@@ -140,11 +140,11 @@ class Store:
         return self._core.contains_prefix(check_keys(keys))
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
-        """Fetch leading `keys` to host memory before anybody asks for them.
+        """Fetch leading `keys` to host memory before they are asked for.
 
-        Never blocks. It happens a portion at a time, while no lookup waits for a fetch, and keeps
-        nothing: what has come is a chunk like any other, which may leave for others. At most half
-        of host memory is waited for; of a longer prefix that much comes.
+        Never blocks. Chunks are fetched a portion at a time, while no lookup waits for a fetch.
+        Fetched chunks are not kept: they may be evicted like any other. At most half
+        of host memory is filled so; of a longer prefix only that much is fetched.
 
         Returns:
             How many chunks are on their way, or will be. Those in host memory do not count.
@@ -158,18 +158,18 @@ class Store:
         return coming
 
     def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
-        """Keep the chunks of `keys` for so long, whatever comes.
+        """Protect the chunks of `keys` from eviction for `seconds`.
 
-        They do not leave for others: neither host memory, unless `host` is false, nor the tiers
-        of this process. That counts for what is there, and for what comes before the pin ends:
-        put or fetched, it stays where it arrives. To pin again prolongs; `math.inf` lasts until
+        They are evicted neither from host memory, unless `host` is false, nor from the tiers
+        of this process. This applies to chunks that are there and to chunks that are put or
+        fetched before the pin ends. Pinning again prolongs the pin; `math.inf` lasts until
         `unpin`, `remove`, `reset` or the end of the process, which ends all pins.
 
-        Host memory and each tier hold at most ``pinned_share`` of their room for pins. There the
-        first that come are kept, and others are chunks like any other.
+        Host memory and each tier hold at most ``pinned_share`` of their room for pins. Up to that
+        share the first chunks to arrive are kept; the others are ordinary chunks.
 
         Returns:
-            How many leading keys are pinned: the others would be more than any of them holds.
+            How many leading keys are pinned; the others are beyond the limit of every place.
 
         Raises:
             KVStoreError: for bad keys or bad `seconds`, on another loop, or when the store is
@@ -184,8 +184,8 @@ class Store:
     def demote(self, keys: Sequence[bytes]) -> int:
         """Let the chunks of `keys` leave host memory: they will not be used soon.
 
-        Never blocks. What a slower tier has leaves at once, what none has is copied to the first
-        tier before. Whoever gets a chunk meanwhile keeps it, and so does a pin.
+        Never blocks. A chunk that a slower tier has leaves at once; one that no tier has is first
+        copied to the first tier. A chunk that is got meanwhile, or pinned, stays.
 
         Returns:
             How many chunks will leave; none without a tier.
@@ -202,7 +202,7 @@ class Store:
         """End the pins of `keys` before their time; returns how many were pinned.
 
         Args:
-            cold: nobody will use these chunks soon. When others need room they leave first,
+            cold: these chunks will not be used soon. When others need room they leave first,
                 whether they were pinned or not, as far as the eviction policies take advice.
 
         Raises:
@@ -221,8 +221,8 @@ class Store:
 
         Raises:
             KVStoreError: as `lookup_prefix`, or for a bad timeout.
-            TimeoutError: if `timeout` seconds went by first; without a name, what was
-                being fetched is not kept.
+            TimeoutError: if `timeout` seconds went by first; without a name, chunks that
+                were being fetched are not kept.
         """
         return await within(check_timeout(timeout), "resolve", self._resolve(keys, request))
 
@@ -243,12 +243,12 @@ class Store:
         for stream through to the slower tiers. Puts are served in the order in
         which they came. Under pressure the tail is shed.
 
-        Without `wait` it takes the room that there is and sheds the rest at once: all of it,
+        Without `wait` it uses the room that is free and sheds the rest at once: all of it,
         while another put waits.
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
-        only those count that a later process will find there, even after kill -9. What the
-        tier cannot take at present, or does not admit, does not count, nor what follows it.
+        only those count that a later process will find there, even after kill -9. A chunk that the
+        tier cannot take at present, or does not admit, does not count, nor do those that follow it.
 
         Returns:
             How many leading keys the store has now; with `durable`, its first tier.
@@ -257,8 +257,8 @@ class Store:
             KVStoreError: for a bad key or a buffer of another size; then nothing was
                 stored. For `durable` without a tier, for a bad timeout, on another loop, or
                 when the store is or gets closed.
-            TimeoutError: if `timeout` seconds went by first. A copy that runs is waited for;
-                chunks that were whole before it stay stored, the others are not.
+            TimeoutError: if `timeout` seconds went by first. A copy under way is waited for;
+                chunks that were complete before it stay stored, the others are not.
         """
         return await within(
             check_timeout(timeout), "put", self._put(keys, buffers, request, durable, wait)
@@ -267,16 +267,16 @@ class Store:
     def get(
         self, keys: Sequence[bytes], request: str | None = None, *, timeout: float | None = None
     ) -> Lease:
-        """Lease the longest prefix of `keys` that there is; zero copy. For ``async with``.
+        """Lease the longest available prefix of `keys`, without a copy. For ``async with``.
 
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten
-        until the block is left, and cannot be used afterwards. What is looked at even then,
-        by an array or by a thread whose task was cancelled, stays as it is, and its row
-        pinned, until nobody looks at it any more.
+        until the block is left, and cannot be used afterwards. A chunk that is still in use then,
+        by an array or by a thread whose task was cancelled, stays unchanged and its row
+        pinned until it is not in use any more.
 
         Raises:
             KVStoreError: as `resolve`; a block that is left on another loop raises
-                it too, and the lease ends on its own.
+                it too, and the lease still ends on the store's loop.
             TimeoutError: if `timeout` seconds went by before the block began.
             LeaseEndedError: at the end of the block, unless another exception ends it, if
                 an array made from a chunk is still alive: its row is missing until it is gone.
@@ -286,7 +286,7 @@ class Store:
         seconds = check_timeout(timeout)
         if not keys:
             return Lease(self._home, self._nothing, lambda chunks: None)
-        # One prompt for both ends of the lease.
+        # The same prompt at the beginning and the end of the lease.
         held: list[tuple[Prompt, int]] = []
         return Lease(
             self._home,
@@ -297,11 +297,11 @@ class Store:
     def windows(self, keys: Sequence[bytes], size: int) -> Windows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
-        For ``async with``, and in the block ``async for chunks``: leases as of `get`, one after the
-        other, in prefix order, to the end of `keys` or the first chunk that is missing. Each
-        ends when the next one is asked for, which is fetched meanwhile, and the last at the
-        end of the block. Host memory has room for two windows at best: a window has fewer chunks
-        where others leave less, and there is none where they leave nothing until the deadline.
+        For ``async with``, and in the block ``async for chunks``: leases like those of `get`, one
+        after the other, in prefix order, to the end of `keys` or the first missing chunk. Each
+        ends when the next one, which is fetched meanwhile, is asked for, and the last at the
+        end of the block. At best host memory has room for two windows. A window has fewer chunks
+        if others leave less room, and there is none if they leave no room until the deadline.
 
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
@@ -315,7 +315,7 @@ class Store:
     async def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it.
 
-        What is put while it waits is not waited for.
+        Chunks that are put while it waits are not waited for.
 
         Returns:
             False if `timeout` seconds went by first.
@@ -327,14 +327,14 @@ class Store:
         return await self._save(check_timeout(timeout))
 
     async def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
-        """Take the chunks of `keys` out of host memory, and of every tier of this process.
+        """Remove the chunks of `keys` from host memory and from every tier of this process.
 
-        From the call on they are misses, and a `put` under way stores nothing of them. Returns
+        From the call on they are misses, and a `put` under way stores none of them. Returns
         when their records are erased, so that no later process finds them, even after
         kill -9; a power cut may bring them back, as only `reset` waits for the medium. Rows that
-        leases or copies use are free when those end; until then a `put` of these keys waits for
-        room as any other. What other processes keep in lanes of their own is theirs: it is
-        found again afterwards, if it was shared.
+        leases or copies use become free when those end; until then a `put` of these keys waits for
+        room like any other. Chunks in the lanes of other processes are not removed: they are
+        found again afterwards, if they were shared.
 
         Returns:
             How many of the keys were there.
@@ -343,7 +343,7 @@ class Store:
             KVStoreError: for bad keys or a bad timeout, on another loop, or when the store is or
                 gets closed.
                 If a tier could not erase a record: it may be found by a later process.
-            TimeoutError: if `timeout` seconds went by first. The removal goes on.
+            TimeoutError: if `timeout` seconds went by first. The removal continues.
         """
         return await within(check_timeout(timeout), "remove", self._remove(keys))
 
@@ -353,21 +353,21 @@ class Store:
         From the call on, nothing stored before is found, and a `put` under way stores
         nothing more. Returns when the slower tiers have forgotten too, and earlier
         leases and copies have ended: until then they keep their rows. It does not wait for
-        who looks at a chunk although the lease has ended.
+        chunks that are still in use after their lease has ended.
 
         Raises:
             KVStoreError: for a bad timeout, on another loop, or when the store is closed.
                 If a tier could not forget: this process finds nothing, a later one may.
-            TimeoutError: if `timeout` seconds went by first. Everything is forgotten all
-                the same, and the slower tiers go on forgetting.
+            TimeoutError: if `timeout` seconds went by first. Everything is forgotten
+                nevertheless, and the slower tiers continue to forget.
         """
         await within(check_timeout(timeout), "reset", self._reset())
 
     def compact(self, bytes_per_second: int | str) -> None:
-        """Give sparse segments of the disk tiers back from now on, copying at most so much.
+        """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`.
 
-        Goes on until it is called with 0. Copies are made only while nothing else
-        moves; what is stored stays available throughout.
+        Continues until it is called with 0. Copies are made only while nothing else
+        moves; stored chunks stay available throughout.
 
         Raises:
             KVStoreError: if it is no size, on another loop, or when the store is closed.
@@ -381,7 +381,7 @@ class Store:
             self._compacting = self._home.loop.create_task(self._compact())
 
     def release(self, request: str) -> None:
-        """`request` asks no more: what was kept for it may leave.
+        """End `request`: chunks that were kept for it may leave.
 
         Raises:
             KVStoreError: if it is no name, or on another loop.
@@ -392,9 +392,9 @@ class Store:
         self._prompts.release(request)
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call, if ``keep_events`` is set.
+        """Take the events since the last call, if ``keep_events`` is set.
 
-        Of what is not taken for long the older part is dropped: ``stats().events_lost``.
+        If events are not taken for long the older ones are dropped: ``stats().events_lost``.
 
         Raises:
             KVStoreError: on another loop.
@@ -403,7 +403,7 @@ class Store:
         return self._core.take_events()
 
     def stats(self) -> CoreStats:
-        """Counters and gauges.
+        """Return counters and gauges.
 
         Raises:
             KVStoreError: on another loop.
@@ -416,14 +416,14 @@ class Store:
     async def close(self, timeout: float | None = None) -> None:
         """Close in order; may be called again. The end of the block of `open` does it.
 
-        Waits, ``shutdown_timeout_s`` at most, until what was put is on the slower tiers too.
-        When it is cancelled it does not wait for that, but lets go of everything before
+        Waits, ``shutdown_timeout_s`` at most, until all chunks that were put are on the slower
+        tiers too. If it is cancelled it does not wait for that, but releases everything before
         the cancellation is delivered. Calls under way raise.
 
         Raises:
             KVStoreError: for a bad timeout, or on another loop.
-            TimeoutError: if `timeout` seconds went by first; closed it is all the same,
-                as if it had been cancelled.
+            TimeoutError: if `timeout` seconds went by first; the store is closed nevertheless,
+                as if the call had been cancelled.
         """
         await within(check_timeout(timeout), "close", self._close())
 
@@ -459,7 +459,7 @@ class Store:
         if not keys:
             return 0
         prompt = self._prompts.storing(keys, request, time.monotonic())
-        # Also what finds no room is a part of the prompt.
+        # Chunks that find no room are part of the prompt, too.
         self._core.extend_prompt(prompt.id, keys)
         prompt.busy += 1
         try:
@@ -493,13 +493,13 @@ class Store:
         self._core.reset()
         self._driver.pump()
         core = self._core
-        # Who looks on without a lease may do so for ever.
+        # Chunks may be in use without a lease for an unlimited time.
         while core.clearing or core.late_transfers > self._onlookers.pins_before(core.era):
             await self._driver.moved()
         await self._cleared()
 
     async def _cleared(self) -> None:
-        """Wait until the tiers have forgotten what was there before a reset.
+        """Wait until the tiers have forgotten all chunks from before a reset.
 
         Raises:
             KVStoreError: if one of them cannot.
@@ -515,7 +515,7 @@ class Store:
     def _look_up(
         self, keys: Sequence[bytes], request: str | None
     ) -> tuple[Prompt | None, int | None]:
-        """The request that asks (None without keys), and the answer."""
+        """Return the request that asks (None without keys), and the answer."""
         self._driver.check()
         now = time.monotonic()
         prompt = self._prompts.waiting(keys, request, now)
@@ -534,13 +534,13 @@ class Store:
     def _ask(
         self, keys: Sequence[bytes], prompt: Prompt, *, again: bool = False
     ) -> tuple[int | None, bool]:
-        """Look `keys` up, in a new step unless that could not tell the request anything new.
+        """Look up `keys`, in a new step unless that could not tell the request anything new.
 
         Args:
             again: the request has waited for its answer, which came with the last step.
 
         Returns:
-            The answer, and whether a step was begun, which is for the caller to flush.
+            The answer, and whether a step was begun, which the caller must flush.
         """
         waiting = self._core.is_waiting(prompt.id)
         if self._driver.fresh and (again or prompt.told is not None or waiting):
@@ -570,7 +570,7 @@ class Store:
             keys = keys[:count]
             rows = self._core.prepare_load(keys, prompt.id)
         except BaseException:
-            # Cancelled: what was fetched for this call may leave.
+            # Cancelled: chunks that were fetched for this call may leave.
             self._prompts.end(prompt)
             self._prompts.returned(prompt)
             raise
@@ -604,7 +604,7 @@ class Store:
             recorder.add(chains, time.monotonic() - since)
 
     async def _save(self, timeout: float | None) -> bool:
-        """`flush`; also ends when the store is in a hurry to close."""
+        """Do as `flush`; also ends when the store has to close at once."""
         self._core.save()
         self._driver.pump()
         copies = Copies.all(self._core)
@@ -632,19 +632,19 @@ class Store:
     # -- the end -----------------------------------------------------------------------
 
     async def _close(self) -> None:
-        """Close to the end, however often it is cancelled."""
+        """Close completely, however often it is cancelled."""
         self._home.check()
         if self._closing is None:
             self._closing = self._home.loop.create_task(self._shut())
         await outlast(self._closing, self._make_haste)
 
     def _make_haste(self) -> None:
-        """The caller cannot wait: what was put need not reach the slower tiers any more."""
+        """Close without waiting for chunks to reach the slower tiers."""
         self._hurry = True
         self._driver.wake()
 
     async def _shut(self) -> None:
-        # A loop that ends cancels every task once, this one too; it goes on all the same.
+        # A loop that ends cancels every task once, this one too; it continues nevertheless.
         self._stop_compacting()
         try:
             await self._save(self._config.shutdown_timeout_s)

@@ -95,19 +95,19 @@ class SyncStore:
             self.close()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:
-        """How many leading `keys` are in host memory, or None: being fetched, ask again."""
+        """Return how many leading `keys` are in host memory, or None: being fetched, ask again."""
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` host memory or a slower tier holds, for whom it may concern."""
+        """Return how many leading `keys` host memory or a slower tier holds, without side effects."""
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
-        """Fetch leading `keys` to host memory before anybody asks for them."""
+        """Fetch leading `keys` to host memory before they are asked for."""
         return self._calls.ask(lambda: self._store.prefetch(keys))
 
     def pin(self, keys: Sequence[bytes], seconds: float, *, host: bool = True) -> int:
-        """Keep the chunks of `keys` for so long, whatever comes."""
+        """Protect the chunks of `keys` from eviction for `seconds`."""
         return self._calls.ask(lambda: self._store.pin(keys, seconds, host=host))
 
     def demote(self, keys: Sequence[bytes]) -> int:
@@ -175,7 +175,7 @@ class SyncStore:
         return self._calls.wait(lambda: self._store.flush(timeout))
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
-        """Take the chunks of `keys` out of host memory, and of every tier of this process."""
+        """Remove the chunks of `keys` from host memory and from every tier of this process."""
         return self._calls.wait(lambda: self._store.remove(keys, timeout=timeout))
 
     def reset(self, timeout: float | None = None) -> None:
@@ -183,19 +183,19 @@ class SyncStore:
         self._calls.wait(lambda: self._store.reset(timeout))
 
     def compact(self, bytes_per_second: int | str) -> None:
-        """Give sparse segments of the disk tiers back from now on, copying at most so much."""
+        """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`."""
         self._calls.ask(lambda: self._store.compact(bytes_per_second))
 
     def release(self, request: str) -> None:
-        """`request` asks no more: what was kept for it may leave."""
+        """End `request`: chunks that were kept for it may leave."""
         self._calls.ask(lambda: self._store.release(request))
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call, if ``keep_events`` is set."""
+        """Take the events since the last call, if ``keep_events`` is set."""
         return self._calls.ask(self._store.take_events)
 
     def stats(self) -> CoreStats:
-        """Counters and gauges."""
+        """Return counters and gauges."""
         return self._calls.ask(self._store.stats)
 
     def close(self, timeout: float | None = None) -> None:

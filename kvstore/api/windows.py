@@ -20,7 +20,7 @@ _L = TypeVar("_L", covariant=True)
 
 
 class _Store(Protocol[_L]):
-    """What windows need of a store, whose leases are `_L`."""
+    """The calls of a store that windows need; its leases are `_L`."""
 
     def stats(self) -> CoreStats: ...
 
@@ -66,15 +66,15 @@ class _Portions:
         self._rows = max(0, stats.rows - stats.watched_rows)
         if keys and not self._rows:
             raise LeaseEndedError(
-                "views of chunks whose leases have ended keep all rows of host memory; let go of "
-                "them before the next window is asked for, or let windows be smaller"
+                "views of chunks whose leases have ended keep all rows of host memory; drop "
+                "them before asking for the next window, or make windows smaller"
             )
         return keys[: self._rows]
 
     def got(self, chunks: int) -> None:
-        """So many of its first chunks are leased; none where one is missing, or no room is had.
+        """Note how many chunks of the window are leased; 0 if the next is missing or has no room.
 
-        Fewer than were asked for may be all that there is room for.
+        Fewer than were asked for may be leased, if there is no room for more.
         """
         self._next = self._next + chunks if chunks else len(self._keys)
         self._rows -= chunks
@@ -85,7 +85,7 @@ class _Portions:
 
 
 class Windows:
-    """What `Store.windows` returns: for ``async with``, and in the block for ``async for``."""
+    """The result of `Store.windows`: for ``async with``, and in the block for ``async for``."""
 
     def __init__(
         self, store: _Store[AbstractAsyncContextManager[Chunks]], keys: Sequence[bytes], size: int
@@ -148,7 +148,7 @@ class Windows:
 
 
 class SyncWindows:
-    """What `SyncStore.windows` returns: for ``with``, and in the block for ``for``."""
+    """The result of `SyncStore.windows`: for ``with``, and in the block for ``for``."""
 
     def __init__(
         self, store: _Store[AbstractContextManager[Chunks]], keys: Sequence[bytes], size: int

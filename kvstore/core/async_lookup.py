@@ -1,4 +1,4 @@
-"""Asynchronous lookups: ask stores for keys, each key once, and wake the requests that wait."""
+"""Asynchronous lookups: ask stores for keys, and let requests wait for the answers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvstore.core.wait_queue import WaitQueue
 __all__ = ["MOST_KEYS", "Question", "Questions"]
 
 MOST_KEYS = 1024
-"""Keys of one question."""
+"""Most keys of one question."""
 
 Question = tuple[Store, list[bytes], str]
-"""A store, keys that it is asked about, and the request for which it is."""
+"""A store, the keys that it is asked about, and the request that they are for."""
 
 
 class Questions:
     """The questions of requests that begin to wait.
 
-    A question names keys of one request, in the order of its prompt, that host memory does not
-    have, nor any tier that is known to have them. Each store is asked about them that may, and
-    the request waits as long as one of the answers is worth it: see `Patience`.
+    A question names keys of one request, in prompt order, that neither host memory nor any tier
+    is known to have. Every store that may have them is asked, and the request waits
+    as long as one of the answers is worth it: see `Patience`.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class Questions:
         self._hidden = hidden
         self._stores = [store for tier in tiers if (store := tier.store) is not None]
         self._due: list[Question] = []
-        # What is to be asked and not handed out yet, of each store.
+        # For each store, the keys of questions that are not handed out yet.
         self._named: dict[int, set[bytes]] = {store.number: set() for store in self._stores}
-        # When the first of those who wait for answers waits no longer.
+        # When the first of the requests that wait for answers stops waiting.
         self._soonest = math.inf
 
     def __bool__(self) -> bool:
-        """Whether there is anybody to ask."""
+        """Whether there is a store to ask."""
         return bool(self._stores)
 
     def add(self, request: Request, now: float, compute: float) -> None:
-        """The request begins to wait: what nobody knows of its keys is asked.
+        """Prepare the questions of a request that begins to wait.
 
         Args:
-            compute: seconds in which the server computes a chunk; 0 where nobody knows.
+            compute: seconds that the server takes to compute a chunk; 0 if not known.
         """
         readable = [tier.entries for tier in self._tiers if tier.health.readable]
         chunks, hidden = self._chunks, self._hidden
@@ -68,7 +68,7 @@ class Questions:
         for store in self._stores:
             if not store.worth_asking:
                 continue
-            # What made reads from an outpaced one slow may be over.
+            # The cause of slow reads from an outpaced store may be over.
             read = 0.0 if store.health.recompute.outpaced else store.health.pace.per_chunk
             lasts = store.patience.lasts(len(keys), compute, read)
             patience = max(patience, lasts)
@@ -84,21 +84,21 @@ class Questions:
             self._soonest = min(self._soonest, now + patience)
 
     def take(self) -> list[Question]:
-        """The questions that are to be asked now."""
+        """Take the questions that are to be asked now."""
         due, self._due = self._due, []
         for named in self._named.values():
             named.clear()
         return due
 
     def watch(self, now: float) -> None:
-        """Who has waited for answers as long as they are worth goes on without, once a step."""
+        """Let requests go on that have waited for answers long enough; called once a step."""
         if now >= self._soonest:
             self.pass_over(now)
             left = [each.answer_by for each in self._queue.waiting.values()]
             self._soonest = min((each for each in left if each > now), default=math.inf)
 
     def pass_over(self, now: float) -> None:
-        """Go on where stores have answered: requests for which nothing comes wait no longer."""
+        """Let requests pass over leading keys that will not arrive, as the stores have answered."""
         waiting = [request for request in self._queue.waiting.values() if request.awaits_answer]
         readable = [tier.entries for tier in self._tiers if tier.health.readable]
         for request in waiting:
@@ -116,5 +116,5 @@ class Questions:
         return not (waits and any(key in s.answers.asked and s.worth_asking for s in self._stores))
 
     def reset(self) -> None:
-        """Nobody waits any more."""
+        """Forget all questions."""
         self.take()

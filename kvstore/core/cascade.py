@@ -1,6 +1,6 @@
-"""Cascade: copies of host chunks to slower tiers, in the order in which they are begun.
+"""Cascade: copies of chunks from host memory to slower tiers.
 
-`take_in` is the end of such a copy. It is the same for rows of the core and rows of a server.
+`take_in` handles the end of such a copy. It is the same for rows of the core and of a server.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["CASCADE_BATCH", "Cascades", "take_in"]
 def take_in(
     target: CopyTarget, move: Move, completion: Completion, complaints: Complaints, now: float
 ) -> bool:
-    """Tell the tier which of the chunks it holds, and the log what went wrong.
+    """Tell the tier which of the chunks it holds now, and log what went wrong.
 
     Returns:
-        Whether copies that have not begun should be given up: the tier cannot store now.
+        Whether copies that have not begun should be dropped, as the tier cannot store now.
     """
     # Tail first, as everything that reaches a policy.
     keys, slots = move.keys[::-1], move.slots[::-1]
@@ -53,14 +53,14 @@ CASCADE_BATCH = 64
 
 
 class Cascades:
-    """Queues of chunks that wait for their copies, and the moves that make them.
+    """Queues chunks for their copies to tiers, and makes the moves that copy them.
 
     Attributes:
-        targets: tiers that are copied to. demoting: those that get what host memory gives up.
+        targets: tiers that are copied to. demoting: those that get chunks host memory gives up.
 
     Args:
         log: where one line per change goes.
-        budget: how many copies to each tier a step begins.
+        budget: bounds the copies to each tier that a step begins.
         hidden: keys that are being removed.
     """
 
@@ -86,11 +86,11 @@ class Cascades:
         """Chunks that wait for a copy to a slower tier, or are being copied."""
         return sum(target.unsaved for target in self.targets)
 
-    # -- who waits -----------------------------------------------------------------------
+    # -- queueing ------------------------------------------------------------------------
 
     def stored(self, chunks: list[Chunk], now: float) -> None:
-        """The device has stored these chunks: they go to each tier that is written through."""
-        # What a neighbour keeps on the same disk need not be written twice.
+        """Queue chunks that the device has stored for each tier that is written through."""
+        # A chunk that a peer keeps on the same disk need not be written again.
         chunks = self._not_shared(chunks)
         for target in self._through:
             if target.accepts(now):
@@ -99,26 +99,26 @@ class Cascades:
                 target.count("refused", len(chunks))
 
     def save(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Copy `chunks` also where they would only go when they are given up."""
+        """Copy `chunks` also to tiers that get chunks only when they are given up."""
         chunks = list(chunks)
         for target in self.demoting:
             self.save_to(target, chunks, now)
 
     def save_to(self, target: CopyTarget, chunks: Iterable[Chunk], now: float) -> None:
-        """Copy `chunks` to this tier, whenever they would go there by themselves."""
+        """Copy `chunks` to this tier now, whatever its flow."""
         if target.accepts(now):
             bit = 1 << target.number
             lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
             self._queue(target, self._not_shared(lacking), now)
 
     def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
-        """Host memory gives these up: queue them where they are wanted. Returns those queued."""
+        """Queue chunks that host memory gives up where they are wanted; returns those queued."""
         chunks = self._not_shared(chunks)
         queued: set[bytes] = set()
         for target in self.demoting:
             lacking = target.lacking(chunks)
             if len(lacking) < len(chunks):
-                # To be given up once more counts as much as to be given up.
+                # Chunks that the tier already has count as used, as if they were copied again.
                 wanted = {chunk.key for chunk in lacking}
                 target.index.touch(chunk.key for chunk in chunks if chunk.key not in wanted)
             if target.accepts(now):
@@ -128,7 +128,7 @@ class Cascades:
         return queued
 
     def drop(self, target: CopyTarget) -> None:
-        """Give up the copies that wait for a tier."""
+        """Drop the copies that wait for a tier."""
         refused = 0
         for key in target.dequeue(target.queued):
             chunk = self._pool.chunks.get(key)
@@ -138,7 +138,7 @@ class Cascades:
         target.count("refused", refused)
 
     def _queue(self, target: CopyTarget, chunks: list[Chunk], now: float) -> list[bytes]:
-        """Put `chunks` in the queue for a tier, as far as it admits them; returns their keys."""
+        """Queue those of `chunks` that a tier admits; returns their keys."""
         if self._hidden:
             chunks = [chunk for chunk in chunks if chunk.key not in self._hidden]
         most = target.most
@@ -158,22 +158,22 @@ class Cascades:
         return keys
 
     def _not_shared(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Those of `chunks` that no neighbour keeps on the same disk."""
+        """Return those of `chunks` that no peer keeps on the same disk."""
         for peer in self._peers:
             if peer.entries:
                 chunks = [chunk for chunk in chunks if chunk.key not in peer.entries]
         return chunks
 
-    # -- who goes ------------------------------------------------------------------------
+    # -- copying -------------------------------------------------------------------------
 
     def due(self, target: CopyTarget) -> list[Move]:
-        """Copies to one tier that are due, without numbers."""
+        """Return the copies to one tier that are due, without numbers."""
         moves: list[Move] = []
         number = target.number
         while target.queued and not target.clearing:
             limit = min(CASCADE_BATCH, target.max_rows_in_flight - len(target.index.writing))
             if target.health.cautious:
-                # It failed a while ago. One chunk tries first: a whole batch would
+                # It has failed lately. One chunk is tried first: a whole batch could
                 # displace chunks that can still be read, for nothing.
                 limit = 0 if target.index.writing else 1
             left = self._budget.copies_to(number)
@@ -201,8 +201,8 @@ class Cascades:
         return moves
 
     def _take(self, target: CopyTarget, most: int) -> dict[bytes, Chunk]:
-        """The chunks that wait longest for their copies, by key."""
-        # A key may stand in the queue twice, if its chunk has left and come back meanwhile.
+        """Take the chunks that have waited longest for their copies, by key."""
+        # A key may be in the queue twice, if its chunk has left and come back meanwhile.
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
         while len(found) < most and (keys := target.dequeue(most - len(found))):
@@ -210,14 +210,14 @@ class Cascades:
                 if not chunk.unsaved & bit:
                     continue
                 if chunk.key in target.entries:
-                    # Others were faster, and a store has said so.
+                    # Another host has stored it meanwhile.
                     self._pool.dequeue(chunk, target.number)
                 else:
                     found[chunk.key] = chunk
         return found
 
     def ended(self, target: CopyTarget, move: Move, completion: Completion, now: float) -> None:
-        """A move of copies has ended; some of its chunks may have failed."""
+        """Take in the end of a move of copies; some of its chunks may have failed."""
         give_up = take_in(target, move, completion, self._complaints, now)
         self._pool.unpin(list(map(self._pool.chunks.__getitem__, move.keys[::-1])))
         if give_up:

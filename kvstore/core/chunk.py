@@ -1,19 +1,19 @@
-"""The life of a chunk: what it can be, in host memory and on a tier, and what may happen to it.
+"""The states of a chunk in host memory and on a tier, and the transitions between them.
 
-Both lives are tables, `HOST` and `TIER`: for each state the events that may happen in it,
-and the state that follows. `Life` applies them, and nothing else does. What a table
-lacks is a mistake of the core, never of a caller or of a tier: it raises in tests, and
-in service it is counted and does nothing.
+Two tables, `HOST` and `TIER`, name for each state the events that may happen in it
+and the state that follows. Only `Life` applies them. A transition that the table
+lacks is a bug of the core, never of a caller or of a tier: it raises in tests; in
+service it is counted and does nothing.
 
-In host memory: *filling*, the row is owned by whoever writes it, a device store or a
-promotion, and nobody may read it. *ready*, the bytes are whole and, if they came from a
-slower tier, their digest was verified. *pinned*, somebody reads the row or holds a lease
-on it: it is neither evicted nor rewritten. *leaving*, the policy has given the chunk up,
-and it stays until it is copied to where it goes or its row is needed; a use brings it back.
+In host memory: *filling*, a device store or a promotion owns the row and writes it;
+the row may not be read. *ready*, the bytes are complete and, if they came from a
+slower tier, their digest was verified. *pinned*, the row is being read or leased:
+it is neither evicted nor rewritten. *leaving*, the policy has given the chunk up;
+it stays until it is copied to a tier or its row is needed, and a use brings it back.
 
 On a tier: *writing*, its slot is being written. *resident*, it can be read. *reading*, it
-is being read, and not evicted. *forgotten*, it left while it was being read; *rewriting*,
-it is being written again before that reading has ended.
+is being read, and not evicted. *forgotten*, it was removed while it was being read;
+*rewriting*, it is being written again before that read has ended.
 
 This module is long because the states of a chunk and all the code that changes them
 belong side by side.
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Table = Mapping[str, Mapping[str, str]]
-"""For each state the events that may happen in it, each with the state that follows."""
+"""For each state, the events that may happen in it, each with the state that follows."""
 
 HOST: Table = {
     "absent": {"reserve": "filling"},
@@ -115,21 +115,21 @@ TIER: Table = {
 
 
 class IllegalTransitionError(AssertionError):
-    """The core tried to move a chunk along an edge that its life does not have."""
+    """The core tried a transition that the table of states does not have."""
 
 
 class Life:
-    """Applies a table.
+    """Applies the transitions of a table.
 
     Attributes:
         states: the number of each state.
-        raises: whether what the table lacks raises; set by tests for all of them.
-        illegal: how often it was asked for what the table lacks.
+        raises: whether illegal transitions raise; tests set it for all instances.
+        illegal: number of illegal transitions that were tried.
     """
 
     raises = False
     ever_illegal = 0
-    """What `illegal` of all lives adds up to: cheap to look at."""
+    """The sum of `illegal` of all instances: cheap to read."""
 
     def __init__(self, table: Table) -> None:
         self.states = {state: number for number, state in enumerate(table)}
@@ -142,10 +142,10 @@ class Life:
         self.illegal = 0
 
     def after(self, state: int, event: str) -> int:
-        """The state after an event, or -1 if it may not happen.
+        """Return the state after an event, or -1 if it may not happen.
 
         Raises:
-            IllegalTransitionError: in that case, if `raises`.
+            IllegalTransitionError: if it may not happen and `raises` is set.
         """
         following = self._next[event][state]
         if following < 0:
@@ -153,7 +153,7 @@ class Life:
         return following
 
     def apply(self, event: str, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """It happens to each of `chunks`; returns those to which it may happen."""
+        """Apply an event to each of `chunks`; returns those that it may happen to."""
         after = self._next[event]
         wrong: set[int] = set()
         for chunk in chunks:
@@ -173,10 +173,10 @@ class Life:
         order: int,
         stored_by: str | None,
     ) -> None:
-        """From now on each of `chunks` stands for one of `keys`, and is to be filled.
+        """Assign one of `keys` to each of `chunks`, which are to be filled.
 
         Args:
-            order: that of the first; the others count on from it.
+            order: the order of the first chunk; the others count on from it.
         """
         after = self._next["reserve"]
         for chunk, key in zip(chunks, keys, strict=True):
@@ -193,7 +193,7 @@ class Life:
             order += 1
 
     def pin(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Somebody more reads each of them; returns those that nobody has read."""
+        """Add one pin to each chunk; returns those that had none."""
         pinned = self._next["pin"]
         first: list[Chunk] = []
         for chunk in chunks:
@@ -209,11 +209,11 @@ class Life:
         return first
 
     def fill(self, chunks: Sequence[Chunk], step: int) -> tuple[int, list[Chunk]]:
-        """Each is whole, and no store fills it any more.
+        """Mark each chunk as complete: no store fills it any more.
 
         Returns:
-            How many that are, and those of them that are waited for, set aside, or kept
-            until this step ends.
+            How many became complete, and those of them that requests wait for, that are set
+            aside, or that are kept until this step ends.
         """
         filled = self._next["fill"]
         refused = 0
@@ -231,7 +231,7 @@ class Life:
         return len(chunks) - refused, noted
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """Each is whole, and somebody who has waited for it reads it; returns as `apply`."""
+        """Mark each chunk as complete and pin it for its one waiter; returns as `apply`."""
         filled = self.apply("fill for a request", chunks)
         for chunk in filled:
             chunk.pins = 1
@@ -239,17 +239,17 @@ class Life:
         return filled
 
     def give_up(self, chunks: Sequence[Chunk], step: int) -> Sequence[Chunk]:
-        """The policy has given each up in this step; returns as `apply`."""
+        """Mark each chunk as given up by the policy in this step; returns as `apply`."""
         gone = self.apply("give up", chunks)
         for chunk in gone:
             chunk.left_step = step
         return gone
 
     def leave(self, chunks: Sequence[Chunk]) -> tuple[int, list[Chunk]]:
-        """Each is gone, and waits for no tier any more.
+        """Remove each chunk, also from the queues of tiers.
 
         Returns:
-            How many waited for one, and those that may not leave.
+            How many of them were queued for a tier, and those that may not leave.
         """
         after = self._next["leave"]
         unsaved = 0
@@ -267,7 +267,7 @@ class Life:
         return unsaved, staying
 
     def unpin(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Somebody less reads each of them; returns those that nobody reads any more."""
+        """Drop one pin of each chunk; returns those that have none left."""
         one, last = self._next["unpin"], self._next["unpin last"]
         free: list[Chunk] = []
         for chunk in chunks:
@@ -291,26 +291,26 @@ class Life:
 
 
 class Chunk:
-    """What stands for the chunk in one row of host memory, whichever it is at the time.
+    """The record of one row of host memory and of the chunk that it holds, if any.
 
-    There is one for each row, so a server makes none while it runs, and its garbage
-    collector has none to look at. Where the row holds no chunk, nothing is left of the
-    last but its key, its order and the steps in which it was used.
+    There is one for each row, so a server creates none while it runs, and its garbage
+    collector has none to scan. Where the row holds no chunk, only the key, the order and
+    the steps of use may remain of the last one.
 
     Attributes:
         key: the chunk's key.
         row: its row in the host region.
         state: see `HOST`, as a number.
-        pins: how many read it or hold a lease on it.
-        unsaved: bit t is set while the chunk stands in the queue for tier t.
+        pins: number of readers and of leases.
+        unsaved: bit t is set while the chunk is in the queue for tier t.
         step: it is kept until this step ends, as it has answered "hit".
         waiters: requests that wait until it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
-        order: increases in the order in which rows were given, prefix order within a store.
-        depth: how many chunks its request had used or stored before it; 0 if not stored by one.
+        order: increases in the order in which rows were assigned, prefix order within a store.
+        depth: how many chunks its request had used or stored before it; 0 if no request stored it.
         origin: number of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
-        aside: the policy met it while it could not leave, and is to be told when it can.
+        aside: the policy has set it aside as it could not leave, and is to be told when it can.
         left_step: the step in which the policy gave it up.
     """
 
@@ -336,7 +336,7 @@ class Chunk:
         self.end()
 
     def end(self) -> None:
-        """Stand for no chunk: nothing is known but the row."""
+        """Forget the chunk: only the row remains."""
         self.key = b""
         self.pins = 0
         self.unsaved = 0
@@ -350,37 +350,37 @@ class Chunk:
         self.left_step = -1
 
     def loaded(self) -> None:
-        """It was loaded: what comes next from its row comes from host memory."""
+        """Note that it was loaded: later loads count as loads from host memory."""
         self.origin = -1
 
     def set_aside(self, aside: bool) -> None:
-        """Whether the policy waits to hear that it may leave."""
+        """Set whether the policy waits to be told that it may leave."""
         self.aside = aside
 
     def queued(self, bit: int) -> None:
-        """It stands in the queue for the tier of this bit."""
+        """Mark it as queued for the tier of this bit."""
         self.unsaved |= bit
 
     def dequeued(self, bit: int) -> None:
-        """It stands no longer in the queue for the tiers of these bits."""
+        """Mark it as no longer queued for the tiers of these bits."""
         self.unsaved &= ~bit
 
     def wait(self, request: Request) -> None:
-        """The request waits until it is filled."""
+        """Add a request that waits until it is filled."""
         if isinstance(self.waiters, list):
             self.waiters.append(request)
         else:
             self.waiters = [*(self.waiters or ()), request]
 
     def wait_no_more(self, request: Request) -> None:
-        """The request does not wait for it any more."""
+        """Remove a request that waits for it."""
         if isinstance(self.waiters, list):
             self.waiters.remove(request)
         else:
             self.waiters = None
 
     def take_waiters(self) -> Sequence[Request]:
-        """Those who wait for it; nobody does from now on."""
+        """Return the requests that wait for it, and forget them."""
         waiters, self.waiters = self.waiters, None
         return waiters or ()
 
@@ -389,14 +389,14 @@ class Chunk:
 
 
 def wait_together(chunks: Sequence[Chunk], request: Request) -> None:
-    """The request, and nobody else, waits until each of `chunks` is filled."""
+    """Make the request the only waiter of each of `chunks`."""
     alone = (request,)
     for chunk in chunks:
         chunk.waiters = alone
 
 
 def keep_all(chunks: Sequence[Chunk], step: int) -> int:
-    """Keep each until this step ends; returns how many of them could have left until now."""
+    """Keep each until this step ends; returns how many of them could have left before."""
     leavable = 0
     for chunk in chunks:
         if chunk.step != step:
@@ -406,13 +406,13 @@ def keep_all(chunks: Sequence[Chunk], step: int) -> int:
 
 
 def set_depths(chunks: Sequence[Chunk], depths: Mapping[bytes, int]) -> None:
-    """Each stands as deep in its prompt as `depths` says of its key."""
+    """Set the depth of each chunk in its prompt, by key; 0 where `depths` has none."""
     for chunk in chunks:
         chunk.depth = depths.get(chunk.key, 0)
 
 
 def queue_all(chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
-    """`queued` of each that is ready, waits for no tier and might leave; returns the others."""
+    """Queue each that is ready, queued for no tier and may leave; returns the others."""
     others: list[Chunk] = []
     for chunk in chunks:
         if chunk.state != READY or chunk.unsaved or chunk.step == step:
@@ -423,7 +423,7 @@ def queue_all(chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
 
 
 def start_copies(life: Life, chunks: Sequence[Chunk], bit: int, step: int) -> list[Chunk]:
-    """Dequeue and pin each that is ready and waits for this tier only; returns the others."""
+    """Dequeue and pin each that is ready and queued for this tier only; returns the others."""
     others: list[Chunk] = []
     pinned = life.after(READY, "pin")
     for chunk in chunks:

@@ -1,11 +1,11 @@
-"""The state machine: what is where, who is pinned, what moves next.
+"""The core: a state machine that knows where chunks are and decides what moves next.
 
 The core does no I/O and has no clock, lock, thread or await. Calls go in,
 *moves* come out of `flush`, *completions* of those moves go back in through
 `poll`. It is owned by one thread. Time is passed to `poll` and `flush`, in
 seconds of any monotonic clock.
 
-This module is what servers call; `kvstore.core.step` is what happens in which order.
+This module has the calls for servers; `kvstore.core.step` has the order of a step.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Core(CoreSteps):
     Attributes:
         lookup: whether a chunk can be loaded in this step, by its key and the request that
             asks: True, False, or None ("ask again"), which always resolves. See `Lookups.lookup`.
-        streak: answers for one request in a row, for callers that call `go_on`: see `Streak`.
+        streak: consecutive answers for one request, for callers that call `go_on`: see `Streak`.
         hidden: keys that are being removed.
-        chunks: the chunks of host memory, by key. Nobody else writes into it.
-        tiers: what is known of each slower tier, fastest first.
+        chunks: the chunks of host memory, by key; read only for callers.
+        tiers: what is known about each slower tier, fastest first.
         era: counts resets. A report of a transfer that may be older names its era.
     """
 
     # -- lookups -------------------------------------------------------------------------
 
     def go_on(self, context: object) -> None:
-        """The request that was looked up last goes on by itself: see `Streak`."""
+        """Begin a streak of the request that was looked up last: see `Streak`."""
         self._lookups.go_on(context)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
-        """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
+        """Return how many leading `keys` can be loaded in this step, or None ("ask again")."""
         return self._lookups.lookup_prefix(keys, request_id)
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """Number of leading `keys` that host memory or a tier holds; nothing is fetched or kept."""
+        """Return how many leading `keys` host memory or a tier holds; fetches and keeps nothing."""
         return self._lookups.contains_prefix(keys)
 
     def is_waiting(self, request_id: str) -> bool:
@@ -58,7 +58,7 @@ class Core(CoreSteps):
         return self._lookups.is_waiting(request_id)
 
     def renew(self, request_id: str) -> None:
-        """The request waits still: its leases last as if it had asked again."""
+        """Extend the leases of a waiting request as if it had asked again."""
         self._lookups.renew(request_id)
 
     # -- loads and stores ----------------------------------------------------------------
@@ -76,7 +76,7 @@ class Core(CoreSteps):
         if ordered is not keys:
             row_of = dict(zip(ordered, rows, strict=True))
             rows = [row_of[key] for key in keys]
-        # Should it ask again in this step, its keys are listed anew.
+        # If it asks again in this step, its keys are listed anew.
         self._lookups.pause()
         self._budget.want(len(rows))
         return rows
@@ -84,12 +84,12 @@ class Core(CoreSteps):
     def complete_load(
         self, keys: Collection[bytes], request_id: str, era: int | None = None
     ) -> None:
-        """The device has read the rows: take the pins of `prepare_load` back.
+        """Take back the pins of `prepare_load`, as the device has read the rows.
 
         Keys that this request is not loading are counted as stray and ignored.
 
         Args:
-            era: that in which the load was prepared; the present one if not given.
+            era: the era in which the load was prepared; by default the present one.
         """
         self._lookups.pause()
         if era is not None and era != self.era:
@@ -98,12 +98,12 @@ class Core(CoreSteps):
             self._loads.complete(keys, request_id, self.now)
 
     def load_source(self, key: bytes) -> str:
-        """Medium from which a loadable chunk reached host memory: "host" or a tier's."""
+        """Return the medium from which a loadable chunk reached host memory: "host" or a tier's."""
         chunk = self._pool.chunks.get(key)
         return self._medium(chunk.origin) if chunk is not None else "host"
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """`keys`, in prefix order, were used: on every tier that has them."""
+        """Count `keys`, in prefix order, as used on every tier that has them."""
         self._uses.tell_all()
         self._uses.tell(keys, keys)
 
@@ -116,7 +116,7 @@ class Core(CoreSteps):
         cost nothing, nor do chunks that the policy would give up again for the
         head of the same store. None means "not now, offer it again": nothing is
         free for it at this moment, or all of it would fit once transfers under
-        way have ended; a request is told the latter at most once in a row. Keys that are
+        way have ended. A request gets the latter at most once in a row. Keys that are
         being removed are passed over.
         """
         self._lookups.pause()
@@ -137,12 +137,12 @@ class Core(CoreSteps):
     def complete_store(
         self, keys: Collection[bytes], request_id: str, ok: bool = True, era: int | None = None
     ) -> None:
-        """The device has written the rows (`ok`), or it has not: the chunks are dropped.
+        """Take in the end of a store: the rows were written (`ok`), or the chunks are dropped.
 
         Keys that this request is not storing are counted as stray and ignored.
 
         Args:
-            era: that in which the store was prepared; the present one if not given.
+            era: the era in which the store was prepared; by default the present one.
         """
         # Requests that waited for these may be answered; what they ask next is listed anew.
         self._lookups.pause()
@@ -163,14 +163,14 @@ class Core(CoreSteps):
         params: object = None,
         envelope: object = None,
     ) -> None:
-        """A request was seen for the first time. An earlier one of that name ends.
+        """Begin a request. An earlier one with the same id ends.
 
         Args:
-            position: where in the prompt a key of the request belongs, in tokens, for servers
-                that name keys in another order. Called only for keys that the request has named.
+            position: returns where in the prompt a key belongs, in tokens, for servers that
+                name keys in another order. Called only for keys that the request has named.
             one_group: all its keys are of one KV cache group. They are then named in the order
                 of the prompt, except in lookups, which may begin at its end.
-            params, envelope: what may hold hints of its future: see `kvstore.core.hints`.
+            params, envelope: may hold hints about its future: see `kvstore.core.hints`.
         """
         self.on_request_finished(request_id)
         if params is not None or envelope is not None:
@@ -183,9 +183,9 @@ class Core(CoreSteps):
             self._requests.open(request_id).tell_positions(position, one_group=one_group)
 
     def on_request_finished(self, request_id: str, now: float | None = None) -> None:
-        """The request asks no more: its wait and its leases end. Loads under way go on.
+        """End a request's wait and its leases. Loads under way go on.
 
-        What its hints say is done with all that it has loaded and offered to be stored.
+        Its hints are followed for every chunk that it has loaded or offered to be stored.
 
         Args:
             now: by default the time of the step.
@@ -199,15 +199,15 @@ class Core(CoreSteps):
             self._hints_refused += self.follow(hints, keys, self.now if now is None else now)
 
     def wants_all(self, request_id: str) -> bool:
-        """Whether its hints speak of its whole prompt, also of what the device has itself."""
+        """Whether its hints apply to its whole prompt, chunks that the device has included."""
         request = self._requests.get(request_id)
         return request is not None and request.hints is not None and request.hints.at_end
 
     def follow(self, hints: Hints, keys: Sequence[bytes], now: float) -> int:
-        """Do what the hints of a request say, which has ended and whose prompt is `keys`.
+        """Follow the hints of a request that has ended and whose prompt is `keys`.
 
         Returns:
-            Chunks that were to be retained or fetched, and are not: more may not be.
+            How many chunks could not be retained or fetched because a limit was reached.
         """
         refused = 0
         if hints.release:
@@ -223,23 +223,23 @@ class Core(CoreSteps):
         return refused
 
     def extend_prompt(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """`keys` are the next ones of the request's prompt, although it does not load them."""
+        """Add `keys` to the prompt of the request, although it does not load them."""
         self._chains.extend(self._requests.open(request_id), keys)
 
     def on_prompt_end(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
-        """`listener` is told the keys of each request that ends, one sequence for each group."""
+        """Tell `listener` the keys of each request that ends, one sequence for each group."""
         self._chains.listen(listener)
 
     def lapse(self, request_id: str) -> None:
-        """What was fetched for the request is kept for it no longer; its answer stands."""
+        """End the leases of a request that was answered; its answer still holds."""
         request = self._requests.get(request_id)
         if request is not None:
             self._queue.lapse(request)
 
-    # -- what a server foresees --------------------------------------------------------
+    # -- prefetch, pins and demotion ---------------------------------------------------
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
-        """Fetch leading `keys` to host memory before anybody asks: see `Prefetches.begin`."""
+        """Fetch leading `keys` to host memory ahead of requests: see `Prefetches.begin`."""
         return self._prefetches.begin(keys)
 
     def pin(
@@ -249,14 +249,14 @@ class Core(CoreSteps):
         return self._pins.begin(keys, until, host=host, yields=yields)
 
     def unpin(self, keys: Sequence[bytes], *, cold: bool = False) -> int:
-        """End the pins of `keys`, `cold` ones leave before others; returns how many were pinned."""
+        """End the pins of `keys`, which leave first if `cold`; returns how many were pinned."""
         ended = self._pins.end(keys)
         if cold:
             self._demotions.cool(keys)
         return ended
 
     def rows_pinned_besides(self, keys: Collection[bytes]) -> int:
-        """Rows of host memory that are pinned, those of `keys` not counted."""
+        """Return how many rows of host memory are pinned, those of `keys` not counted."""
         return self._pins.rows_besides(keys)
 
     def demote(self, keys: Sequence[bytes], now: float) -> int:
@@ -266,7 +266,7 @@ class Core(CoreSteps):
     # -- the rest ------------------------------------------------------------------------
 
     def may_go_below(self, key: bytes) -> bool:
-        """Whether the chunk is on a slower tier, on its way there, or will be when given up."""
+        """Whether a slower tier has the chunk, is getting it, or would get it on eviction."""
         chunk = self._pool.chunks.get(key)
         if chunk is not None and chunk.unsaved:
             return True
@@ -275,14 +275,14 @@ class Core(CoreSteps):
         )
 
     def save(self) -> None:
-        """Copy to every tier what it lacks, also what would only be copied when given up."""
+        """Copy to every tier the chunks that it would otherwise get only when they are given up."""
         self._uses.tell_all()
         if self._cascades.demoting:
             chunks = [chunk for chunk in self._pool.chunks.values() if chunk.state != FILLING]
             self._cascades.save(chunks, self.now)
 
     def make_room(self, rows: int) -> None:
-        """Let chunks leave until so many rows are free, as far as that costs no last copy."""
+        """Let chunks leave until `rows` rows are free, but none that waits for a copy."""
         self._room.make(rows, self.now, shed_unsaved=False)
 
     def save_first(self, keys: Collection[bytes]) -> None:
@@ -294,9 +294,9 @@ class Core(CoreSteps):
     def remove(self, keys: Collection[bytes]) -> Removal:
         """Take these chunks out of host memory and of every tier of this process.
 
-        From now on they are misses. Rows and slots are free as soon as nobody reads or
-        writes them; loads under way end as they would. What peers keep is theirs, and is found
-        again when the keys are no longer `hidden`.
+        From now on they are misses. Rows and slots become free as soon as no move or transfer
+        uses them; loads under way end as usual. Copies that peers keep are not removed, and are
+        found again when the keys are no longer `hidden`.
         """
         self._lookups.pause()
         self._pins.end(keys)
@@ -304,13 +304,13 @@ class Core(CoreSteps):
         return self._removals.begin(keys)
 
     def reset(self, *, close_tiers: bool = False) -> None:
-        """Forget everything, on every tier; on slower tiers durably, as soon as they can.
+        """Forget everything on every tier; on slower tiers durably, as soon as they can.
 
-        With `close_tiers` the slower tiers are left as they are, for the next process, and not
-        used any more: what this one computes from now on is not what they hold.
+        With `close_tiers` the slower tiers are left as they are, for the next process, and are
+        not used any more: this process computes other data from now on.
 
-        Transfers between device and host memory may be under way: a new `era`
-        begins, and their rows stay theirs until each is reported with the era in
+        Transfers between device and host memory may be under way. A new `era`
+        begins, and their rows stay in use until each is reported with the era in
         which it was prepared, or `transfers_ended` says that all have ended.
         """
         late = list(self.device_transfers())
@@ -335,24 +335,24 @@ class Core(CoreSteps):
         self._victims.reset()
 
     def late_eras(self, request_id: str, *, stores: bool) -> dict[bytes, int]:
-        """Keys that a request still stores, or loads, from before a reset, each with its era."""
+        """Return keys that a request still stores, or loads, since before a reset, with eras."""
         return self._overtaken.eras(request_id, stores=stores)
 
     def transfers_ended(self) -> None:
-        """Every transfer that was prepared before the last reset has ended, reported or not."""
+        """Take every transfer prepared before the last reset as ended, reported or not."""
         self._overtaken.all_ended()
 
     def device_transfers(self) -> Iterable[tuple[Transfer, int]]:
-        """Loads and stores that were prepared and are not complete, and their rows."""
+        """Yield loads and stores that were prepared and are not complete, with their rows."""
         for name, key, row in self._loads.under_way():
             yield Transfer(self.era, name, key, stores=False), row
         for name, key, row in self._stores.under_way():
             yield Transfer(self.era, name, key, stores=True), row
 
     def take_events(self) -> list[Event]:
-        """What appeared on or left a medium since the last call.
+        """Take the events since the last call: keys that appeared on a medium or left it.
 
-        Of what is not taken for long the older part is lost: `CoreStats.events_lost`.
+        If events are not taken for long the older ones are lost: `CoreStats.events_lost`.
         """
         histories = [("host", self._pool.history.take())]
         histories += [(tier.medium, tier.index.history.take()) for tier in self.tiers]
@@ -363,7 +363,7 @@ class Core(CoreSteps):
         ]
 
     def stats(self) -> CoreStats:
-        """A snapshot of counters and gauges."""
+        """Return a snapshot of counters and gauges."""
         pool, queue, loads, stores = self._pool, self._queue, self._loads, self._stores
         loaded_from: dict[str, int] = {}
         for origin, count in loads.loaded_from.items():
@@ -422,7 +422,7 @@ class Core(CoreSteps):
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool
     ) -> None:
-        """Transfers from before a reset have ended: their rows are free."""
+        """Free the rows of transfers from before a reset that have ended."""
         for key in dict.fromkeys(keys):
             ended = self._overtaken.ended(Transfer(era, request_id, key, stores))
             self._stray += not ended

@@ -1,12 +1,12 @@
 """Eviction: choose the chunks that leave host memory, and make their rows free.
 
-* `Victims` asks the policy for chunks. A chunk that is in use is met once: the policy sets it
+* `Victims` asks the policy for chunks. A chunk in use is met only once: the policy sets it
   aside (`HELD`) and is told, tail of the prompt first, when it may leave again. A search that has
   asked too often ends (`LATER`) and goes on in the next step.
 * `Room` makes rows free. It decides which chunks are evicted at once and which are copied first.
 * `Demotions` are chunks that a server asked to leave. A chunk that a slower tier has leaves at
-  once; one that no tier has is copied to the first tier before. A use or a pin keeps it. A weaker
-  request only makes chunks the first to leave when others need the room.
+  once; one that no tier has is first copied to the first tier. A use or a pin keeps it. A weaker
+  form only makes chunks the first to leave when others need the room.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["Demotions", "Room", "Victims"]
 
 
 class Victims:
-    """Searches for chunks that host memory can do without. It moves none of them.
+    """Searches for chunks that may leave host memory. It moves none of them.
 
     Args:
-        budget: how much a step may ask in vain.
+        budget: bounds the questions of one step that find no chunk.
     """
 
     def __init__(self, pool: HostPool, budget: Budget) -> None:
@@ -39,27 +39,27 @@ class Victims:
         self._budget = budget
         self._sets_aside = type(pool.policy).release is not EvictionPolicy.release
         # Chunks that the policy has set aside: those that may have become free to leave, those
-        # that will when the step ends in which they were met, and those that only wait for a
-        # copy, coldest first.
+        # that will once the step in which they were met has ended, and those that only wait for
+        # a copy, coldest first.
         self._loose: list[Chunk] = []
         self._until_next_step: list[Chunk] = []
         self._met_step = -1
         self._parked: OrderedDict[bytes, Chunk] = OrderedDict()
-        # A vain search is not repeated until something has changed.
+        # A search that found nothing is not repeated until something has changed.
         self._vain: tuple[int, bool] = (-1, False)
 
     def reset(self) -> None:
-        """The policy has forgotten everything."""
+        """Forget everything, as the policy has."""
         for each in (self._loose, self._until_next_step, self._parked):
             each.clear()
 
     def choose(
         self, count: int, *, shed_unsaved: bool, incoming: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """Let the policy give up `count` chunks, as far as possible; it has forgotten them.
+        """Let the policy give up and forget up to `count` chunks; returns their keys.
 
         Filling and pinned chunks are never among them, nor those that are kept until the
-        step ends. Chunks that wait for a copy to a slower tier are only when
+        step ends. Chunks that wait for a copy to a slower tier are given up only when
         `shed_unsaved`, and only after all others.
 
         Args:
@@ -87,10 +87,10 @@ class Victims:
         return victims
 
     def find_one(self) -> bool:
-        """Look for a chunk that may leave for a store; False if that goes on in the next step.
+        """Look for a chunk that may leave for a store; False if the search goes on next step.
 
         Nothing leaves here. Chunks in use that come first are set aside now, so that the
-        search that follows, which may not be broken off, does not meet them.
+        search that follows, which must not be cut short, does not meet them.
         """
         if self._pool.free or not self._budget.bounded or not self._sets_aside:
             return True
@@ -110,10 +110,11 @@ class Victims:
     def protection(
         self, *, shed_unsaved: bool, bounded: bool, staying: Collection[bytes] = ()
     ) -> Protected:
-        """What the policy may ask; when `bounded`, not more often than the step allows.
+        """Return the callback that tells the policy whether a chunk may leave.
 
         Args:
-            staying: keys that may not leave now, whatever else is true of them.
+            bounded: whether the step's budget limits how often it may ask.
+            staying: keys that may not leave now in any case.
         """
         chunk_of, step = self._pool.chunks.get, self._pool.step
 
@@ -145,14 +146,14 @@ class Victims:
     def let_loose(self) -> None:
         """Tell the policy which of the chunks that it has set aside may leave again.
 
-        To be called before it hears of a use: what is used now is hotter than they are.
+        To be called before the policy is told of a use: chunks used now are hotter than these.
         """
         self._end_of_step()
         loose = [*self._loose, *self._pool.take_released()]
         if not loose:
             return
         self._loose.clear()
-        # Tail first, whatever the order in which loads and copies have ended.
+        # Tail first, in whatever order loads and copies have ended.
         loose.sort(key=operator.attrgetter("order"), reverse=True)
         free: list[bytes] = []
         for chunk in loose:
@@ -169,9 +170,9 @@ class Victims:
         self._policy.release(free)
 
     def given_up(self, keys: Sequence[bytes]) -> None:
-        """The policy has forgotten these chunks."""
+        """Note that the policy has forgotten these chunks."""
         if self._sets_aside:
-            return  # What it has set aside it does not give up.
+            return  # It does not give up chunks that it has set aside.
         chunks = self._pool.chunks
         for key in keys:
             chunk = chunks[key]
@@ -180,17 +181,17 @@ class Victims:
                 self._parked.pop(key, None)
 
     def forget(self, chunk: Chunk) -> None:
-        """The chunk is about to go without having been given up, and its policy forgets it."""
+        """Forget a chunk that is about to leave without the policy having given it up."""
         self._parked.pop(chunk.key, None)
 
     def _end_of_step(self) -> None:
-        """What was kept until the end of a step that is over may leave."""
+        """Let chunks leave that were kept until the end of an earlier step."""
         if self._until_next_step and self._met_step != self._pool.step:
             self._loose += self._until_next_step
             self._until_next_step.clear()
 
     def _unpark(self, count: int) -> None:
-        """Up to `count` chunks that wait for a copy may leave without it."""
+        """Let up to `count` chunks leave without the copy that they wait for."""
         free: list[bytes] = []
         while self._parked and len(free) < count:
             key, chunk = self._parked.popitem(last=False)
@@ -201,13 +202,13 @@ class Victims:
 
 
 class Room:
-    """Gets rows for those who need them.
+    """Makes rows free for stores and promotions.
 
     Where chunks are demoted, a chunk that the policy gives up leaves once it is copied; one
     that no tier wants leaves at once.
 
     Args:
-        budget: how many chunks a step may give up ahead of need.
+        budget: bounds the chunks that a step gives up ahead of need.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Room:
 
     @property
     def sure(self) -> int:
-        """Rows that are free, or surely will be when they are asked for one by one."""
+        """Rows that are free, or certain to become free when asked for one by one."""
         pool = self._pool
         return pool.free if self.demotes else pool.free + pool.leavable
 
@@ -256,7 +257,7 @@ class Room:
         return min(count, pool.free)
 
     def make_ahead(self, now: float) -> None:
-        """Let the policy give up chunks until as many rows as wanted are free or soon free."""
+        """Let the policy give up chunks until `pool.ahead` rows are free or soon free."""
         pool = self._pool
         short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
         if short > 0:
@@ -269,7 +270,7 @@ class Room:
         self, count: int, now: float, *, shed_unsaved: bool, incoming: Sequence[bytes]
     ) -> None:
         pool = self._pool
-        # What is leaving is on its way to be free.
+        # Rows of leaving chunks will be free soon.
         short = count - pool.free - pool.leaving
         victims = self._victims.choose(short, shed_unsaved=shed_unsaved, incoming=incoming)
         if not self.demotes:
@@ -287,14 +288,14 @@ class Room:
 
 
 MOST_TRIES = 256
-"""Chunks that one step looks at."""
+"""Most chunks that one step looks at."""
 
 
 class Demotions:
-    """See the module's text.
+    """Chunks that were asked to leave host memory: see the module's text.
 
     Attributes:
-        demoted: chunks that have left host memory for it.
+        demoted: chunks that have left host memory on request.
     """
 
     def __init__(
@@ -311,21 +312,21 @@ class Demotions:
         self._victims = victims
         self._pins = pins
         self.demoted = 0
-        # Those that are to leave, in turn, each with its order: another chunk of that key stays.
+        # Chunks that are to leave, in turn, each with its order: a later chunk of that key stays.
         self._leaving: dict[bytes, int] = {}
         self._cut_short = False
 
     def __bool__(self) -> bool:
-        """Whether any are still to leave."""
+        """Whether chunks are still to leave."""
         return bool(self._leaving)
 
     @property
     def behind(self) -> bool:
-        """Whether the next step has something to do although nothing new will have happened."""
+        """Whether the next step has work to do even if nothing new happens."""
         return self._cut_short
 
     def begin(self, keys: Iterable[bytes], now: float) -> int:
-        """Let the chunks of `keys` go that host memory has; returns how many will."""
+        """Let the chunks of `keys` leave host memory; returns how many will."""
         if not self._cascades.targets:
             return 0
         target = self._cascades.targets[0]
@@ -335,15 +336,15 @@ class Demotions:
         self._cascades.save_to(target, whole, now)
         before = len(self._leaving)
         for chunk in reversed(here):
-            # Tail first, as chunks leave. One that is being stored is copied when it is whole.
+            # Tail first, as chunks leave. One that is being stored is copied when it is complete.
             if chunk.state == FILLING or chunk.unsaved or self._is_coming(chunk.key):
                 self._leaving[chunk.key] = chunk.order
         return len(self._leaving) - before
 
     def cool(self, keys: Iterable[bytes]) -> None:
-        """The chunks of `keys`, in prefix order, leave before others when others need the room.
+        """Make the chunks of `keys`, in prefix order, the first to leave when room is needed.
 
-        Those that are pinned, and those that the policy has set aside, stay as they are.
+        Chunks that are pinned, or that the policy has set aside, stay as they are.
         """
         tail_first = [key for key in reversed([*keys]) if not self._pins.is_pinned(key)]
         self._victims.let_loose()
@@ -354,12 +355,12 @@ class Demotions:
             target.index.cool(tail_first)
 
     def used(self, keys: Collection[bytes]) -> None:
-        """These are used: they stay."""
+        """Keep the chunks of these keys, as they are used."""
         for key in keys:
             self._leaving.pop(key, None)
 
     def go_on(self) -> None:
-        """Let go of what is copied. Hits of this step were kept before."""
+        """Remove the chunks that are copied by now. Hits of this step were kept before."""
         moved = 0
         tries = list(self._leaving.items())[:MOST_TRIES]
         for key, order in tries:
@@ -378,7 +379,7 @@ class Demotions:
         self._cut_short = moved > 0 and len(self._leaving) > len(tries) - moved
 
     def reset(self) -> None:
-        """Nothing is to leave any more."""
+        """Forget all chunks that were to leave."""
         self._leaving.clear()
         self._cut_short = False
 

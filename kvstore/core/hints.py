@@ -1,7 +1,7 @@
-"""Hints: what a server, or whoever routes requests to it, knows of a request's future.
+"""Hints: what a server, or a router in front of it, knows about a request's future.
 
-Hints come with a request and speak of its whole prompt. They are advice within bounds: what is
-retained takes its share of host memory and tiers and no more. Hints that are malformed or not
+Hints come with a request and apply to its whole prompt. They are advice within bounds: retained
+chunks take up a limited share of host memory and tiers. Hints that are malformed or not
 known are counted and ignored.
 
 They come in either of two forms:
@@ -29,7 +29,7 @@ VERSIONS = ("1",)
 """Versions of actions that are known, by their first number."""
 
 MOST_ACTIONS = 64
-"""Actions of one envelope that are looked at."""
+"""Most actions of one envelope that are read."""
 
 MOST_SECONDS = 7 * 24 * 3600.0
 """The longest time that a hint may name."""
@@ -37,15 +37,15 @@ MOST_SECONDS = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What shall become of the chunks of a request, once it has ended.
+    """What to do with the chunks of a request once it has ended.
 
     Attributes:
-        retain_s: they are pinned for so many seconds; None: they are not.
-        retain_host: in host memory, too; else on slower tiers alone, where there are any.
-        release: they are pinned no longer, and leave before others.
-        demote: they leave host memory as soon as a slower tier has them.
-        prefetch_after_s: so many seconds later they are fetched to host memory again; None: never.
-        store: whether what the request computes is stored at all.
+        retain_s: pin them for this many seconds; None: do not pin them.
+        retain_host: pin them in host memory, too; else only on slower tiers, where there are any.
+        release: end their pins, and let them leave before others.
+        demote: let them leave host memory as soon as a slower tier has them.
+        prefetch_after_s: fetch them to host memory again this many seconds later; None: never.
+        store: whether chunks that the request computes are stored at all.
     """
 
     retain_s: float | None = None
@@ -57,7 +57,7 @@ class Hints:
 
     @property
     def at_end(self) -> bool:
-        """Whether something is to be done with its chunks when it has ended."""
+        """Whether the hints ask for anything when the request has ended."""
         waits = self.retain_s is not None or self.prefetch_after_s is not None
         return waits or self.release or self.demote
 
@@ -66,9 +66,9 @@ NO_HINTS = Hints()
 
 
 def read_hints(params: object, envelope: object = None) -> tuple[Hints, int, int]:
-    """The hints of a request, from its transfer parameters and its envelope; either may be None.
+    """Read the hints of a request from its transfer parameters and envelope; either may be None.
 
-    Where they contradict one another, the last one counts.
+    Where hints contradict each other, the last one counts.
 
     Returns:
         The hints, how many there were, and how many were ignored.
@@ -101,7 +101,7 @@ class _Reader:
         self.taken = self.ignored = 0
 
     def read(self, read: _Read | None, value: object) -> None:
-        """Take one hint in; it is ignored if nobody knows it, or it is malformed."""
+        """Take in one hint; ignore it if it is malformed or not known."""
         if read is not None:
             try:
                 self.hints = read(self.hints, value)
@@ -152,7 +152,7 @@ def _prefetch(hints: Hints, payload: object) -> Hints:
 
 
 def _bare(**changes: bool) -> _Read:
-    """An action without parameters."""
+    """Return the reader of an action without parameters."""
 
     def read(hints: Hints, payload: object) -> Hints:
         _table(payload)

@@ -1,7 +1,7 @@
-"""The rows of host memory and the chunks that live in them.
+"""The rows of host memory and the chunks in them.
 
-This module is long because every change of a chunk changes the same counts, and they
-stay right only where all those changes stand side by side.
+This module is long because every change of a chunk changes the same counts. They are
+easier to keep right with all those changes side by side.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["HostPool"]
 
 
 class HostPool:
-    """Which chunk is in which row, what may happen to it, and who came and went.
+    """The rows of host memory, the chunks in them, and the changes of both.
 
-    A row is in exactly one place: free, under a chunk, or held by moves and device
-    transfers whose chunk is gone (after `reset`). `rows` is never exceeded.
+    A row is free, holds a chunk, or is held by moves and device transfers whose chunk is
+    gone (after `reset`). There are never more than `rows`.
 
     A chunk is known to the policy, or it is leaving: the policy gave it up, but it is to
     be copied first, or its row is not needed yet. A leaving chunk can still be read; a
@@ -42,20 +42,20 @@ class HostPool:
 
     Attributes:
         chunks: by key, all that are not absent.
-        step: counts steps.
+        step: number of the step.
         busy: chunks that are filling or pinned.
-        unsaved: chunks that nobody reads and that wait for a copy to a slower tier.
-        marked: chunks that could leave, were they not kept until the step ends.
+        unsaved: chunks that are not being read and wait for a copy to a slower tier.
+        marked: chunks that could leave if they were not kept until the step ends.
         leaving: chunks that the policy has given up.
         left: keys that have left in this step. history: keys that became ready and left.
-        evicted: chunks that left for others.
+        evicted: chunks that left to make room for others.
         shed: those of them that had not reached a tier that was to keep them.
         changes: counts every change that could make a chunk evictable.
-        ages: of chunks that left for others.
+        ages: of chunks that were evicted.
 
     Args:
-        admission: decides which chunks of stores may enter; all, without one.
-        reserve: rows that are to be free or soon free ahead of need.
+        admission: decides which chunks of stores may enter; without one, all do.
+        reserve: rows to be kept free, or soon free, ahead of need.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HostPool:
         self._reserved = 0
         # Chunks that the policy has set aside and that may have become free to leave.
         self._released: list[Chunk] = []
-        # Leaving chunks that nobody reads: those that wait for a copy, and those that do not.
+        # Leaving chunks without a reader: those that wait for a copy, and those that do not.
         self._uncopied: dict[bytes, Chunk] = {}
         self._copied: dict[bytes, Chunk] = {}
         self.history = History()
@@ -94,7 +94,7 @@ class HostPool:
 
     @property
     def obtainable(self) -> int:
-        """Rows that could be free if everybody left who is neither filling nor pinned."""
+        """Rows that would be free if all chunks left that are neither filling nor pinned."""
         return len(self._free) + len(self.chunks) - self.busy
 
     @property
@@ -108,14 +108,14 @@ class HostPool:
         return len(self.chunks) - self.busy - self.unsaved - self.marked
 
     def begin_step(self) -> None:
-        """Chunks that were kept until the end of the step before may leave from now on."""
+        """Begin a step: chunks that the last step has kept may leave from now on."""
         self.step += 1
         self.marked = 0
         self.left.clear()
         self.changes += 1
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Those of `keys` that are here stay until the step ends: they answered "hit"."""
+        """Keep those of `keys` that are here until the step ends: they answered "hit"."""
         here = list(filter(None, map(self.chunks.get, keys)))
         self.marked += keep_all(here, self.step)
 
@@ -124,7 +124,7 @@ class HostPool:
     def reserve(
         self, keys: Sequence[bytes], origin: int, stored_by: str | None = None
     ) -> list[Chunk]:
-        """Give each of `keys` a row and a filling chunk. There must be room for all."""
+        """Assign a row and a filling chunk to each of `keys`. There must be room for all."""
         chunks = self.assign_rows(keys, origin, stored_by)
         insert = self.policy.insert
         for key in reversed(keys):
@@ -134,7 +134,7 @@ class HostPool:
     def assign_rows(
         self, keys: Sequence[bytes], origin: int, stored_by: str | None = None
     ) -> list[Chunk]:
-        """`reserve` for keys that the policy knows already."""
+        """Do as `reserve`, for keys that the policy knows already."""
         first = self._reserved
         self._reserved += len(keys)
         count, free = len(keys), self._free
@@ -148,7 +148,7 @@ class HostPool:
         return chunks
 
     def fill(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The bytes of these chunks are whole; returns those that somebody may have waited for."""
+        """Mark these chunks as complete; returns those that requests may have waited for."""
         step = self.step
         filled, noted = self.life.fill(chunks, step)
         for chunk in noted:
@@ -162,12 +162,12 @@ class HostPool:
         return noted
 
     def fill_pinned(self, chunks: Sequence[Chunk]) -> None:
-        """The bytes of these chunks are whole, and the one who waited for them reads them."""
+        """Mark these chunks as complete and pin them for the one request that waited."""
         filled = self.life.fill_pinned(chunks)
         self.history.came(chunk.key for chunk in filled)
 
     def discard(self, chunk: Chunk) -> None:
-        """The bytes of a filling chunk never came. The row is free again."""
+        """Drop a filling chunk whose bytes never came, and free its row."""
         if not self.life.apply("discard", (chunk,)):
             return
         del self.chunks[chunk.key]
@@ -179,7 +179,7 @@ class HostPool:
         self._free.append(chunk.row)
 
     def release_held(self, rows: Sequence[int]) -> None:
-        """A move or a transfer whose chunks are gone has ended: its rows are free."""
+        """Free the rows of a move or a transfer that has ended and whose chunks are gone."""
         for row in rows:
             self._held[row] -= 1
             if not self._held[row]:
@@ -211,7 +211,7 @@ class HostPool:
     # -- pins and copies -------------------------------------------------------------------
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
-        """Somebody more reads these chunks, or holds a lease on them."""
+        """Add one pin to each chunk."""
         step = self.step
         first = self.life.pin(chunks)
         self.busy += len(first)
@@ -225,7 +225,7 @@ class HostPool:
                 self._uncopied.pop(chunk.key, None)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """Somebody less reads each of these chunks."""
+        """Drop one pin of each chunk."""
         step = self.step
         free = self.life.unpin(chunks)
         for chunk in free:
@@ -241,7 +241,7 @@ class HostPool:
         self.changes += 1
 
     def queue(self, chunks: Sequence[Chunk], tier: int) -> None:
-        """These chunks stand in the queue for `tier` from now on."""
+        """Mark these chunks as queued for `tier`."""
         step, bit = self.step, 1 << tier
         others = queue_all(chunks, bit, step)
         self.unsaved += len(chunks) - len(others)
@@ -254,7 +254,7 @@ class HostPool:
                 self._uncopied[chunk.key] = chunk
 
     def dequeue(self, chunk: Chunk, tier: int) -> None:
-        """The chunk stands no longer in the queue for `tier`."""
+        """Mark the chunk as no longer queued for `tier`."""
         chunk.dequeued(1 << tier)
         if chunk.state in (READY, LEAVING) and not chunk.unsaved:
             self.unsaved -= 1
@@ -267,7 +267,7 @@ class HostPool:
             self._copied[chunk.key] = chunk
 
     def begin_copies(self, chunks: Sequence[Chunk], tier: int) -> None:
-        """These chunks stand no longer in the queue for `tier`: they are being read for it."""
+        """Take these chunks from the queue for `tier` and pin them: they are being copied."""
         others = start_copies(self.life, chunks, 1 << tier, self.step)
         simple = len(chunks) - len(others)
         self.unsaved -= simple
@@ -280,7 +280,7 @@ class HostPool:
     # -- coming back and leaving -------------------------------------------------------------
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Tell the policy that resident `keys` (tail first) were used."""
+        """Tell the policy that those of `keys` (tail first) that are here were used."""
         touch = self.policy.touch
         self.ages.use(keys)
         for chunk in filter(None, map(self.chunks.get, keys)):
@@ -290,7 +290,7 @@ class HostPool:
                 touch(chunk.key)
 
     def stay(self, chunk: Chunk) -> None:
-        """The chunk is used: if it was leaving, it is the policy's again."""
+        """Give the chunk back to the policy if it was leaving, as it is used."""
         if chunk.state < LEAVING:
             return
         self.life.apply("use", (chunk,))
@@ -300,26 +300,26 @@ class HostPool:
         self.policy.insert(chunk.key)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
-        """The policy has given these up; they stay until they are copied and their rows needed."""
+        """Mark chunks that the policy gave up; each stays until it is copied and its row needed."""
         chunks = self.life.give_up(list(map(self.chunks.__getitem__, keys)), self.step)
         self.leaving += len(chunks)
         for chunk in chunks:
             (self._uncopied if chunk.unsaved else self._copied)[chunk.key] = chunk
 
     def take_out(self, key: bytes) -> Chunk:
-        """The policy has given the chunk up; it is back by `put_back`, or leaves by `leave`."""
+        """Take out a chunk that the policy gave up; `put_back` or `leave` must follow."""
         return self.chunks.pop(key)
 
     def put_back(self, chunk: Chunk) -> None:
-        """The policy has taken the chunk again that was taken out."""
+        """Put back a chunk that was taken out, and that the policy has taken again."""
         self.chunks[chunk.key] = chunk
 
     def leave(self, keys: Sequence[bytes]) -> None:
-        """These chunks, which the policy has forgotten, are gone: their rows are free."""
+        """Evict these chunks, which the policy has forgotten, and free their rows."""
         gone = list(map(self.chunks.pop, keys))
         unsaved, staying = self.life.leave(gone)
         if staying:
-            # Who may not leave stays, and the policy keeps it.
+            # A chunk that may not leave stays, and the policy keeps it.
             gone = [chunk for chunk in gone if chunk not in staying]
             keys = [chunk.key for chunk in gone]
             for chunk in staying:
@@ -334,7 +334,7 @@ class HostPool:
         self.ages.leave(keys)
 
     def take_away(self, chunk: Chunk) -> None:
-        """The chunk, which nobody reads or copies, is gone, and for no other's sake."""
+        """Remove a chunk that is not being read or copied; it is not counted as evicted."""
         if chunk.state == LEAVING:
             self.leaving -= 1
             self._uncopied.pop(chunk.key, None)
@@ -355,8 +355,8 @@ class HostPool:
         """Let leaving chunks go until `count` rows are free.
 
         Args:
-            uncopied: take those whose copies have waited to begin since an earlier step,
-                instead of those that wait for no copy.
+            uncopied: take chunks whose copies have been queued since an earlier step, instead of
+                those that wait for no copy.
         """
         step = self.step
         those = self._uncopied if uncopied else self._copied
@@ -372,6 +372,6 @@ class HostPool:
         self.leave(keys)
 
     def take_released(self) -> list[Chunk]:
-        """Chunks that were set aside and may have become free to leave."""
+        """Return the chunks that were set aside and may have become free to leave."""
         released, self._released = self._released, []
         return released

@@ -1,7 +1,7 @@
 """Jobs of a server that owns its rows, and the copies of store jobs to a tier.
 
-`kvstore.core.tier_only` is their user. `Job` counts the chunks of one job from being handed over to
-its end, `JobBook` holds all of them, `JobStores` copies the chunks of store jobs.
+`kvstore.core.tier_only` uses them. `Job` counts the chunks of one job from its start to its
+end, `JobBook` holds all jobs, `JobStores` copies the chunks of store jobs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
 __all__ = ["Job", "JobBook", "JobEnd", "JobStores"]
 
 STORE_SHARE = 0.5
-"""Part of the server's rows beyond which stores that have not ended let no other begin."""
+"""Share of the server's rows that unfinished stores may use before no other may begin."""
 
 COPIES_PER_STEP = 256
-"""Most copies to the tier that one step begins, with a policy as quick as LRU."""
+"""Most copies to the tier that one step begins, with a policy as fast as LRU."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a job has ended.
+    """The result of a job.
 
     Attributes:
-        number: that of the job. whole: all its chunks are where they should be, or not wanted.
-        loaded: keys whose rows hold their bytes; none of a store.
+        number: the job's number. whole: all its chunks are where they should be, or not wanted.
+        loaded: keys whose rows hold their bytes; empty for a store.
         moved: chunks that were copied.
-        seconds: from when the job was handed over to when its end was heard of.
+        seconds: from when the job was handed over to when its end was noticed.
     """
 
     number: int
@@ -44,10 +44,10 @@ class JobEnd:
 
 
 class Job:
-    """Counts the chunks of a job that are under way, and keeps what became of the others.
+    """Counts the chunks of a job that are under way, and keeps the results of the others.
 
     Attributes:
-        number: its own.
+        number: the job's number.
     """
 
     def __init__(self, number: int, began: float) -> None:
@@ -63,35 +63,35 @@ class Job:
         return not self._left
 
     def expect(self, chunks: int) -> None:
-        """So many more chunks are under way."""
+        """Add to the number of chunks under way."""
         self._left += chunks
 
     def lack(self) -> None:
-        """There are chunks which the job names and nobody copies."""
+        """Note that not all chunks of the job are copied."""
         self._whole = False
 
     def stored(self) -> None:
-        """One of the chunks under way was copied from its row."""
+        """Count one chunk under way as copied from its row."""
         self._left -= 1
         self._moved += 1
 
     def loaded(self, key: bytes) -> None:
-        """One of the chunks under way is in its row."""
+        """Count one chunk under way as loaded into its row."""
         self.stored()
         self._loaded.append(key)
 
     def failed(self) -> None:
-        """One of the chunks under way was not copied."""
+        """Count one chunk under way as not copied."""
         self._left -= 1
         self._whole = False
 
     def end(self, now: float) -> JobEnd:
-        """What became of it."""
+        """Return the job's result."""
         return JobEnd(self.number, self._whole, self._loaded, self._moved, now - self._began)
 
 
 class JobBook:
-    """The jobs that have not ended, and those whose end nobody has taken yet."""
+    """The jobs that have not ended, and those whose result was not taken yet."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -102,28 +102,28 @@ class JobBook:
         return len(self._open)
 
     def begin(self, number: int, now: float) -> Job:
-        """A job is handed over."""
+        """Begin a job."""
         self._open.add(number)
         return Job(number, now)
 
     def settle(self, job: Job, now: float) -> None:
-        """The job has ended, if nothing of it is under way."""
+        """End the job if none of its chunks is under way."""
         if job.done:
             self._open.discard(job.number)
             self._ended.append(job.end(now))
 
     def take_ended(self) -> list[JobEnd]:
-        """Jobs that have ended and were not taken yet."""
+        """Take the results of jobs that have ended."""
         ended, self._ended = self._ended, []
         return ended
 
 
 class JobStores:
-    """Which chunks wait to be stored, from which rows, and for which jobs.
+    """The chunks that wait to be stored, with their rows and jobs.
 
     Args:
-        target: where chunks are copied to. peers: what neighbours keep, which need not be
-            written twice.
+        target: where chunks are copied to. peers: tiers of peers; what they hold need not be
+            written again.
         rows: how many rows the server has.
     """
 
@@ -143,7 +143,7 @@ class JobStores:
         self._most_copies = max(1, int(COPIES_PER_STEP / policy.effort))
         self._links = type(policy).link is not EvictionPolicy.link
         self._last: dict[str, dict[bytes, bytes]] = {}
-        """The last key of each request and KV cache group, where the policy wants to know."""
+        """The last key of each request and KV cache group, if the policy uses links."""
         self._storing: dict[bytes, tuple[int, Job]] = {}
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class JobStores:
     def add(
         self, number: int, keys: Sequence[bytes], rows: Sequence[int], request: str, now: float
     ) -> None:
-        """A job to store `rows` under `keys`: see `Jobs.store`."""
+        """Add a job to store `rows` under `keys`: see `Jobs.store`."""
         job = self._book.begin(number, now)
         self._link(request, keys)
         self._target.index.touch(reversed(keys))
@@ -166,17 +166,17 @@ class JobStores:
         self._book.settle(job, now)
 
     def finished(self, request: str) -> None:
-        """The request stores nothing more."""
+        """Forget the request, which stores nothing more."""
         self._last.pop(request, None)
 
     def due(self, now: float) -> list[Move]:
-        """Copies that are due, without numbers."""
+        """Return the copies that are due, without numbers."""
         target, left = self._target, self._most_copies
         moves: list[Move] = []
         while target.queued and not target.clearing:
             limit = min(CASCADE_BATCH, left, target.max_rows_in_flight - len(target.index.writing))
             if target.health.cautious:
-                # It failed a while ago. One chunk tries first: see `Cascades.due`.
+                # It has failed lately. One chunk is tried first: see `Cascades.due`.
                 limit = 0 if target.index.writing else 1
             if limit <= 0:
                 break
@@ -186,7 +186,7 @@ class JobStores:
             del keys[len(slots) :]
             if not keys:
                 if not target.in_flight:
-                    # Nothing is under way that would make room.
+                    # No move is under way that could make room.
                     self.drop(now)
                 break
             left -= len(keys)
@@ -196,7 +196,7 @@ class JobStores:
         return moves
 
     def ended(self, move: Move, completion: Completion, now: float) -> None:
-        """A move of `due` has ended; some of its chunks may have failed."""
+        """Take in the end of a move of `due`; some of its chunks may have failed."""
         give_up = take_in(self._target, move, completion, self._complaints, now)
         for key, ok in zip(move.keys, completion.ok, strict=True):
             _, job = self._storing.pop(key)
@@ -220,7 +220,7 @@ class JobStores:
     # -- inside ----------------------------------------------------------------------------
 
     def _lacks(self, key: bytes) -> bool:
-        """Whether the chunk is neither here nor on its way here, nor at a neighbour's."""
+        """Whether neither the tier nor a peer has the chunk, and it is not being stored."""
         return (
             key not in self._storing
             and self._target.index.lacks(key)
@@ -228,12 +228,12 @@ class JobStores:
         )
 
     def _wanted(self, keys: list[bytes], job: Job, now: float) -> list[bytes]:
-        """Those of `keys` that the tier takes at present, and its filter wants."""
+        """Return those of `keys` that the tier takes at present and its filter admits."""
         target = self._target
         if not keys:
             return keys
         if target.admission is not None:
-            # What the server finds in its own rows is never looked up here: to offer is to ask.
+            # Chunks in the server's own rows are never looked up here: an offer counts as asking.
             target.admission.asked(keys)
         if len(self._storing) >= self._most or not target.accepts(now):
             job.lack()

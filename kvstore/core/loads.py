@@ -18,9 +18,9 @@ class Loads:
     """Pins chunks for loads, and takes the pins back.
 
     Attributes:
-        loaded: chunks that were to be loaded. loaded_from: the same by number of the tier
+        loaded: chunks whose load was prepared. loaded_from: the same by number of the tier
             from which they came to host memory, -1 for none.
-        stray: keys that were reported and not being loaded.
+        stray: keys that were reported but were not being loaded.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Loads:
         return [chunk.row for chunk in chunks]
 
     def complete(self, keys: Collection[bytes], request_id: str, now: float) -> None:
-        """The device has read the rows: take the pins of `prepare` back."""
+        """Take back the pins of `prepare`, as the device has read the rows."""
         request = self._requests.get(request_id)
         loading = request.loading if request is not None else {}
         loaded: list[Chunk] = []
@@ -99,7 +99,7 @@ class Loads:
             self._requests.drop_if_idle(request)
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
-        """Request, key and row of every chunk that is being loaded, once for each pin."""
+        """Yield request, key and row of every chunk that is being loaded, once for each pin."""
         chunks = self._pool.chunks
         for request in self._requests.values():
             for key, pins in request.loading.items():

@@ -1,7 +1,7 @@
 """Lookup: answer whether a chunk can be loaded now, later, or not at all.
 
-`Line` holds the requests whose turn has not come: a step looks up a bounded number of keys.
-`Streak` is a run of equal answers for one request, which are not asked for one by one.
+`Line` holds the requests that a step has turned away, as it looks up a bounded number of keys.
+`Streak` lets a caller answer consecutive keys of one request without calling the core for each.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NOTHING: Container[bytes] = frozenset()
 
 
 class Streak:
-    """The request that was answered last, while nothing else has happened since.
+    """The request that was answered last, until anything else happens.
 
-    Its next key is a hit, if host memory holds that chunk whole (`state` is at least `READY`),
-    and "ask again", if host memory does not know it and it is in `below`: whoever answers so
-    calls `note` with the key. All else is asked of the core.
+    Its next key is a hit if host memory holds the complete chunk (`state` is at least `READY`).
+    It is "ask again" if host memory does not know the key and it is in `below`. A caller that
+    answers so calls `note` with the key. For every other key it asks the core.
 
     Attributes:
-        whose: the context of that request, as its caller has given it to `Lookups.go_on`; None
+        whose: the context of that request, as its caller passed it to `Lookups.go_on`; None
             once anything else has happened.
         below: keys whose chunks are fetched for the request from a slower tier if it asks.
         note: notes a key that was answered so.
@@ -47,16 +47,16 @@ class Streak:
     def begin(
         self, whose: object, note: Callable[[bytes], None], below: Container[bytes] = _NOTHING
     ) -> None:
-        """This request goes on."""
+        """Begin a streak of this request."""
         self.whose, self.note, self.below = whose, note, below
 
     def end(self) -> None:
-        """Something else happens."""
+        """End the streak, as something else happens."""
         self.whose = None
 
 
 class Line:
-    """Requests that have asked in vain, longest first: the first has its turn in the next step."""
+    """Requests that were turned away, oldest first: the first has its turn in the next step."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -65,9 +65,9 @@ class Line:
         self._turn: Request | None = None
 
     def begin_step(self) -> None:
-        """However many ask before it, the first has its turn."""
+        """Give the first request its turn, however many ask before it."""
         if self._turn is not None:
-            # It did not ask any more.
+            # It has not asked again.
             self._turn.take_turn()
             self._requests.drop_if_idle(self._turn)
         line = self._line
@@ -76,24 +76,24 @@ class Line:
         self._turn = line[0] if line else None
 
     def has(self, request: Request) -> bool:
-        """Whether it is this one's turn."""
+        """Whether it is this request's turn."""
         return request is self._turn
 
     def take(self, request: Request) -> None:
-        """The request is looked up: it has had its turn."""
+        """End the request's wait for a turn, as it is looked up."""
         if request.put_off:
             request.take_turn()
             if request is self._turn:
                 self._turn = None
 
     def put_off(self, request: Request, step: int) -> None:
-        """The request has asked in vain in this step."""
+        """Queue a request that this step turns away."""
         if not request.put_off:
             self._line.append(request)
         request.queue_up(step)
 
     def reset(self) -> None:
-        """Nobody has asked."""
+        """Forget all requests."""
         self._line.clear()
         self._turn = None
 
@@ -101,22 +101,22 @@ class Line:
 _SCANNING, _WAITING, _ANSWERED = RequestState
 
 _NOBODY = Request("\0")
-"""Stands for the asking request while none asks; no request has its id."""
+"""The asking request while none asks; no request has its id."""
 
 
 class Lookups:
-    """Answers lookups, and knows what was asked in the present step.
+    """Answers lookups, and keeps what was asked in the present step.
 
-    A server asks without a time: the time of the step counts.
+    Lookups carry no time: the time of the step counts.
 
     Attributes:
-        misses: keys that answered "miss". outpaced: those of them that a tier has, but which are
-            sooner computed again than read.
+        misses: keys that answered "miss". outpaced: those of them that a tier has, but that are
+            faster to compute again than to read.
         streak: the request that is answered at present, for callers that call `go_on`.
 
     Args:
         budget: how many keys a step looks up before further requests have to ask again.
-        hidden: keys that are being removed: misses.
+        hidden: keys that are being removed: they are misses.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Lookups:
         self.misses = self.outpaced = 0
         self.streak = Streak()
         self._now = 0.0
-        # What those tiers hold whose chunks were worth waiting for when the step began.
+        # Entries of the tiers that were worth waiting for when the step began.
         self._readable = [tier.entries for tier in tiers]
-        # Stores may have more than is known, but for what is absent from those worth asking.
+        # A store worth asking may have any key that is not known to be absent from it.
         self._stores = [store for tier in tiers if (store := tier.store) is not None]
         self._absent: Sequence[Container[bytes]] = ()
         self._outpaced: list[TierView] = []
@@ -151,11 +151,11 @@ class Lookups:
         self._asked: list[Request] = []
         self._line = Line(requests)
         self._deferred = False
-        # The request that asks at present; the keys, still growing, of the last that began.
+        # The request that asks at present, and the growing key list of the last one looked up.
         self._asking = _NOBODY
         self._asking_keys: list[bytes] = []
         self._looked_up = 0
-        # Keys that this step has answered, by request and round, and how many of each the
+        # Keys that this step has answered, by request and round, and how many of each list the
         # pool keeps.
         self._listed: list[tuple[list[bytes], int]] = []
 
@@ -165,7 +165,7 @@ class Lookups:
         return self._looked_up + len(self._asking_keys)
 
     def begin_step(self, now: float) -> None:
-        """What was a hit in the step before may leave; requests that were not seen may ask."""
+        """Begin a step: hits of the last step may leave, and requests it turned away may ask."""
         self._now = now
         self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
         self._outpaced = [tier for tier in self._tiers if tier.health.recompute.avoided]
@@ -176,7 +176,7 @@ class Lookups:
         self._line.begin_step()
 
     def pause(self) -> None:
-        """Something else happens: the request that asks next has to be found anew."""
+        """Forget which request asks at present, as something else happens."""
         self._asking = _NOBODY
         self.streak.end()
 
@@ -197,7 +197,7 @@ class Lookups:
     def lookup(self, key: bytes, request_id: str) -> bool | None:
         """Whether the chunk can be loaded in this step: True, False, or None ("ask again").
 
-        None always resolves: the request's wait has a deadline. A request asks
+        None always resolves: the request's wait has a deadline. A request asks for
         its keys in prefix order and stops at the first False.
         """
         # Written for speed: a scheduler calls this for every key of every request.
@@ -213,18 +213,18 @@ class Lookups:
         return self._lookup_elsewhere(key, chunk, request)
 
     def go_on(self, context: object) -> None:
-        """The request whose last lookup was a hit, or deferred, goes on itself: see `Streak`."""
+        """Begin a streak of the request whose last lookup was a hit, or deferred: see `Streak`."""
         request = self._asking
         if self._hidden or request.state is _WAITING:
             return
-        # Only of a first round every chunk that a tier has is fetched.
+        # Only in a first round is every chunk that a tier has fetched.
         if request.deferring and request.state is _SCANNING and self._readable:
             self.streak.begin(context, request.keys.append, self._readable[0])
         else:
             self.streak.begin(context, request.keys.append)
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
-        """Number of leading `keys` that can be loaded in this step, or None ("ask again")."""
+        """Return how many leading `keys` can be loaded in this step, or None ("ask again")."""
         deferred = False
         for count, key in enumerate(keys):
             answer = self.lookup(key, request_id)
@@ -237,9 +237,9 @@ class Lookups:
         return None if deferred else len(keys)
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """Number of leading `keys` that host memory holds whole, or a tier that is worth asking.
+        """Return how many leading `keys` host memory or a readable tier holds.
 
-        Nobody asks: nothing is counted, fetched or kept.
+        This is no lookup: nothing is counted, fetched or kept.
         """
         tiers = [tier for tier in self._tiers if tier.health.readable]
         for count, key in enumerate(keys):
@@ -263,13 +263,13 @@ class Lookups:
         return known.state is _WAITING or known.unseen == self._pool.step
 
     def renew(self, request_id: str) -> None:
-        """The request waits still: its leases last as if it had asked again."""
+        """Extend the leases of a waiting request as if it had asked again."""
         request = self._requests.get(request_id)
         if request is not None:
             request.ask(self._now)
 
     def _begin_asking(self, request_id: str) -> Request:
-        """The request's first lookup in this step, or its first after another's."""
+        """Begin the lookups of a request, in this step or after another request's."""
         self.streak.end()
         step = self._pool.step
         request = self._requests.get(request_id)
@@ -295,15 +295,15 @@ class Lookups:
         return request
 
     def _answer_later(self, request: Request) -> Request:
-        """The request shall ask again in the next step: this one has looked up enough."""
+        """Turn the request away until the next step, as this one has looked up enough."""
         request.ask(self._now)
         self._line.put_off(request, self._pool.step)
-        # Whatever else it asks for in this step has the same answer.
+        # Everything else it asks for in this step has the same answer.
         self._asking = Request(request.id, _WAITING)
         return self._asking
 
     def _lookup_elsewhere(self, key: bytes, chunk: Chunk | None, request: Request) -> bool | None:
-        """The answer for a key that is not a hit at first sight."""
+        """Answer for a key that is not a plain hit."""
         state = request.state
         if state is _WAITING and (request.since is not None or chunk is not None):
             return None
@@ -318,12 +318,12 @@ class Lookups:
                     self.outpaced += any(key in tier.entries for tier in self._outpaced)
                 return self._miss(key, request)
         elif chunk.origin >= 0 and self._tiers[chunk.origin].health.hopeless:
-            # On its way from a tier that does not answer, or not in time.
+            # On its way from a tier that does not answer in time, or at all.
             return self._miss(key, request)
         return self._ask_again(key, request)
 
     def _ask_again(self, key: bytes, request: Request) -> bool | None:
-        """The answer for a key that may come: a request that has waited for it waits no more."""
+        """Answer for a key that may arrive; a request that has waited for it gets a miss."""
         state = request.state
         if state is _ANSWERED and (key in request.tried or self._queue.overdue(request, self._now)):
             return self._miss(key, request)
@@ -338,7 +338,7 @@ class Lookups:
     def _miss(self, key: bytes, request: Request) -> bool:
         self.misses += 1
         if self._counts:
-            # One that shall ask again has a stand-in.
+            # A request that was turned away has a stand-in, so the real one is looked up by id.
             self._chains.count(self._requests[request.id], (key,))
         return False
 
@@ -347,14 +347,14 @@ class Lookups:
     def _put_in_order(self, asked: Sequence[Request]) -> None:
         for request in asked:
             if request.deferring and request.turned:
-                # Hits are kept by their place in the list, so before it changes.
+                # Hits are kept by their place in the list, so this comes before the sorting.
                 self.keep_hits()
                 request.keys[:] = request.sorted(request.keys)
 
     def keep_hits(self) -> None:
-        """What has answered "hit" in this step stays until it ends.
+        """Keep the chunks that answered "hit" in this step until it ends.
 
-        To be called before anybody may be evicted.
+        To be called before any chunk may be evicted.
         """
         for position, (keys, kept) in enumerate(self._listed):
             if kept < len(keys):
@@ -362,7 +362,7 @@ class Lookups:
                 self._listed[position] = (keys, len(keys))
 
     def take_asked(self) -> list[Request]:
-        """The requests that were looked up since the last call.
+        """Return the requests that were looked up since the last call.
 
         The keys of those that begin to wait are put into the order of their prompts.
         """

@@ -1,8 +1,8 @@
-"""Pins: keep chunks for a given time, although others would displace them.
+"""Pins: protect chunks from eviction for a given time.
 
 A pin belongs to a key, not to a chunk. It holds the chunk wherever it is, and wherever it arrives
-before the pin ends. In each place only a share of the room can be pinned. Beyond that share the
-first to come are held, and the rest are ordinary chunks.
+before the pin ends. In each place only a share of the room can be pinned: the first chunks
+are held up to that share, and the rest are ordinary chunks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvstore.core.residency.base import CopyTarget, TierView
 __all__ = ["PINNED_SHARE", "Pins"]
 
 PINNED_SHARE = 0.5
-"""How much of host memory, and of each tier, may be pinned."""
+"""The share of host memory, and of each tier, that may be pinned."""
 
 MOST_ENDS = 512
-"""Pins that one step ends."""
+"""Most pins that one step ends."""
 
 MOST_LISTED = 8
-"""How often a key is listed under its ends, on average, before that is tidied up."""
+"""How often a key may be listed under its ends, on average, before the list is rebuilt."""
 
 
 class Pins:
-    """See the module's text.
+    """The pins of all keys: see the module's text.
 
     Args:
         share: as `PINNED_SHARE`.
@@ -54,14 +54,14 @@ class Pins:
         self._most = max((self._most_rows, *most))
         # When the pin of each key ends.
         self._until: dict[bytes, float] = {}
-        # Those that are held in host memory, and those that would be if they were there.
+        # Those that are held in host memory, and those that will be once they are there.
         self._held: dict[bytes, Chunk] = {}
         self._expected: set[bytes] = set()
-        # Keys by the ends of their pins, a later one beside those before it; how many that are; and
-        # those whose end has come.
+        # Keys by the ends of their pins, where a key may stand more than once; how many entries
+        # there are; and keys whose end has come.
         self._ends: list[tuple[float, int, list[bytes]]] = []
         self._listed = 0
-        # Those that give way, the latest end first; how many; and those that never do.
+        # Keys that yield, the latest end first; how many; and keys that never yield.
         self._yielding: list[tuple[float, int, list[bytes]]] = []
         self._may_yield = 0
         self._firm: set[bytes] = set()
@@ -78,21 +78,21 @@ class Pins:
 
     @property
     def behind(self) -> bool:
-        """Whether more pins are to be ended than the last step has."""
+        """Whether pins are left that the last step should have ended."""
         return bool(self._over)
 
     def begin(
         self, keys: Sequence[bytes], until: float, *, host: bool = True, yields: bool = False
     ) -> int:
-        """Pin these keys, in prefix order, until then; a later end that was given before stands.
+        """Pin these keys, in prefix order, until then; a later end given before still applies.
 
         Args:
             host: whether chunks are held in host memory too; else only on tiers.
-            yields: where no more may be pinned, these give way to others that yield and end
-                sooner. So of many that are to return those are kept that return first.
+            yields: when the limit is reached, these give way to others that yield and end
+                sooner. So of many chunks to be used again, those used soonest are kept.
 
         Returns:
-            How many leading keys are pinned: more would be more than may be anywhere.
+            How many leading keys are pinned; the rest are beyond the limit of every place.
         """
         if yields:
             self._give_way(sum(key not in self._until for key in keys), until)
@@ -116,7 +116,7 @@ class Pins:
         return len(pinned)
 
     def end(self, keys: Iterable[bytes]) -> int:
-        """These keys are pinned no longer; returns how many were."""
+        """End the pins of these keys; returns how many were pinned."""
         ended = [key for key in dict.fromkeys(keys) if self._until.pop(key, None) is not None]
         self._expected.difference_update(ended)
         self._firm.difference_update(ended)
@@ -136,7 +136,7 @@ class Pins:
         self.end(key for key in due if self._until.get(key, now + 1) <= now)
 
     def arrived(self, keys: Collection[bytes]) -> None:
-        """Chunks of these keys are in host memory, perhaps."""
+        """Hold those of these keys that are expected and have reached host memory."""
         if not self._expected:
             return
         pool, held = self._pool, self._held
@@ -150,7 +150,7 @@ class Pins:
                 self._expected.discard(key)
 
     def rows_besides(self, leases: Collection[bytes]) -> int:
-        """Rows that are pinned, those of `leases` not counted."""
+        """Return how many rows are pinned, those of `leases` not counted."""
         return sum(key not in leases for key in self._held)
 
     def holds(self, key: bytes) -> bool:
@@ -162,7 +162,7 @@ class Pins:
         return key in self._until
 
     def reset(self) -> None:
-        """Everything is forgotten."""
+        """Forget everything."""
         everything = (
             self._until,
             self._held,
@@ -194,7 +194,7 @@ class Pins:
         self._may_yield += len(keys)
         if self._may_yield <= MOST_LISTED * len(self._until) + MOST_ENDS:
             return
-        # Most of them were put off, or have ended.
+        # Most of them have ended, or end later now.
         listed: set[bytes] = set()
         fresh: list[tuple[float, int, list[bytes]]] = []
         for latest, number, its in self._yielding:
@@ -206,7 +206,7 @@ class Pins:
         self._yielding, self._may_yield = fresh, len(listed)
 
     def _still_yielding(self, until: float, keys: list[bytes]) -> list[bytes]:
-        """Those of `keys` whose pins end then, and of which nobody has said that they stand."""
+        """Return those of `keys` that still yield and whose pins end then."""
         ends, firm = self._until, self._firm
         return [key for key in keys if ends.get(key) == until and key not in firm]
 
@@ -217,7 +217,7 @@ class Pins:
         self._listed += len(keys)
         if self._listed <= MOST_LISTED * len(self._until) + MOST_ENDS:
             return
-        # Most ends were put off: list each pin once.
+        # Most ends were moved to a later time: list each pin once.
         by_end: dict[float, list[bytes]] = {}
         for key, end in self._until.items():
             if end != math.inf:

@@ -3,12 +3,12 @@
 `Grants` serves the requests that wait, in the order in which they joined, as far as rows allow.
 Granted chunks are leased, so promotions cannot evict each other. Promotions under way use only a
 part of host memory, so a tier that does not answer leaves rows to stores and to other tiers. A
-long prefix comes in portions. The request at the head gets rows first. When no row can become free
-for it, it is answered with the prefix that is there.
+long prefix is read in portions. The request at the head gets rows first. When no row can become
+free for it, it is answered with the prefix that is there.
 
-`Prefetches` reads chunks that nobody has asked for yet, while no request waits. They come in
-portions, in the order in which they were named, and displace what the policy gives up, but no
-chunk that waits for a copy. Prefetched chunks are ordinary chunks: nobody holds them.
+`Prefetches` reads chunks that no request has asked for yet, while no request waits. They are read
+in portions, in the order in which they were named. They displace chunks that the policy gives up,
+but none that waits for a copy. Prefetched chunks are ordinary chunks: they are not leased.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvstore.core.wait_queue import WaitQueue
 __all__ = ["LEFT_TO_OTHERS", "Grant", "Grants", "Prefetches"]
 
 LEFT_TO_OTHERS = 4
-"""One in so many rows of host memory is never held by the promotions of one tier. Of several tiers
-all together leave as much, divided by their number."""
+"""Promotions of one tier leave one in this many rows of host memory to others. Several tiers
+together leave that share divided by their number."""
 
 Grant = tuple[TierView, list[Chunk], list[int]]
 """Chunks to fill from a tier, and the slots to fill them from."""
@@ -41,12 +41,12 @@ Grant = tuple[TierView, list[Chunk], list[int]]
 
 @dataclass(slots=True)
 class _Plan:
-    """What a request is to get.
+    """The chunks that a request is to get.
 
     Attributes:
-        reach: how many of its keys are looked at and need not be looked at again.
+        reach: how many of its keys are handled and need not be looked at again.
         missing: positions of keys that are to be fetched, each with its tier.
-        waits_for: the tier from which the rest waits until less is under way; -1 for none.
+        waits_for: the tier whose limit of promotions under way holds up the rest; -1 for none.
         awaits_answer: a store is being asked about the key at `reach`.
     """
 
@@ -57,10 +57,10 @@ class _Plan:
 
 
 class Grants:
-    """Leases and fetches for the requests in the queue.
+    """Leases and fetches chunks for the requests in the queue.
 
     Attributes:
-        truncations: prefixes of which the rest was given up for want of rows.
+        truncations: prefixes that were cut short for lack of rows.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Grants:
         self._chains = chains
         self._budget = budget
         self.truncations = 0
-        # Requests whose chains policies may not know whole.
+        # Requests whose chains the policies may not know completely.
         self._unlinked: deque[Request] = deque()
 
     def link(self, request: Request) -> None:
-        """The request begins to wait: policies learn its chains, a bit in each step."""
+        """Let policies learn the chains of a request that begins to wait, a part in each step."""
         self._unlinked.append(request)
 
     def link_some(self) -> None:
-        """Tell as much of the chains of those who wait as this step may."""
+        """Tell the policies as much of the chains of waiting requests as this step may."""
         left = self._budget.linked
         unlinked = self._unlinked
         while unlinked and left > 0:
@@ -107,7 +107,7 @@ class Grants:
             left -= len(some)
 
     def reset(self) -> None:
-        """Nobody waits any more."""
+        """Forget the requests."""
         self._unlinked.clear()
 
     def grant(self, now: float) -> list[Grant]:
@@ -117,7 +117,7 @@ class Grants:
         if budget.granted <= 0:
             return grants
         blocked = for_rows = False
-        spoken_for = 0  # rows that the first who waits for its tier will need
+        spoken_for = 0  # rows that the first request waiting for its tier will need
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
             if wanted and request.needs_rows:
@@ -129,7 +129,7 @@ class Grants:
                     grants += self._grant(request, now)
                     budget.grant(request.granted - before)
                     if request.granted > before:
-                        # To wait for an answer and for what it has found is one wait.
+                        # Waiting for an answer, and then for the chunks it found, is one wait.
                         if not awaited_answer:
                             request.movement(now)
                         request.stick(-1)
@@ -146,7 +146,7 @@ class Grants:
         return grants
 
     def ahead(self, request: Request, now: float) -> list[Grant]:
-        """Fetch for a request that nobody waits for, as far as rows allow without losing a copy."""
+        """Fetch for a prefetch's request, as far as rows allow without losing a copy."""
         if self._budget.granted <= 0:
             return []
         grants = self._grant(request, now, unasked=True)
@@ -154,10 +154,10 @@ class Grants:
         return grants
 
     def _truncate(self, request: Request) -> bool:
-        """Give up the rest of the prefix, if no row that others hold could become free for it.
+        """Abandon the rest of the prefix if no row held by others could become free for it.
 
         Chunks that answered "hit" in this step keep their rows until it ends,
-        so the room must have been missing for two steps in a row.
+        so the rows must have been missing for two steps in a row.
         """
         pool = self._pool
         if len(request.leases) < pool.rows:
@@ -185,11 +185,11 @@ class Grants:
             incoming = [keys[position] for position, _ in reversed(missing)]
             spare = pool.obtainable - len(missing)
             if spare > 0 and pool.free < len(missing):
-                # Chunks of the rest that are here shall not be evicted for it, as far as all fit.
+                # As far as all fit, the rest's chunks that are here must not be evicted for these.
                 pool.keep(keys[reach : reach + spare])
             room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
         if room and not unasked and request.linked < len(keys):
-            # Policies learn what follows what before they see it.
+            # Policies learn which key follows which before they see the chunks.
             self._chains.extend(request, keys[request.granted : missing[room - 1][0] + 1])
         grants: list[Grant] = []
         for tier in self._tiers:
@@ -209,9 +209,9 @@ class Grants:
         return grants
 
     def _plan(self, request: Request, end: int, unasked: bool, now: float) -> _Plan:
-        """What is to be fetched of its keys up to `end`. What is here is leased at once.
+        """Plan what to fetch of its keys up to `end`; lease the chunks that are here at once.
 
-        What nobody waits for comes from any tier that is alive.
+        Chunks for a prefetch (`unasked`) may come from any tier that is alive.
         """
         rows, leases, start = self._pool.rows, request.leases, request.granted
         chunks, obtainable = self._pool.chunks, self._pool.obtainable
@@ -225,7 +225,7 @@ class Grants:
             free, may_read = rows - len(leases), min(left[first.number], left[-1])
             count = min(len(asked), free, may_read, obtainable + 1)
             if count > 0 and _all_there(asked[:count], first.entries, chunks):
-                # What the loop below would do, in one go.
+                # The same as the loop below, in one go.
                 plan.missing = [(position, first) for position in range(start, start + count)]
                 if count < len(asked) and count <= obtainable:
                     plan.reach = start + count
@@ -235,7 +235,7 @@ class Grants:
         missing = plan.missing
         for position, key in enumerate(asked, start):
             if len(leases) + len(missing) >= rows and key not in leases:
-                # A prefix longer than the pool: only its head can ever fit.
+                # The prefix is longer than the pool: only its head can ever fit.
                 plan.reach = position
                 break
             if key in self._hidden:
@@ -248,25 +248,25 @@ class Grants:
             if tier is None and (missing or request.pending):
                 tier = self._overloaded_holder(key)
                 if tier is not None:
-                    # It waits in any case, and what it waits for may be the whole load.
+                    # It waits in any case, and its own chunks may be all that the tier has to read.
                     plan.reach, plan.waits_for = position, tier.number
                     break
             if tier is None:
                 if now >= request.answer_by or not self._is_asked(key):
                     continue
-                # What lies behind is not fetched before it is known whether this one comes.
+                # Keys behind this one are not fetched before it is known whether it arrives.
                 plan.reach, plan.awaits_answer = position, True
                 break
             left = left or self._left()
             if not left[tier.number] or not left[-1]:
-                # The rest follows as promotions end: rows are left for others.
+                # The rest follows as promotions end, as rows are left for others.
                 plan.reach, plan.waits_for = position, tier.number
                 break
             left[tier.number] -= 1
             left[-1] -= 1
             missing.append((position, tier))
             if len(missing) > obtainable:
-                # What lies behind cannot be had now; do not even look.
+                # No rows can be had for the keys behind this one.
                 break
         return plan
 
@@ -275,7 +275,7 @@ class Grants:
         return bool(left[tier] and left[-1])
 
     def _left(self) -> dict[int, int]:
-        """How many more chunks may be on their way, by number of the tier; -1 for all together."""
+        """Return how many more chunks may be under way, by number of the tier; -1 for all tiers."""
         rows, tiers = self._pool.rows, self._tiers
         share = rows // LEFT_TO_OTHERS // len(tiers)
         most = rows - share * len(tiers)
@@ -284,11 +284,11 @@ class Grants:
         return left
 
     def _is_asked(self, key: bytes) -> bool:
-        """Whether a store is being asked for the chunk that is worth waiting for."""
+        """Whether a store that is worth waiting for is being asked for the chunk."""
         return any(store.worth_asking and key in store.answers.asked for store in self._stores)
 
     def _overloaded_holder(self, key: bytes) -> TierView | None:
-        """A tier that has the chunk, and more to read than is worth beginning to wait for."""
+        """Return a tier that has the chunk but is too congested to begin to wait for."""
         for tier in self._tiers:
             if key in tier.entries and tier.health.congested and not tier.health.stalled:
                 return tier
@@ -301,22 +301,22 @@ def _all_there(keys: Sequence[bytes], entries: Container[bytes], chunks: Contain
 
 
 PORTION_SHARE = 8
-"""One in so many rows of host memory is filled by a portion at most."""
+"""A portion fills at most one in this many rows of host memory."""
 
 MOST_PORTION = 256
-"""Chunks of a portion."""
+"""Most chunks of a portion."""
 
 MOST_SHARE = 2
-"""One in so many rows of host memory may be waited for at once."""
+"""At most one in this many rows of host memory may be waited for at once."""
 
 MOST_PLANNED = 2**20
-"""Keys that may be planned to be fetched later."""
+"""Most keys that may be planned to be fetched later."""
 
 _NAME = "\0prefetch"
 
 
 class Prefetches:
-    """See the module's text.
+    """Chunks to be fetched ahead of requests: see the module's text.
 
     Attributes:
         begun: chunks whose fetch was begun.
@@ -330,10 +330,10 @@ class Prefetches:
         self._queue = queue
         self._grants = grants
         self.begun = 0
-        # Keys that wait for a portion, first come first, and the portion under way.
+        # Keys that wait for a portion, oldest first, and the portion under way.
         self._keys: dict[bytes, None] = {}
         self._portion: Request | None = None
-        # What is to be fetched later, by time, and how many keys that are.
+        # Keys to be fetched later, by time, and how many they are.
         self._plans: list[tuple[float, int, list[bytes]]] = []
         self._planned = 0
         self._numbers = count()
@@ -343,14 +343,14 @@ class Prefetches:
         return bool(self._keys) or self._portion is not None or bool(self._plans)
 
     def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
-        """Fetch those of the leading `keys` that are on a slower tier alone, as time allows.
+        """Fetch those of the leading `keys` that only a slower tier has, when no request waits.
 
         Args:
-            prefix: behind a chunk that is nowhere nothing is of use; else it is passed over, as
-                where keys of several KV cache groups are named together.
+            prefix: stop at the first chunk that is nowhere; else pass over it, as where keys of
+                several KV cache groups are named together.
 
         Returns:
-            How many are on their way now, or will be: at most half of host memory holds.
+            How many are on their way or will be: at most as many as half of host memory holds.
         """
         most = max(1, self._pool.rows // MOST_SHARE)
         alive = [tier for tier in self._tiers if tier.health.alive]
@@ -371,7 +371,7 @@ class Prefetches:
         return coming
 
     def plan(self, keys: Sequence[bytes], when: float) -> bool:
-        """Fetch at that time which of these keys there are then; False if too much is planned."""
+        """Plan to fetch these keys at that time; False if too many are planned already."""
         if self._planned + len(keys) > MOST_PLANNED:
             return False
         heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
@@ -379,7 +379,7 @@ class Prefetches:
         return True
 
     def drop(self, keys: Collection[bytes]) -> None:
-        """These are not wanted any more; what is under way goes on."""
+        """Forget these keys, which are not wanted any more; moves under way go on."""
         for key in keys:
             self._keys.pop(key, None)
 
@@ -409,7 +409,7 @@ class Prefetches:
         return grants
 
     def reset(self) -> None:
-        """Nothing is to be fetched any more."""
+        """Forget everything that is to be fetched."""
         self._keys.clear()
         self._plans.clear()
         self._planned = 0

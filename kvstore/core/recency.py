@@ -1,7 +1,7 @@
-"""Recency: uses of chunks that a tier has not written down yet.
+"""Recency: uses of chunks that a tier has not recorded yet.
 
-A process that is killed saves nothing. A tier that can do so writes down every minute which chunks
-were used, so a kill costs a minute of the eviction order.
+A process that is killed saves nothing. A tier that can do so records every minute which chunks
+were used, so a kill loses at most about a minute of the eviction order.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from kvstore.policies.table import OrderedTable
 __all__ = ["MOST_USED", "NOTE_SECONDS", "Recency"]
 
 NOTE_SECONDS = 60.0
-"""How long uses are gathered until they are written down."""
+"""How long uses are gathered before they are recorded."""
 
 MOST_USED = 2**14
-"""Most chunks that are written down at a time; what else is used meanwhile is not."""
+"""Most used chunks that are recorded at a time; further ones are not recorded."""
 
 
 class Recency:
-    """Chunks that were used since this was written down, first used first: none without `limit`."""
+    """Chunks used since uses were last recorded, in order of use; none are kept without `limit`."""
 
     def __init__(self) -> None:
         self._at_once = self._most = 0
         self._used: OrderedTable[bytes, None] = OrderedTable()
         self._noted: float | None = None
-        # How many of those that were used are still to be named by moves, one after the other.
+        # How many of the used chunks are still to be named by moves, one move after the other.
         self._left = 0
         self._under_way = False
 
     def limit(self, at_once: int) -> None:
-        """One move names so many chunks at most; 0: the tier does not write down uses."""
+        """Set how many chunks one move may name; 0: the tier does not record uses."""
         self._at_once = at_once
         self._most = MOST_USED if at_once else 0
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """These chunks were used."""
+        """Note that these chunks were used."""
         if len(self._used) < self._most:
             self._used.update(zip(keys, repeat(None)))
 
     def due(self, entries: Collection[bytes], now: float) -> list[bytes]:
-        """Those of `entries` that are to be written down with one move now, maybe none."""
+        """Return those of `entries` to be recorded by one move now; may be none."""
         if self._under_way or not self._used:
             return []
         if not self._left:
@@ -59,11 +59,11 @@ class Recency:
         return here
 
     def ended(self) -> None:
-        """The move has ended. What it could not write down is not tried again."""
+        """Note that the move has ended. Uses that it could not record are not tried again."""
         self._under_way = False
 
     def clear(self) -> None:
-        """All chunks are gone."""
+        """Forget all uses."""
         self._used.clear()
         self._left = 0
         self._under_way = False

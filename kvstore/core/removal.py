@@ -1,8 +1,8 @@
-"""Removal: take chunks out on request.
+"""Removal: remove chunks on request.
 
 A key is *hidden* from the moment of its removal: a lookup misses it, nothing is read or copied
-under it, and a store of it is told to try again. Its row and slots are free as soon as nobody
-reads or writes them. When nothing under way can write a record of it any more, its records are
+under it, and stores pass over it. Its row and slots become free as soon as they are no longer
+read or written. When nothing under way can write a record of it any more, its records are
 erased. Then it is an ordinary key again.
 """
 
@@ -20,16 +20,16 @@ from kvstore.types import NO_MOVE, Completion, Move, Op
 __all__ = ["Removal", "Removals"]
 
 MOST_TRIES = 256
-"""Keys that one step looks at."""
+"""Most keys that one step looks at."""
 
 
 class Removal:
-    """What became of the keys of one call.
+    """The progress of one call to remove keys.
 
     Attributes:
-        found: how many of them were in host memory, or on a tier of this process.
-        left: those whose records are still to be erased.
-        unerased: those whose records could not be erased.
+        found: how many of the keys were in host memory, or on a tier of this process.
+        left: keys whose records are still to be erased.
+        unerased: keys whose records could not be erased.
     """
 
     def __init__(self, found: int, keys: Collection[bytes]) -> None:
@@ -39,22 +39,22 @@ class Removal:
 
     @property
     def done(self) -> bool:
-        """Whether every record was erased, or could not be. Rows may still be in use."""
+        """Whether erasing has ended for every record. Rows may still be in use."""
         return not self.left
 
     def end(self, keys: Collection[bytes], *, failed: bool = False) -> None:
-        """The records of these keys are erased, or could not be."""
+        """Note that the records of these keys are erased, or could not be (`failed`)."""
         self.left.difference_update(keys)
         if failed:
             self.unerased += keys
 
 
 class _Hidden:
-    """One key on its way out.
+    """One key that is being removed.
 
     Attributes:
-        in_host: whether host memory may have it still.
-        written: tiers from which no place was taken back yet.
+        in_host: whether host memory may still have it.
+        written: tiers that may still have it.
         recorded: tiers that may have records of it.
         failed: a tier could not erase its records.
     """
@@ -82,7 +82,7 @@ class _Hidden:
 
 
 class Removals:
-    """See the module's text.
+    """The keys that are being removed: see the module's text.
 
     Attributes:
         hidden: the keys that are being removed.
@@ -96,7 +96,7 @@ class Removals:
         self._queue = queue
         self._targets = [target for tier in tiers if (target := tier.target) is not None]
         self.hidden: dict[bytes, _Hidden] = {}
-        # Keys that are somewhere still, in turn; and those whose records are to be erased.
+        # Keys that still have a row or a slot, in turn; and keys whose records are to be erased.
         self._places: dict[bytes, None] = {}
         self._records: dict[int, dict[bytes, None]] = {t.number: {} for t in self._targets}
         self._erasing: set[int] = set()
@@ -104,11 +104,11 @@ class Removals:
 
     @property
     def behind(self) -> bool:
-        """Whether the next step has something to do although nothing new will have happened."""
+        """Whether the next step has work to do even if nothing new happens."""
         return self._cut_short
 
     def begin(self, keys: Collection[bytes]) -> Removal:
-        """Hide these keys; they go as steps allow."""
+        """Hide these keys, and remove them as steps allow."""
         keys = dict.fromkeys(keys)
         removal = Removal(sum(map(self._is_here, keys)), keys)
         if not self._targets:
@@ -126,7 +126,7 @@ class Removals:
         return removal
 
     def go_on(self) -> None:
-        """Take back what nobody uses any more. Hits of this step were kept before."""
+        """Free rows and slots that are not in use any more. Hits of this step were kept before."""
         tries = list(self._places)[:MOST_TRIES]
         leased = [key for key in tries if self._is_pinned(key)]
         if leased:
@@ -137,12 +137,12 @@ class Removals:
             if self._leave(key, self.hidden[key]):
                 moved += 1
             else:
-                # Others have their turn before it is looked at again.
+                # Other keys have their turn before it is looked at again.
                 self._places[key] = None
         self._cut_short = moved > 0 and len(self._places) > len(tries) - moved
 
     def due(self) -> list[Move]:
-        """Erasures that are due, without numbers: one of each tier at a time."""
+        """Return the erasures that are due, without numbers: one of each tier at a time."""
         moves: list[Move] = []
         for target in self._targets:
             records, number = self._records[target.number], target.number
@@ -153,7 +153,7 @@ class Removals:
         return moves
 
     def erased(self, move: Move, completion: Completion) -> None:
-        """An erasure has ended; what it could not erase is told, and tried no more."""
+        """Take in the end of an erasure; records it could not erase are reported, not retried."""
         self._erasing.discard(move.tier)
         for key, ok in zip(move.keys, completion.ok, strict=True):
             hidden = self.hidden[key]
@@ -164,7 +164,7 @@ class Removals:
             self._end_if_over(key, hidden)
 
     def reset(self) -> None:
-        """Everything is forgotten, on every tier: that is more than was asked for."""
+        """End every removal, as all tiers forget everything."""
         for key, hidden in self.hidden.items():
             for removal in hidden.removals:
                 removal.end((key,))
@@ -188,7 +188,7 @@ class Removals:
         return chunk is not None and chunk.state != FILLING and chunk.pins > 0
 
     def _leave(self, key: bytes, hidden: _Hidden) -> bool:
-        """Take its places back, as far as that can be now; whether there are no more."""
+        """Free its row and slots as far as possible now; returns whether none is left."""
         if hidden.in_host:
             chunk = self._pool.chunks.get(key)
             if chunk is None or self._leave_host(chunk):
@@ -207,7 +207,7 @@ class Removals:
         if chunk.state == FILLING:
             return False
         for target in self._targets:
-            # It shall not be copied any more.
+            # It must not be copied any more.
             if chunk.unsaved >> target.number & 1:
                 pool.dequeue(chunk, target.number)
         if chunk.state not in (READY, LEAVING) or chunk.step == pool.step:
@@ -218,7 +218,7 @@ class Removals:
 
     def _leave_tier(self, target: CopyTarget, key: bytes) -> bool:
         index = target.index
-        # Who reads it may be copying it to another slot.
+        # The move that reads it may be copying it to another slot.
         if key in index.reading or key in index.writing:
             return False
         if key in index.entries:

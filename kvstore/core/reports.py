@@ -1,6 +1,6 @@
-"""Reports: what happened, one by one, for traces, events and the log.
+"""Reports: single occurrences for traces, events and the log.
 
-* `Spans`: waits and moves that have begun and ended, for traces. Off unless somebody wants them.
+* `Spans`: waits and moves that have begun and ended, for traces. Off by default.
 * `History`: keys that appeared on a medium or left it, for event consumers.
 * `Complaints`: faults in few log lines: the first, a count at intervals, and the end.
 """
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 MOST_SPANS = 2**16
-"""Beginnings and ends that are kept for who does not take them."""
+"""Most beginnings and ends that are kept until they are taken."""
 
 
 class SpanKind(enum.Enum):
-    """What a span tells of.
+    """The kind of a span.
 
     DEFERRAL: a request waits for its answer. QUESTION: a store is asked whether it has chunks.
     PROMOTION: chunks are read into host memory. CASCADE: chunks are copied to a slower tier.
@@ -45,11 +45,11 @@ class SpanKind(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How a deferral has ended.
+    """The outcome of a deferral.
 
-    COMPLETE: all that could come is there. DEADLINE: nothing moved for too long, or it took too
-    long in all. GIVEN_UP: its tier is not worth waiting for any more. GONE: nobody waits for the
-    answer: the request has ended, or everything was reset.
+    COMPLETE: everything that could arrive has arrived. DEADLINE: nothing moved for too long, or it
+    took too long in all. GIVEN_UP: its tier is not worth waiting for any more. GONE: no answer is
+    needed: the request has ended, or everything was reset.
     """
 
     COMPLETE = "complete"
@@ -60,12 +60,12 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpanBegin:
-    """Something has begun.
+    """The beginning of a span.
 
     Attributes:
-        kind: what. id: the name of the request that waits, or the number of the move.
-        at: when, by the core's clock. chunks: how many it is about.
-        request: for whom; None where it is for nobody in particular. tier: where; -1 for a wait.
+        kind: its kind. id: the id of the request that waits, or the number of the move.
+        at: its time, by the core's clock. chunks: number of chunks concerned.
+        request: the request it is for; None where there is none. tier: its tier; -1 for a wait.
     """
 
     kind: SpanKind
@@ -78,12 +78,12 @@ class SpanBegin:
 
 @dataclass(frozen=True, slots=True)
 class SpanEnd:
-    """It has ended.
+    """The end of a span.
 
     Attributes:
-        kind, id: as in its `SpanBegin`. at: when, by the core's clock.
+        kind, id: as in its `SpanBegin`. at: its time, by the core's clock.
         chunks: how many are there, were found or were moved.
-        outcome: of a wait. error: of a move that went wrong.
+        outcome: that of a wait. error: that of a move that failed.
     """
 
     kind: SpanKind
@@ -102,13 +102,13 @@ _KINDS = {
 
 
 class Spans:
-    """Beginnings and ends since they were taken, in order.
+    """Beginnings and ends since they were last taken, in order.
 
-    Of what nobody takes the older half is dropped when there is too much.
+    When there are too many, the older half is dropped.
 
     Attributes:
         wanted: whether anything is kept.
-        lost: what was dropped.
+        lost: how many were dropped.
     """
 
     def __init__(self, most: int = MOST_SPANS) -> None:
@@ -119,39 +119,39 @@ class Spans:
         self._kept: list[SpanBegin | SpanEnd] = []
 
     def want(self) -> None:
-        """`take` will be called from now on."""
+        """Keep spans from now on, as `take` will be called."""
         self.wanted = True
 
     def take(self) -> list[SpanBegin | SpanEnd]:
-        """What has begun or ended since the last call, in order."""
+        """Take the beginnings and ends since the last call, in order."""
         kept, self._kept = self._kept, []
         return kept
 
     def begin_step(self, now: float) -> None:
-        """The time for whatever ends without telling it."""
+        """Set the time for ends that are noted without one."""
         self._now = now
 
     def wait_began(self, request: str, chunks: int, now: float) -> None:
-        """A request waits for so many chunks."""
+        """Note that a request waits for `chunks` chunks."""
         if self.wanted:
             self._keep(SpanBegin(SpanKind.DEFERRAL, request, now, chunks, request))
 
     def wait_ended(
         self, request: str, chunks: int, outcome: Outcome, now: float | None = None
     ) -> None:
-        """A request waits no more, and has so many chunks."""
+        """Note that a request stopped waiting and has `chunks` chunks."""
         if self.wanted:
             at = self._now if now is None else now
             self._keep(SpanEnd(SpanKind.DEFERRAL, request, at, chunks, outcome))
 
     def move_began(self, move: Move, request: str | None, now: float) -> None:
-        """The move is handed out, for this request."""
+        """Note that a move is handed out, for this request."""
         if self.wanted and move.op in _KINDS:
             begin = SpanBegin(_KINDS[move.op], move.id, now, len(move.keys), request, move.tier)
             self._keep(begin)
 
     def move_ended(self, move: Move, completion: Completion, now: float) -> None:
-        """The move has ended; `now` is when that was heard of."""
+        """Note that a move has ended; `now` is when its completion was taken in."""
         if self.wanted and move.op in _KINDS:
             at, done = completion.ended_by(now), completion.ok.count(True)
             self._keep(SpanEnd(_KINDS[move.op], move.id, at, done, error=completion.error))
@@ -165,17 +165,17 @@ class Spans:
 
 
 MOST_CHANGES = 2**18
-"""Changes that are kept for who does not take them."""
+"""Most changes that are kept until they are taken."""
 
 PORTION = 2048
-"""Chunks of before the start that are told at once: some tenths of a millisecond."""
+"""Chunks from before the start that are reported at once, in some tenths of a millisecond."""
 
 
 class History:
-    """Keys that came and went since they were taken, in order. Nothing is kept unless wanted.
+    """Keys that appeared or left since they were last taken, in order; nothing unless wanted.
 
-    Of changes that nobody takes the older half is dropped when there are too many. What a medium
-    held at the start is told in portions, most recently used first, and leaves only after that.
+    When there are too many, the older half is dropped. Chunks that a medium held at the start are
+    reported in portions, most recently used first, and are reported to leave only after that.
 
     Attributes:
         lost: changes that were dropped.
@@ -187,44 +187,44 @@ class History:
         self._wanted = True
         self._changes: list[tuple[bytes, bool]] = []
         self._untold: list[bytes] = []
-        """What was there at the start and was not told yet, to be told from the end on."""
+        """Keys from the start that were not reported yet; they are reported from the end on."""
         self._gone: set[bytes] = set()
-        """Keys that have left since the start, while some are untold."""
+        """Keys that have left since the start, while some keys are still unreported."""
 
     def want(self, wanted: bool, here: Iterable[bytes] = ()) -> None:
-        """Whether `take` will be called.
+        """Set whether `take` will be called.
 
         Args:
-            here: what is there already, coldest first.
+            here: keys that are there already, coldest first.
         """
         self._wanted = wanted
         self._untold = list(here) if wanted else []
 
     def came(self, keys: Iterable[bytes]) -> None:
-        """These chunks have appeared."""
+        """Note that these chunks have appeared."""
         if self._wanted:
             self._changes += [(key, False) for key in keys]
             self._drop_old()
 
     def left(self, keys: Iterable[bytes]) -> None:
-        """These chunks have left."""
+        """Note that these chunks have left."""
         if self._wanted:
             keys = list(keys)
             if self._untold:
-                # They may be among the untold: who hears that they left has to know of them.
+                # They may not be reported yet: consumers must know of them before they leave.
                 self._changes += [(key, False) for key in keys]
                 self._gone.update(keys)
             self._changes += [(key, True) for key in keys]
             self._drop_old()
 
     def all_left(self, keys: Iterable[bytes]) -> None:
-        """Everything there was, `keys`, has left."""
+        """Note that everything, which is `keys`, has left."""
         untold, self._untold = set(self._untold), []
         self._gone.clear()
         self.left(key for key in keys if key not in untold)
 
     def take(self) -> list[tuple[bytes, bool]]:
-        """Keys that came or (True) left since the last call, in order."""
+        """Take the keys that appeared or (True) left since the last call, in order."""
         changes, self._changes = self._changes, []
         if self._untold:
             portion = self._untold[-PORTION:]
@@ -243,17 +243,17 @@ class History:
 
 
 EVERY = 60.0
-"""Fewest seconds between two lines of one fault, its end excepted."""
+"""Least seconds between two log lines of one fault, its end excepted."""
 
 
 class Log:
-    """Where lines go: nowhere, until `write_to` is called."""
+    """A sink for log lines, which are dropped until `write_to` is called."""
 
     def __init__(self) -> None:
         self._write: Callable[[LogLine], None] | None = None
 
     def write_to(self, write: Callable[[LogLine], None]) -> None:
-        """Lines go there from now on."""
+        """Write lines there from now on."""
         self._write = write
 
     def __call__(self, line: LogLine) -> None:
@@ -266,8 +266,8 @@ class _Fault:
     """One fault.
 
     Attributes:
-        since: when it began. logged: when a line said so. last: when it came last.
-        count: how often it came since that line. total: since it began.
+        since: when it began. logged: when it was last logged. last: when it last occurred.
+        count: how often it occurred since that line. total: how often since it began.
         over: its end was logged.
     """
 
@@ -280,11 +280,11 @@ class _Fault:
 
 
 class Complaints:
-    """Turns faults that come in thousands into a line a minute. Counters carry the rest.
+    """Logs a fault that occurs thousands of times in one line a minute. Counters carry the rest.
 
     Args:
         write: where lines go.
-        quiet: seconds without a fault after which it is over, once something goes well.
+        quiet: seconds without the fault after which a success ends it.
     """
 
     def __init__(self, write: Callable[[LogLine], None], quiet: float = EVERY) -> None:
@@ -295,10 +295,10 @@ class Complaints:
     def failed(
         self, what: str, error: str | None, now: float, count: int = 1, **about: Any
     ) -> bool:
-        """`what` went wrong `count` times; whether its beginning was logged.
+        """Note that `what` failed `count` times; returns whether its beginning was logged.
 
         Args:
-            about: what else the line's record names.
+            about: further fields of the line's record.
         """
         fault = self._faults.get(what)
         if fault is None or (fault.over and now - fault.logged >= EVERY):
@@ -320,7 +320,7 @@ class Complaints:
         return False
 
     def went_well(self, what: str, instead: str, now: float, **about: Any) -> None:
-        """`what` did not go wrong this time; `instead` says so when the fault is over."""
+        """Note that `what` did not fail this time; logs `instead` if that ends the fault."""
         fault = self._faults.get(what)
         if fault is not None and not fault.over and now - fault.last >= self._quiet:
             fault.over, fault.logged, fault.count = True, now, 0

@@ -1,19 +1,19 @@
-"""Request: all that the core remembers of one request of the server.
+"""Request: everything the core remembers about one request of the server.
 
     SCANNING --a key is not ready yet--> WAITING --all there, or time is up--> ANSWERED
        ^                                                                          |
-       +---------- it loads, stores or ends, or is silent for long ---------------+
+       +--------- it loads, stores or ends, or is not heard of for long ----------+
 
 While SCANNING, lookups see the tiers as they are. While WAITING, every lookup
-is "ask again" at no cost. Once ANSWERED, what is in host memory is a hit and
-all else a miss; keys that the request had not asked before may send it back to
-WAITING, within the `max_wait` that is already running, so this ends.
+is "ask again" at no cost. Once ANSWERED, a chunk in host memory is a hit and
+everything else is a miss. Keys that the request has not asked for before may send it
+back to WAITING, within the `max_wait` that is already running, so this ends.
 
-Some servers name keys in another order than that of the prompt: a sliding window
-is looked for from its end, and several KV cache groups come one after the
-other. Granted in that order, a request would get all of one group and little of
-another, which nobody can use, and policies would take the head of a prompt for
-its tail. So a server may tell where in the prompt a key belongs (`Request.position`).
+Some servers name keys in an order other than that of the prompt: a sliding window
+is searched from its end, and several KV cache groups come one after the
+other. Granted in that order, a request would get all of one group and too little of
+another to be of use, and policies would take the head of a prompt for
+its tail. So a server may say where in the prompt a key belongs (`Request.position`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvstore.core.hints import Hints
 __all__ = ["MOST_REQUESTS", "Chain", "Loaded", "Request", "RequestState", "Requests"]
 
 MOST_REQUESTS = 2**16
-"""Most requests that are remembered, if a server never tells their end."""
+"""Most requests that are remembered if a server never reports their end."""
 
 
 class RequestState(enum.IntEnum):
-    """See the module's text."""
+    """State of a request: see the module's text."""
 
     SCANNING = 0
     WAITING = 1
@@ -43,30 +43,30 @@ class Chain:
 
     Attributes:
         groups: for each KV cache group its keys, in prompt order.
-        prompts: what policies hear at its end, in prompt order: one for each group, or one for
-            all, whose ends are `ends`.
-        known: all keys in `groups`, each with how many were known before it.
+        prompts: what policies are told when the request ends, in prompt order: one list for each
+            group, or one for all groups, whose last keys are `ends`.
+        known: all keys in `groups`, each with the number of keys known before it.
     """
 
     __slots__ = ("ends", "groups", "known", "prompts")
 
     def __init__(self) -> None:
         self.groups: dict[bytes, list[bytes]] = {}
-        # Not a set, through whose keys the garbage collector would look again and again.
+        # Not a set: the garbage collector would scan its keys again and again.
         self.known: dict[bytes, int] = {}
         self.prompts: list[list[bytes]] = []
         self.ends: list[bytes] | None = None
 
     def end(self, prompts: list[list[bytes]], ends: list[bytes] | None) -> None:
-        """The request has ended: what policies hear of it."""
+        """Set what policies are told, as the request has ended."""
         self.prompts, self.ends = prompts, ends
 
 
 class Loaded:
-    """What a request has loaded, until the policies have heard of it (`told`).
+    """Keys that a request has loaded, kept until the policies were told (`told`).
 
     Attributes:
-        host_keys: what was used in host memory. tier_keys: what was used on tiers.
+        host_keys: keys used in host memory. tier_keys: keys used on tiers.
     """
 
     __slots__ = ("host_keys", "tier_keys", "told")
@@ -75,12 +75,12 @@ class Loaded:
         self.host_keys, self.tier_keys, self.told = host_keys, tier_keys, False
 
     def tell(self) -> tuple[list[bytes], list[bytes]]:
-        """All of it: the caller tells the policies."""
+        """Return all keys, for the caller to tell the policies."""
         self.told = True
         return self.host_keys, self.tier_keys
 
     def tell_tail(self, most: int) -> tuple[list[bytes], list[bytes]]:
-        """So many keys of tiers from the end on, and those of host memory among them."""
+        """Take the last `most` keys of tiers, and those of host memory among them."""
         head = len(self.tier_keys) - most
         tail = frozenset(self.tier_keys[head:])
         later = [key for key in self.host_keys if key not in tail]
@@ -96,34 +96,34 @@ class Request:
         keys: keys that answered "hit" or "ask again" in this round, in the order asked; a
             new round has a new list.
         tried: keys of earlier rounds of the same wait.
-        granted: how many of `keys` were leased, fetched or given up so far.
-        leases: keys of chunks that stay for this request; filling ones count in `pending`.
+        granted: how many of `keys` were leased, fetched or abandoned so far.
+        leases: keys of chunks that are kept for this request; filling ones count in `pending`.
         pending: leased chunks that are still filling.
         loading: pins of loads that were prepared and are not complete.
         since: when this wait began, or None when there is none.
         moved: when something last moved for this request.
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked. asked_step: the step of its last lookup.
-        deferring: it got "ask again" in this step, and begins to wait when it ends.
-        store_deferred: when its last store was put off, to be offered again; or None.
-        needs_rows: whether some of what is not granted has no row yet.
-        waits_for: the tier from which no more may be under way for now, or -1.
+        deferring: it got "ask again" in this step, and begins to wait when the step ends.
+        store_deferred: when its last store was deferred, to be offered again; or None.
+        needs_rows: whether some keys that are not granted have no row yet.
+        waits_for: the tier whose limit of promotions under way holds it up, or -1.
         awaits_answer: a store is being asked about the first key that is not granted.
         answer_by: until when it waits for answers of stores.
-        short_of_rows: what is not granted waits for rows.
-        stuck: the last step in which only its own leases stood in its way.
-        put_off: it has asked in vain, and waits for its turn.
-        unseen: the step in which it has asked in vain last.
+        short_of_rows: the keys that are not granted wait for rows.
+        stuck: the last step in which nothing but its own leases blocked it.
+        put_off: it was turned away by a full step, and waits for its turn.
+        unseen: the last step that turned it away.
         linked: how many of `keys` the policies know as a chain, while it waits.
-        position: where in its prompt a key belongs, in tokens, if the server tells.
-        one_group: all its keys are of one KV cache group. What it names is then in the order of
-            the prompt, but for lookups, which may come from its end.
-        counted: keys of which the admission filters have heard.
-        chain: what it has used, or None.
-        ended: what it had used when it ended, while chunks of it are being written.
-        storing: chunks of it that are being written by the device.
-        loaded: what it has loaded, until the policies have heard of it.
-        hints: what its server knows of its future, or None.
+        position: returns where in the prompt a key belongs, in tokens, if the server says so.
+        one_group: all its keys are of one KV cache group. They are then named in prompt order,
+            except in lookups, which may begin at the end of the prompt.
+        counted: keys that the admission filters were told of.
+        chain: the keys it has used, or None.
+        ended: the keys it had used when it ended, while chunks of it are being written.
+        storing: number of its chunks that the device is writing.
+        loaded: the keys it has loaded, until the policies were told.
+        hints: what its server knows about its future, or None.
     """
 
     __slots__ = (
@@ -197,7 +197,7 @@ class Request:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it has to be remembered."""
+        """Whether nothing about it has to be remembered."""
         return (
             self.state is RequestState.SCANNING
             and self.chain is None
@@ -216,56 +216,56 @@ class Request:
     # -- asking ------------------------------------------------------------------------
 
     def ask(self, now: float, step: int | None = None) -> None:
-        """It asks at this time; in a step, if it is looked up in it."""
+        """Note when it asked, and the step if it was looked up in one."""
         self.asked = now
         if step is not None:
             self.asked_step = step
 
     def unlist(self) -> None:
-        """What it asks for next, in the same step perhaps, is a new round."""
+        """Make its next lookup begin a new round, even in the same step."""
         self.asked_step = -1
 
     def defer(self, deferring: bool) -> None:
-        """Whether it begins to wait when the step ends."""
+        """Set whether it begins to wait when the step ends."""
         self.deferring = deferring
 
     def name_keys(self, keys: Iterable[bytes]) -> None:
-        """It asks for these, in this order."""
+        """Set the keys it asks for, in this order."""
         self.keys = list(keys)
 
     def forget_keys(self) -> None:
-        """What it has asked for counts no more."""
+        """Forget the keys it has asked for."""
         self.keys = []
 
     def defer_store(self, when: float | None) -> None:
-        """When its last store was put off, to be offered again; None: it is not any more."""
+        """Note when its last store was deferred; None: no store of it is deferred."""
         self.store_deferred = when
 
     def queue_up(self, step: int) -> None:
-        """It has asked in vain in this step, and waits for its turn."""
+        """Wait for a turn, as this step has turned it away."""
         self.put_off, self.unseen = True, step
 
     def take_turn(self) -> None:
-        """It has had its turn, or does not want it any more."""
+        """End its wait for a turn: it has had one, or wants none any more."""
         self.put_off = False
 
     # -- using -------------------------------------------------------------------------
 
     def tell_positions(self, position: Callable[[bytes], int], *, one_group: bool) -> None:
-        """From now on `position` says where in its prompt a key belongs."""
+        """Use `position` to find where in the prompt a key belongs."""
         self.position, self.one_group = position, one_group
 
     def hint(self, hints: Hints) -> None:
-        """What its server knows of its future."""
+        """Set what its server knows about its future."""
         self.hints = hints
 
     def end(self) -> None:
-        """It asks no more: where keys belong, and what was foreseen, counts no more."""
+        """Forget positions and hints, as it asks no more."""
         self.position = self.hints = None
 
     @property
     def used(self) -> list[bytes]:
-        """The keys that it has used, in the order in which it named them first."""
+        """The keys it has used, in the order in which it first named them."""
         return [] if self.chain is None else list(self.chain.known)
 
     @property
@@ -274,57 +274,57 @@ class Request:
         return self.position is not None and not self.one_group
 
     def ordered(self, keys: Collection[bytes]) -> Collection[bytes]:
-        """`keys` as they are to be used: in prompt order over all groups, where that is known."""
+        """Return `keys` in prompt order over all groups, where that is known."""
         return self.sorted(keys) if self.reordered else keys
 
     def sorted(self, keys: Iterable[bytes]) -> list[bytes]:
-        """`keys`, in whatever order they were named, in that of the prompt."""
+        """Return `keys` in prompt order, whatever their order."""
         return sorted(keys, key=self.position)
 
     @property
     def turned(self) -> bool:
-        """Whether `keys` may be in another order than that of the prompt."""
+        """Whether `keys` may be in an order other than that of the prompt."""
         position = self.position
         if position is None:
             return False
         return not self.one_group or position(self.keys[0]) > position(self.keys[-1])
 
     def count(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of `keys` of which the filters have not heard, and now do."""
+        """Mark `keys` as counted; returns those that the filters were not told of before."""
         fresh = [key for key in dict.fromkeys(keys) if key not in self.counted]
         self.counted.update(fresh)
         return fresh
 
     def forget_counted(self) -> int:
-        """Forget of which keys the filters have heard; returns how many those were."""
+        """Forget which keys the filters were told of; returns how many."""
         count = len(self.counted)
         self.counted = set()
         return count
 
     def begin_chain(self) -> Chain:
-        """It begins to use keys."""
+        """Begin an empty chain of used keys."""
         self.chain = Chain()
         return self.chain
 
     def end_chain(self, ended: Chain | None = None) -> None:
-        """It uses no more keys; `ended` is kept while chunks of it are being written."""
+        """Drop the chain; `ended` is kept while chunks of it are being written."""
         self.chain, self.ended = None, ended
         self.counted = set()
 
     def forget_ended(self) -> None:
-        """What it had used when it ended is not kept any more."""
+        """Forget the keys it had used when it ended."""
         self.ended = None
 
     def store(self, chunks: int) -> None:
-        """So many more of its chunks are being written (less, when negative)."""
+        """Add to the number of its chunks that are being written; may be negative."""
         self.storing += chunks
 
     def load(self, loaded: Loaded | None) -> None:
-        """What it has loaded and the policies have not heard of."""
+        """Set the loaded keys that the policies were not told of yet."""
         self.loaded = loaded
 
     def link(self, keys: int) -> None:
-        """The policies know so many of `keys` as a chain."""
+        """Set how many of its keys the policies know as a chain."""
         self.linked = keys
 
     # -- waiting -----------------------------------------------------------------------
@@ -361,55 +361,55 @@ class Request:
         self.state = RequestState.SCANNING
 
     def movement(self, now: float) -> None:
-        """Something has moved for it."""
+        """Note that something has moved for it."""
         self.moved = now
 
     def lease(self, keys: Iterable[bytes], filling: int, newest: int) -> None:
-        """These chunks stay for it; so many of them, up to the order `newest`, are filling."""
+        """Lease these chunks to it; `filling` of them, up to the order `newest`, are filling."""
         self.leases.update(dict.fromkeys(keys))
         if filling:
             self.pending += filling
             self.newest = max(self.newest, newest)
 
     def drop_lease(self, key: bytes) -> None:
-        """The chunk stays for it no longer."""
+        """Drop its lease on the chunk."""
         del self.leases[key]
 
     def drop_leases(self) -> None:
-        """No chunk stays for it any longer."""
+        """Drop all its leases."""
         self.leases = {}
         self.pending = 0
 
     def arrived(self, chunks: int, now: float) -> None:
-        """So many chunks for which it has waited are filled, or will not come."""
+        """Count `chunks` it has waited for as filled, or as failed."""
         self.pending -= chunks
         self.moved = now
 
     def wait_for_tier(self, tier: int) -> None:
-        """What is not granted waits until less is under way from this tier; -1 for none."""
+        """Wait with the remaining keys until less is under way from this tier; -1 for none."""
         self.waits_for = tier
 
     def await_answer(self, awaits: bool) -> None:
-        """Whether a store is being asked about the first key that is not granted."""
+        """Set whether a store is being asked about the first key that is not granted."""
         self.awaits_answer = awaits
 
     def wait_for_answers(self, until: float) -> None:
-        """Then it goes on without those that have not come."""
+        """Wait for answers of stores until then, and go on without the missing ones."""
         self.answer_by = until
 
     def grant(self, up_to: int, *, needs_rows: bool | None, short_of_rows: bool) -> None:
-        """So many of its keys were leased, fetched or given up; what the rest lacks, if known."""
+        """Set how many keys were leased, fetched or abandoned; what the rest lacks, if known."""
         self.granted = up_to
         self.short_of_rows = short_of_rows
         if needs_rows is not None:
             self.needs_rows = needs_rows
 
     def lack_rows(self, short: bool) -> None:
-        """Whether what is not granted waits for rows."""
+        """Set whether the keys that are not granted wait for rows."""
         self.short_of_rows = short
 
     def stick(self, step: int) -> None:
-        """Nothing but its own leases stood in its way in this step; -1 if something else did."""
+        """Note the step in which only its own leases blocked it; -1 if something else did."""
         self.stuck = step
 
     def __repr__(self) -> str:
@@ -417,23 +417,23 @@ class Request:
 
 
 class Requests(dict[str, Request]):
-    """All that are remembered, by id, in the order in which they came."""
+    """The requests that are remembered, by id, in the order in which they came."""
 
     def open(self, request_id: str) -> Request:
-        """The request of that id, remembered from now on."""
+        """Return the request of that id; a new one is remembered from now on."""
         request = self.get(request_id)
         if request is None:
             request = self[request_id] = Request(request_id)
         return request
 
     def drop_if_idle(self, request: Request) -> None:
-        """Forget the request if nothing of it has to be remembered."""
-        # Its name may belong to a later request by now.
+        """Forget the request if nothing about it has to be remembered."""
+        # Its id may belong to a later request by now.
         if request.idle and self.get(request.id) is request:
             del self[request.id]
 
     def oldest(self, wanted: Callable[[Request], object]) -> Request | None:
-        """The first of those that are `wanted`; those before it count as new from now on."""
+        """Return the first that is `wanted`; those before it count as new from now on."""
         for _ in range(len(self)):
             name = next(iter(self))
             request = self[name]

@@ -1,8 +1,8 @@
 """Statistics: counters, gauges and histograms of the core.
 
-`Durations` counts how long things took, by length, as monitors read them. `Ages` counts how long
-chunks had not been used when they were evicted, which tells how far back a cache reaches. Only a
-sample of the chunks is followed for it, so nothing is kept for each chunk.
+`Durations` is a histogram of durations, in the form that monitors read. `Ages` measures how long
+evicted chunks had not been used, which shows how far back a cache reaches. It follows only a
+sample of the chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOUNDS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0),
 )
-"""Seconds up to which each bucket counts; one bucket more counts what is longer."""
+"""Upper bounds of the buckets in seconds; one more bucket counts longer durations."""
 
 AGES = (
     *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
@@ -40,12 +40,11 @@ AGES = (
 
 @dataclass(slots=True)
 class Durations:
-    """So many things took so long.
+    """A histogram of durations.
 
     Attributes:
-        seconds: all together.
-        buckets: how many took longer than the bound before, and no longer than that of
-            the bucket.
+        seconds: the sum of all durations.
+        buckets: for each bucket, how many durations exceeded the bound before it, but not its own.
         bounds: see `BOUNDS`.
     """
 
@@ -59,19 +58,19 @@ class Durations:
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of durations."""
         return sum(self.buckets)
 
     @property
     def mean(self) -> float:
-        """Seconds of one, on average; 0 where there was none."""
+        """Average duration in seconds; 0 if there was none."""
         return self.seconds / max(self.count, 1)
 
     def quantile(self, share: float) -> float:
-        """Seconds that no more than the rest, beyond this share of them, exceeded.
+        """Return the bound in seconds that at least this share of the durations did not exceed.
 
-        A bound of a bucket, so too long by its width at most; infinite for the last, and 0 where
-        there was none.
+        It is the bound of a bucket, so too long by at most the bucket's width; infinite for the
+        last bucket, and 0 if there was no duration.
 
         Raises:
             ValueError: if `share` is not from 0 to 1.
@@ -89,17 +88,17 @@ class Durations:
         raise AssertionError("the buckets hold all")
 
     def add(self, seconds: float) -> None:
-        """One more took so long."""
+        """Add one duration."""
         self.seconds += seconds
         self.buckets[bisect_left(self.bounds, seconds)] += 1
 
     def copy(self) -> Durations:
-        """As it is now."""
+        """Return a copy."""
         return Durations(self.seconds, self.buckets.copy(), self.bounds)
 
 
 def _now(value: float = 0) -> Any:
-    """A field that says how things are now. All the others are totals, which never become less."""
+    """Return a gauge field. All other fields are totals, which never decrease."""
     return field(default=value, metadata={"now": True})
 
 
@@ -109,37 +108,37 @@ def _ages() -> Durations:
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since start, except where "now" is said.
+    """Statistics of a tier: totals since start, except where it says "now".
 
     Attributes:
-        name, medium: the tier. owned: whether its slots are this process's to give; of others'
-            tiers what only their owners know is 0. store: whether it has to be asked what it has;
-            its `chunks` are those of which that is known.
-        chunks: entries now. free: ready slots that hold nothing, now. room: chunks that still
+        name, medium: the tier. owned: whether this process assigns its slots; values that only
+            other owners know are 0. store: whether it has to be asked what it has;
+            its `chunks` are those that it is known to have.
+        chunks: entries now. free: ready slots that are empty, now. room: chunks that still
             fit before others have to leave, now.
-        set_aside: slots that hold nothing and are not used, as a write to them failed, now.
+        set_aside: empty slots that are not used because a write to them failed, now.
         segments, max_segments: now.
         promoted: chunks read into host memory. failed_reads: chunks that could
             not be read or whose digest did not match.
-        written: chunks written. failed_writes: chunks that could not be.
+        written: chunks written. failed_writes: chunks that could not be written.
         refused: chunks not copied because the tier could not take copies then.
         declined: chunks not copied because its admission filter did not want them.
         evicted: entries that made room for others.
-        ages: how long these had not been used, of a sample: see `Ages`.
+        ages: how long a sample of these had not been used: see `Ages`.
         queued: host chunks waiting for their copy, now. writing: chunks that are being copied
             to it, reading: chunks that are being read from it, now.
-        pinned: entries that do not leave for others, now.
-        relocated: chunks moved within the tier. removed_segments: those emptied so and removed.
-        asking: keys about which a store is being asked, now. asked: all of them. found: those
-            that it had. unanswered: those of which it did not say so, or not in time.
+        pinned: entries that are not evicted, now.
+        relocated: chunks moved within the tier. removed_segments: segments emptied so and removed.
+        asking: keys that a store is being asked about, now. asked: keys asked about. found: those
+            that it had. unanswered: those without an answer, or without one in time.
             unawaited: requests that did not wait for its answer, as that was not worth it.
         closed, stalled, congested, slow, away, outpaced: see `Health`, now.
-        read_pace: seconds in which a chunk is read, of late; 0 where nothing was.
+        read_pace: recent seconds to read a chunk; 0 if none was read.
         errors: moves that reported an error.
-        read_bytes, written_bytes: those of `promoted` and `written`.
-        used_bytes, free_bytes: those of `chunks` and `room`.
-        reads, writes, asks: how long moves took that read or wrote chunks, or asked for some,
-            failed ones included, from when they were handed out to when their ends were heard of.
+        read_bytes, written_bytes: bytes of `promoted` and `written`.
+        used_bytes, free_bytes: bytes of `chunks` and `room`.
+        reads, writes, asks: how long moves took that read chunks, wrote chunks or asked for them,
+            failed ones included, from when they were handed out to when their ends were noticed.
     """
 
     name: str
@@ -190,10 +189,10 @@ class TierStats:
     ages: Durations = field(default_factory=_ages)
 
     def complete(self, loaded: int, chunk_bytes: int) -> None:
-        """Tell what the tier itself does not know.
+        """Fill in what the tier itself does not know.
 
         Args:
-            loaded: chunks that came from it. chunk_bytes: their size.
+            loaded: chunks that came from it. chunk_bytes: size of a chunk.
         """
         self.loaded = loaded
         self.read_bytes = self.promoted * chunk_bytes
@@ -204,39 +203,39 @@ class TierStats:
 
 @dataclass(slots=True)
 class CoreStats:
-    """Totals since start, except where "now" is said.
+    """Statistics of the core: totals since start, except where it says "now".
 
     Attributes:
         rows, free_rows, busy_rows, chunks: the host pool now. busy_rows are being filled or
             read, or pinned; pinned_rows are those that `pin` holds.
         pins: keys that are pinned now. prefetched: chunks whose fetch `prefetch` has begun.
-        demoted: chunks that have left host memory because somebody said so.
-        chunk_bytes: size of a chunk, where it is known. used_bytes, free_bytes: those of
+        demoted: chunks that have left host memory on request.
+        chunk_bytes: size of a chunk, where it is known. used_bytes, free_bytes: bytes of
             `chunks` and `free_rows`.
         waiting: requests that are deferred now. waits: how long others have waited for answers.
-        misses: keys that answered "miss". outpaced: those that a tier has, but which are
-            sooner computed again than read.
-        compute_pace: seconds in which the server computes a chunk, of late; 0 where nobody knows.
+        misses: keys that answered "miss". outpaced: those that a tier has, but that are
+            faster to compute again than to read.
+        compute_pace: recent seconds to compute a chunk; 0 if not known.
         deferrals: waits begun.
         timeouts: waits ended by their deadline.
         truncations: waits ended with a shorter prefix because the rest cannot fit.
         lapses: requests whose leases ran out, or were ended early for others.
         loaded: chunks handed to the server. loaded_from: the same by the medium they came from.
-        stored: chunks taken from the server. loaded_bytes, stored_bytes: those of both.
+        stored: chunks taken from the server. loaded_bytes, stored_bytes: bytes of both.
         stores_deferred: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.
         declined: chunks of stores that the admission filter or the policy did not want.
         evicted: chunks that left host memory for others, those shed included. ages: how long
-            they had not been used, of a sample: see `Ages`.
+            a sample of them had not been used: see `Ages`.
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
-        illegal: transitions of chunks that were asked for and may not be: mistakes of the core.
-        hints, hints_ignored: those that came with requests, as managers count them;
-            hints_refused: chunks that they could not hold, beyond what may be.
-        events_lost: changes that were dropped because nobody took the events.
-        outlived: chunks that were looked at when their lease had ended, as the library's faces
-            count them. watched_rows: rows that are pinned for that reason now, those included of
-            which only the view object lives on.
+        illegal: illegal transitions of chunks that were tried: bugs of the core.
+        hints, hints_ignored: hints that came with requests, as managers count them;
+            hints_refused: chunks that could not be retained or fetched because of a limit.
+        events_lost: changes that were dropped because the events were not taken.
+        outlived: chunks whose views were still in use when their lease ended, as counted by the
+            library. watched_rows: rows that are pinned for that reason now, those included of
+            which only the view object is left.
     """
 
     rows: int = _now()
@@ -282,7 +281,7 @@ class CoreStats:
 
 
 def tier_names(tiers: Iterable[TierStats]) -> list[str]:
-    """A name for each tier that says nothing of the machine, for monitors: ``disk-2:others``."""
+    """Return a name for each tier that reveals nothing about the machine: ``disk-2:others``."""
     names: list[str] = []
     owned: Counter[str] = Counter()
     for tier in tiers:
@@ -295,20 +294,20 @@ def tier_names(tiers: Iterable[TierStats]) -> list[str]:
 
 
 EVERY = 32
-"""Of so many chunks that come one is followed, at first."""
+"""At first, one in this many new chunks is followed."""
 
 MOST = 4096
-"""Most chunks that are followed. Where there would be more, every second one is let go, and from
-then on half as many of those that come are followed."""
+"""Most chunks that are followed. Beyond that every second one is dropped, and from then on half as
+many of the new chunks are followed."""
 
 
 class Ages:
-    """When the chunks of a sample came or were last used.
+    """The times at which the chunks of a sample were added or last used.
 
-    Chunks that were there before the start are in no sample: nobody knows their age.
+    Chunks from before the start are not sampled, as their age is not known.
 
     Attributes:
-        left: seconds since the last use, of those that left for others.
+        left: seconds since the last use of chunks that were evicted.
     """
 
     def __init__(self) -> None:
@@ -316,7 +315,7 @@ class Ages:
         self._used: dict[bytes, float] = {}
         self._now = 0.0
         self._every = EVERY
-        # How many of those that come are passed over until the next is followed.
+        # How many new chunks are passed over until the next one is followed.
         self._skip = 0
 
     def __len__(self) -> int:
@@ -324,11 +323,11 @@ class Ages:
         return len(self._used)
 
     def begin_step(self, now: float) -> None:
-        """What happens from now on happens at this time."""
+        """Set the time of what happens in this step."""
         self._now = now
 
     def come(self, keys: Sequence[bytes]) -> None:
-        """These chunks have come."""
+        """Add new chunks, if they are in the sample."""
         used, now = self._used, self._now
         for key in keys[self._skip :: self._every]:
             used[key] = now
@@ -338,26 +337,26 @@ class Ages:
             self._every *= 2
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """These chunks were used."""
+        """Note that these chunks were used."""
         used = self._used
         if used:
             for key in used.keys() & keys:
                 used[key] = self._now
 
     def leave(self, keys: Iterable[bytes]) -> None:
-        """These chunks have left for others."""
+        """Record the ages of these chunks, which were evicted."""
         used = self._used
         if used:
             for key in used.keys() & keys:
                 self.left.add(self._now - used.pop(key))
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """These chunks are gone, and for no other's sake."""
+        """Forget these chunks, which were not evicted but are gone."""
         used = self._used
         if used:
             for key in used.keys() & keys:
                 del used[key]
 
     def reset(self) -> None:
-        """All chunks are gone."""
+        """Forget all chunks."""
         self._used.clear()

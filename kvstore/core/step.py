@@ -1,7 +1,7 @@
-"""The order of a step: what is taken in when it begins, what is handed out when it ends.
+"""The order of a step: what is taken in when it begins, and what is handed out when it ends.
 
-A *step* is what lies between two calls of `poll`. A key that answered "hit" stays loadable until
-its step ends. The parts of the core are made here; each says in its own module what it does.
+A *step* is the time between two calls of `poll`. A key that answered "hit" stays loadable until
+its step ends. The parts of the core are created here; each is described in its own module.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CoreSteps:
 
     Attributes:
         hidden: keys that are being removed.
-        chunks: the chunks of host memory, by key. Nobody else writes into it.
-        tiers: what is known of each slower tier, fastest first.
+        chunks: the chunks of host memory, by key; read only for callers.
+        tiers: what is known about each slower tier, fastest first.
         era: counts resets. A report of a transfer that may be older names its era.
 
     Args:
@@ -51,12 +51,12 @@ class CoreSteps:
             that has it and copied to each, when its flow says.
         deadline: seconds without movement after which a deferred request is answered.
         max_wait: seconds after which it is answered in any case.
-        lease: seconds without being asked after which a request's leases end.
+        lease: seconds without a lookup after which a request's leases end.
         events: whether `take_events` will be called.
         pace: how much one step does at most.
         pinned_share: how much of host memory, and of each tier, may be pinned.
-        recompute: seconds that the server takes to compute a chunk; None: as `computed` tells, 0:
-            nobody asks whether computing is sooner than reading.
+        recompute: seconds that the server takes to compute a chunk; None: as `computed` reports,
+            0: computing is never compared with reading.
         chunk_bytes: size of a chunk, for `stats`.
     """
 
@@ -151,7 +151,7 @@ class CoreSteps:
         self.lookup = self._lookups.lookup
         self.streak = self._lookups.streak
         self._ended: deque[Completion] = deque()
-        # What others have done to their tiers, and how much of the first is taken in.
+        # Changes by other processes to their tiers, and how many of the first are taken in.
         self._news: deque[Completion] = deque()
         self._learned = 0
         self._polled = 0.0
@@ -164,21 +164,21 @@ class CoreSteps:
         pool.begin_step()
 
     def want_spans(self) -> None:
-        """`take_spans` will be called from now on."""
+        """Keep spans, as `take_spans` will be called from now on."""
         self._spans.want()
 
     def take_spans(self) -> list[SpanBegin | SpanEnd]:
-        """Waits and moves that have begun or ended since the last call, one by one."""
+        """Take the waits and moves that have begun or ended since the last call."""
         return self._spans.take()
 
     def log_to(self, write: Callable[[LogLine], None]) -> None:
-        """Where one line per change of a tier's health goes; nowhere by default."""
+        """Write log lines there, one per change of a tier's health; by default they are dropped."""
         self._log.write_to(write)
 
     # -- the edges of a step ---------------------------------------------------------
 
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
-        """Begin a step: take in what was completed, end what has expired."""
+        """Begin a step: take in completed moves, and end waits, leases and pins that expired."""
         elapsed, self._polled = now - self._polled, now
         self.now = now
         self._pool.begin_step()
@@ -221,7 +221,7 @@ class CoreSteps:
         while ended and budget.absorbed > 0:
             completion = ended.popleft()
             if completion.changes is not None:
-                # Nobody waits for these. Of a tier that is being cleared they are out of date.
+                # No request waits for these. If the tier is being cleared they are out of date.
                 if self.tiers[completion.tier].clearing:
                     completion.changes.end()
                 else:
@@ -236,7 +236,7 @@ class CoreSteps:
         self._queue.pass_on(self.now)
 
     def _learn(self) -> None:
-        """Take in what others have done to their tiers, as much as this step may."""
+        """Take in changes by other processes to their tiers, as many as this step may."""
         news, budget = self._news, self._budget
         while news and budget.news > 0:
             changes = news[0].changes
@@ -249,14 +249,14 @@ class CoreSteps:
                 self._drop_first()
 
     def _drop_first(self) -> None:
-        """The first of the news is taken in, or not needed."""
+        """Drop the first of the news, which is taken in or not needed."""
         changes = self._news.popleft().changes
         assert changes is not None
         changes.end()
         self._learned = 0
 
     def flush(self, now: float) -> list[Move]:
-        """The moves that are due, to be handed to the engine in this order."""
+        """Return the moves that are due, to be handed to the engine in this order."""
         self.now = now
         self._queue_deferred(now)
         if self._budget.bounded:
@@ -293,7 +293,7 @@ class CoreSteps:
         return moves
 
     def _queue_deferred(self, now: float) -> None:
-        """Requests that got "ask again" begin to wait; what others asked is forgotten."""
+        """Let requests that got "ask again" begin to wait; forget what others asked."""
         for request in self._lookups.take_asked():
             if self._chains.filters and request.keys:
                 self._chains.count(request, request.keys)
@@ -310,7 +310,7 @@ class CoreSteps:
 
     @property
     def behind(self) -> bool:
-        """Whether the next step has something to do although nothing new will have happened."""
+        """Whether the next step has work to do even if nothing new happens."""
         return (
             bool(self._ended or self._news)
             or self._budget.behind
@@ -322,12 +322,12 @@ class CoreSteps:
 
     @property
     def wants_room(self) -> bool:
-        """Whether a step could give rows that have become free to somebody, or make more free."""
+        """Whether a step could use rows that have become free, or make more of them free."""
         return self.behind or self.waiting > 0 or self.unsaved > 0 or self._room.demotes
 
     @property
     def illegal(self) -> int:
-        """Transitions of chunks that were asked for and may not be."""
+        """Number of illegal transitions of chunks that were tried."""
         return self._pool.life.illegal + sum(tier.index.life.illegal for tier in self.tiers)
 
     @property
@@ -342,12 +342,12 @@ class CoreSteps:
 
     @property
     def clearing(self) -> bool:
-        """Whether a tier is still to be cleared after a reset, and has not failed to be."""
+        """Whether a tier is still to be cleared after a reset, and clearing has not failed."""
         return self._transfers.clearing
 
     @property
     def uncleared(self) -> list[str]:
-        """Tiers that are to be cleared after a reset, by name; `clearing` of those that can be."""
+        """Names of tiers that are to be cleared after a reset, also where clearing has failed."""
         return self._transfers.uncleared
 
     @property
@@ -357,7 +357,7 @@ class CoreSteps:
 
     @property
     def prefetching(self) -> bool:
-        """Whether chunks are fetched that nobody has asked for, or will be."""
+        """Whether a prefetch is under way or planned."""
         return bool(self._prefetches)
 
     @property
@@ -377,14 +377,14 @@ class CoreSteps:
         return self._compute.per_chunk if pace is None else pace
 
     def computed(self, chunks: int, seconds: float) -> None:
-        """The server has computed so many chunks of KV in so many seconds: see `recompute`."""
+        """Note that the server has computed `chunks` of KV in `seconds`: see `recompute`."""
         if chunks > 0 and seconds > 0:
             self._compute.add(chunks, seconds)
 
     # -- inside --------------------------------------------------------------------------
 
     def _end_request(self, request: Request) -> None:
-        """The request asks no more."""
+        """End a request: it asks no more."""
         if self._chains.filters and request.keys:
             self._chains.count(request, request.keys)
         self._queue.remove(request)
@@ -409,5 +409,5 @@ class CoreSteps:
     def _tell_illegal(self) -> None:
         new, self._illegal = self.illegal - self._illegal, self.illegal
         if new:
-            text = f"{new} illegal transitions of chunks were asked for, and not made"
+            text = f"{new} illegal transitions of chunks were tried and refused"
             self._log(LogLine("core.illegal", text, {"count": new}))

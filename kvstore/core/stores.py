@@ -1,4 +1,4 @@
-"""Stores: the device writes chunks to host memory, and the policy says which ones enter."""
+"""Stores: reserve rows for chunks that the device writes; the policy decides which ones enter."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["StoreGrant", "Stores"]
 class StoreGrant:
     """Chunks that a store may write: `keys[i]` goes to row `rows[i]`.
 
-    `declined` were offered and are not wanted; offering them again to the same
-    end would bring nothing.
+    `declined` were offered and are not wanted; offering them again in the same
+    store is of no use.
     """
 
     keys: list[bytes]
@@ -35,7 +35,7 @@ class StoreGrant:
     declined: list[bytes] = field(default_factory=list)
 
     def in_order_of(self, keys: Iterable[bytes]) -> StoreGrant:
-        """The same, named in the order of `keys`."""
+        """Return the same grant in the order of `keys`."""
         row_of = dict(zip(self.keys, self.rows, strict=True))
         named = [key for key in dict.fromkeys(keys) if key in row_of]
         return StoreGrant(named, [row_of[key] for key in named], self.evicted, self.declined)
@@ -43,12 +43,12 @@ class StoreGrant:
 
 @dataclass(slots=True)
 class _Entered:
-    """What came of the attempt to get rows for the new chunks of a store.
+    """The result of an attempt to get rows for the new chunks of a store.
 
     Attributes:
-        chunks: those that have entered; None where nobody has yet.
-        room: for how many there was room, those that were declined included.
-        declined: keys that fit and that the policy does not want.
+        chunks: chunks that have entered; None if none was asked to enter yet.
+        room: how many chunks there was room for, declined ones included.
+        declined: keys that fit but that the policy does not want.
     """
 
     chunks: list[Chunk] | None
@@ -57,12 +57,12 @@ class _Entered:
 
 
 class Stores:
-    """Reserves rows for stores, and takes their ends in.
+    """Reserves rows for stores, and takes in their ends.
 
     Attributes:
         stored: chunks that were stored. deferred: stores that were to be offered again.
         refused: chunks that found no room. declined: chunks that were not wanted.
-        stray: keys that were reported and not being stored.
+        stray: keys that were reported but were not being stored.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Stores:
         self._uses = uses
         self._cascades = cascades
         self._budget = budget
-        # Requests whose last store was deferred, and when that was, longest ago first.
+        # Requests whose last store was deferred, and when that was, oldest first.
         self._deferred: deque[tuple[Request, float]] = deque()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
-        """See `Core.prepare_store`."""
+        """Reserve rows for a store: see `Core.prepare_store`."""
         pool = self._pool
         request = self._requests.open(request_id)
         if request.state is not RequestState.SCANNING:
@@ -112,14 +112,14 @@ class Stores:
             unwanted = [key for key, answer in zip(new, answers, strict=True) if not answer]
             new = [key for key, answer in zip(new, answers, strict=True) if answer]
         before = len(pool.left)
-        # What is pinned is not among the new ones, and stays.
+        # Pinned chunks are not among the new ones, and stay.
         may_fit = len(new) <= pool.rows - self._pins.rows and (
             pool.busy > 0 or pool.held > 0 or self._cascades.unsaved > 0
         )
         entered = self._enter(offered, new, unwanted, request_id, now, may_fit)
         chunks, room = entered.chunks, entered.room
         if room < len(new):
-            # A search that was broken off goes on in the next step: nothing is cut for it.
+            # A search that was cut short goes on in the next step; the store is not cut for it.
             wait = chunks is None and ((may_fit and not again) or self._budget.cut_short)
             if room == 0 or wait:
                 self._defer(request, now)
@@ -137,7 +137,7 @@ class Stores:
         return StoreGrant(keys, rows, pool.left[before:], unwanted)
 
     def complete(self, keys: Collection[bytes], request_id: str, now: float, ok: bool) -> None:
-        """The device has written the rows (`ok`), or it has not: the chunks are dropped."""
+        """Take in the end of a store: the rows were written (`ok`), or the chunks are dropped."""
         if type(keys) is not set:
             keys = dict.fromkeys(keys)
         ended = [
@@ -146,7 +146,7 @@ class Stores:
             if chunk.state == FILLING and chunk.stored_by == request_id
         ]
         self.stray += len(keys) - len(ended)
-        # A server may report a store as a set; rows were given in prefix order.
+        # A server may report a store as a set; rows were assigned in prefix order.
         ended.sort(key=operator.attrgetter("order"))
         if ok:
             self._queue.stored(ended, now)
@@ -162,7 +162,7 @@ class Stores:
             self._requests.drop_if_idle(request)
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
-        """Request, key and row of every chunk that is being stored."""
+        """Yield request, key and row of every chunk that is being stored."""
         for chunk in self._pool.chunks.values():
             if chunk.state == FILLING and chunk.stored_by is not None:
                 yield chunk.stored_by, chunk.key, chunk.row
@@ -170,7 +170,7 @@ class Stores:
     # -- deferred stores -------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Forget those that were deferred and never offered again."""
+        """Forget stores that were deferred and never offered again."""
         deferred = self._deferred
         while deferred:
             request, since = deferred[0]
@@ -182,7 +182,7 @@ class Stores:
             deferred.popleft()
 
     def forget_deferred(self, request: Request) -> None:
-        """The store of the request is not waited for any more."""
+        """Forget that a store of the request was deferred."""
         request.defer_store(None)
 
     def reset(self) -> None:
@@ -197,15 +197,15 @@ class Stores:
     # -- entering --------------------------------------------------------------------------
 
     def _tell_uses(self, request: Request, offered: list[bytes], again: bool) -> None:
-        """The policies hear of the prompt, of which the request may have loaded a part."""
+        """Tell the policies the prompt, of which the request may have loaded a part."""
         host_keys, tier_keys = self._uses.take(request)
         self._uses.tell_some()
         if again:
-            # This is no second use, but chunks that are here shall not leave meanwhile.
+            # This is no second use, but chunks that are here must not leave meanwhile.
             self._pool.keep(offered)
             self._uses.tell_host(host_keys, tier_keys)
             return
-        # What the request has loaded and what it stores are one prompt.
+        # The chunks that the request has loaded and those it stores are one prompt.
         prompt = offered
         if offered[: len(tier_keys)] != tier_keys:
             prompt = list(dict.fromkeys([*tier_keys, *offered]))
@@ -214,7 +214,7 @@ class Stores:
             return
         promoted = set(tier_keys).difference(host_keys)
         self._uses.tell_host([key for key in prompt if key not in promoted], prompt)
-        # Their promotion may lie far back.
+        # Their promotion may be long ago.
         self._pool.keep(promoted)
 
     def _enter(
@@ -228,8 +228,8 @@ class Stores:
     ) -> _Entered:
         """Get rows for `new`, those of `offered` that are not here and not `unwanted`.
 
-        Where they fit, or never will, the policy says chunk by chunk who enters and who
-        leaves.
+        Where they fit, or never will, the policy decides chunk by chunk which one enters and
+        which one leaves.
         """
         pool, room = self._pool, self._room
         if self._queue.starving:
@@ -239,13 +239,13 @@ class Stores:
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
         fits = room.sure >= len(new)
         if not fits and (may_fit or room.demotes or not pool.policy.declines):
-            # What is there already keeps its place, and the head goes first.
+            # Chunks that are here keep their rows, and the head enters first.
             pool.keep(offered)
             free = room.make(len(new), now, shed_unsaved=False, incoming=new[::-1])
             return _Entered(None, free)
         wanted = offered
         if not fits and hindered:
-            # The policy is asked about what can come in beside those that have to stay.
+            # The policy is asked only about chunks that fit beside those that have to stay.
             wanted = offered[: self._entrance.reach(offered, room.sure, unwanted)]
             new = [key for key in wanted if key not in pool.chunks and key not in unwanted]
         if new and not self._victims.find_one():
@@ -262,24 +262,24 @@ class Stores:
 
 
 class Entrance:
-    """Gives chunks of stores their rows."""
+    """Admits the chunks of a store, evicting others as needed."""
 
     def __init__(self, pool: HostPool, victims: Victims) -> None:
         self._pool = pool
         self._victims = victims
 
     def reach(self, keys: Sequence[bytes], room: int, unwanted: Collection[bytes] = ()) -> int:
-        """How many leading `keys` can be here together, `unwanted` ones left out.
+        """Return how many leading `keys` fit in host memory together, `unwanted` ones left out.
 
         Args:
-            room: rows that are free or surely will be.
+            room: rows that are free or certain to become free.
         """
         chunks, step = self._pool.chunks, self._pool.step
         for position, key in enumerate(keys):
             if key in unwanted:
                 continue
             chunk = chunks.get(key)
-            # Who is here and could leave must stay, too.
+            # A chunk that is here and could leave must stay, too.
             if chunk is None or _may_leave(chunk, step):
                 room -= 1
                 if room < 0:
@@ -295,23 +295,23 @@ class Entrance:
         *,
         from_head: bool = False,
     ) -> tuple[list[Chunk], bool]:
-        """Give `new`, those of `keys` that are neither here nor `unwanted`, rows and chunks.
+        """Assign rows to `new`, those of `keys` that are neither here nor `unwanted`.
 
         They go to the policy tail first, each right after the eviction that
         makes room for it, and may be evicted for those that follow. So the
         policy decides which chunks of a store are worth a row; with LRU it is
         the head that fits. A chunk of `keys` that is given up before its turn
-        has come enters the policy again in its turn, and keeps its row.
+        enters the policy again in its turn, and keeps its row.
 
         Args:
-            request_id: who stores them.
+            request_id: the request that stores them.
             from_head: no chunk enters behind one that does not. The policy decides how
-                many enter, and the prompt which ones: for when chunks that may not
-                leave have narrowed the policy's choice.
+                many enter, and prompt order decides which ones. Used when chunks that
+                may not leave have narrowed the policy's choice.
 
         Returns:
-            The chunks, head first; and whether all had their turn: otherwise those
-            that are missing found no room.
+            The chunks, head first; and whether all were offered to the policy: if not, the
+            missing ones found no room.
         """
         pool = self._pool
         self._victims.let_loose()
@@ -324,7 +324,7 @@ class Entrance:
     def _enter_together(
         self, keys: Sequence[bytes], new: Sequence[bytes], request_id: str
     ) -> list[Chunk] | None:
-        """All at once, where none of them would be evicted for another; None if that cannot be."""
+        """Admit all at once; None if not enough others can be evicted for them."""
         pool = self._pool
         short = max(0, len(new) - pool.free)
         protected = self._victims.protection(
@@ -343,7 +343,7 @@ class Entrance:
         pool, chunks = self._pool, self._pool.chunks
         insert, evict = pool.policy.insert, pool.policy.evict
         may_not_leave = self._victims.protection(shed_unsaved=False, bounded=False)
-        # Tail first: those that enter, those of the prompt that were here and were given up.
+        # Tail first: chunks that enter, and chunks of the prompt that were here and were given up.
         entering: dict[bytes, None] = {}
         given_up: dict[bytes, Chunk] = {}
         gone: list[bytes] = []
@@ -381,7 +381,7 @@ class Entrance:
                 pool.put_back(back)
             else:
                 entering[key] = None
-        # One by recency alone does not say which end of a prompt is worth more.
+        # A policy that knows only recency cannot tell which end of a prompt is worth more.
         by_recency = pool.policy.spares_latest and bool(given_up)
         fills = by_recency and _fills_a_hole(keys, entering, given_up)
         if not all_asked or fills or (own and from_head):
@@ -398,7 +398,7 @@ class Entrance:
         entering: dict[bytes, None],
         given_up: dict[bytes, Chunk],
     ) -> dict[bytes, None]:
-        """Who is to enter, tail first, when those in front take the places of those behind."""
+        """Give rows at the tail to missing chunks before them; returns what enters, tail first."""
         pool, chunks, policy = self._pool, self._pool.chunks, self._pool.policy
         missing = [
             (position, key)
@@ -410,7 +410,7 @@ class Entrance:
         position_of = {key: position for position, key in enumerate(keys)}
         behind = list(entering)
         if given_up:
-            # The policy has cut the prompt: then what is here of it is cut from its end.
+            # The policy gave up part of the prompt: then its chunks that are here go from the end.
             here = (key for key in reversed(position_of) if key in chunks)
             behind += [key for key in here if _may_leave(chunks[key], pool.step)]
             behind.sort(key=position_of.__getitem__, reverse=True)
@@ -437,7 +437,7 @@ class Entrance:
 def _fills_a_hole(
     keys: Sequence[bytes], entering: Collection[bytes], given_up: Collection[bytes]
 ) -> bool:
-    """Whether the first of `keys` that enters stands before one that was here and is given up."""
+    """Whether the first of `keys` that enters or is given up is one that enters."""
     first = next((key for key in keys if key in entering or key in given_up), None)
     return first in entering
 

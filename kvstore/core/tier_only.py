@@ -1,23 +1,23 @@
-"""Copies that are asked for by a server which has host memory of its own.
+"""Tiers only: copy chunks for a server that has its own host memory.
 
-Such a server owns rows, and decides what is in them and who waits. It asks whether a chunk can
-be had, and hands over *jobs*: to store chunks from its rows, or to load chunks into them. Nothing
-is kept here but what the tiers hold and what is under way.
+Such a server owns the rows, and decides what is in them and which requests wait. It asks whether
+a chunk can be loaded, and hands over *jobs*: to store chunks from its rows, or to load chunks into
+them. Only what the tiers hold and what is under way is kept here.
 
 The caller guarantees:
 
-* `poll` and `flush` are called in turns, and what `lookup` has found is loaded before the
+* `poll` and `flush` are called in turns, and chunks that `lookup` has found are loaded before the
   next `flush`: only `flush` lets chunks leave to make room for others;
 * the rows of a job are left alone until it has ended, and those of a store are not written;
 * no two jobs that have not ended have the same number.
 
-Guaranteed is:
+This module guarantees:
 
-* a key is called loaded only when its row holds its bytes, verified by their digest;
-* each job ends, also when its tier refuses or fails, except that copies which have begun are
+* a key is reported as loaded only when its row holds its bytes, verified by their digest;
+* each job ends, even when its tier refuses or fails, but copies that have begun are
   waited for: their rows are in use as long as the tier does not answer;
-* while stores hold `STORE_SHARE` of the server's rows no other is taken, so a slow tier does not
-  keep the server from its own memory.
+* while stores hold `STORE_SHARE` of the server's rows no other store is taken, so a slow tier does
+  not keep the server from its own memory.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = ["Jobs"]
 
 
 class Jobs:
-    """See the module's text.
+    """The jobs of a server and the moves that they need: see the module's text.
 
     Attributes:
         tiers: where chunks are looked for, in this order.
-        target: that of them to which chunks are copied.
-        spans: moves, one by one, once they are wanted.
+        target: the one of them that chunks are copied to.
+        spans: the moves, if they are wanted.
 
     Args:
         rows: how many rows the server has.
-        deadline, max_wait: seconds by which a tier's health is told: see `Health`.
+        deadline, max_wait: limits in seconds by which a tier's health is judged: see `Health`.
         events: whether the history of `target` will be taken.
         log: where one line per change of a tier's health goes.
     """
@@ -101,7 +101,7 @@ class Jobs:
         for key, row in zip(keys, rows, strict=True):
             place = self._place_of(key)
             if place < 0:
-                # It has left since it was found, or is on its way to another row.
+                # The chunk has left since it was found, or is on its way to another row.
                 job.lack()
                 continue
             self._loading[key] = job
@@ -119,32 +119,32 @@ class Jobs:
     ) -> None:
         """Copy `rows` to the tier under `keys`, given in the order of the prompt.
 
-        What the tier or a neighbour has is not copied again. What the tier does not take at
-        present, or its filters do not want, is not copied.
+        Chunks that the tier or a peer has are not copied again. Chunks that the tier does not
+        take at present, or that its filter does not want, are not copied.
         """
         self._stores.add(number, keys, rows, request, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These chunks, given in the order of the prompt, were used."""
+        """Count these chunks, given in the order of the prompt, as used."""
         self.target.index.touch(reversed(keys))
 
     def finished(self, request: str) -> None:
-        """The request asks for nothing more; its jobs go on."""
+        """End a request, which asks for nothing more; its jobs go on."""
         self._stores.finished(request)
 
     def take_ended(self) -> list[JobEnd]:
-        """Jobs that have ended and were not taken yet."""
+        """Take the results of jobs that have ended."""
         return self._book.take_ended()
 
     # -- steps -----------------------------------------------------------------------------
 
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
-        """Take in what was completed, and notice how the tiers do."""
+        """Take in completed moves, and update the health of the tiers."""
         elapsed, self._polled = now - self._polled, now
         for completion in completions:
             self._complete(completion, now)
         for tier in self.tiers:
-            # Who waits, and whether computing is sooner, is the server's affair.
+            # The server decides which requests wait, and whether computing is faster.
             messages, _ = tier.watch(now, elapsed, self._deadline, self._max_wait, 0.0)
             for message in messages:
                 self._log(message)
@@ -153,7 +153,7 @@ class Jobs:
             self._stores.drop(now)
 
     def flush(self, now: float) -> list[Move]:
-        """The moves that are due, to be handed to the engine in this order."""
+        """Return the moves that are due, to be handed to the engine in this order."""
         moves, self._due = self._due, []
         for tier in self.tiers:
             compaction, own = tier.compaction(now), tier.due(now, after_owned=False)
@@ -166,7 +166,7 @@ class Jobs:
     # -- inside ----------------------------------------------------------------------------
 
     def _place_of(self, key: bytes) -> int:
-        """Which of the tiers the chunk is to be read from; -1 if none."""
+        """Return the index of the tier to read the chunk from; -1 if there is none."""
         if key not in self._loading:
             for place, tier in enumerate(self.tiers):
                 if key in tier.entries and tier.health.readable:

@@ -1,11 +1,11 @@
 """Transfers: moves under way between host memory and the tiers.
 
-Moves get their numbers here, and their completions are taken in here. A move that a reset has
-overtaken goes on, but only its rows still count.
+Moves get their numbers here, and their completions are taken in here. A move that was under way
+at a reset goes on, but only its rows still count.
 
 `Overtaken` does the same for copies between device and host memory. A reset forgets chunks, but
 cannot stop such a copy: a store may still write its rows, a load may still read its own. The row
-is given to nobody until each of its transfers was reported, or all are known to have ended.
+is not used again until each of its transfers was reported, or all are known to have ended.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Overtaken", "Transfer", "Transfers"]
 
 
 class Transfers:
-    """Moves under way, and what is due next on each tier.
+    """The moves under way, and those that are due next on each tier.
 
     Attributes:
-        moves: what was handed out and has not ended, by number.
-        orphans: those of `moves` that a reset has overtaken.
+        moves: moves that were handed out and have not ended, by number.
+        orphans: those of `moves` that were begun before a reset.
         cascades: copies to tiers.
 
     Args:
         log: where one line per change of a tier's health goes.
         removals: told of erasures that have ended. pins: told of chunks that have arrived.
-        spans: told of moves, one by one.
+        spans: told of each move.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Transfers:
 
     @property
     def clearing(self) -> bool:
-        """Whether a tier is still to be cleared after a reset, and has not failed to be."""
-        # Tiers of others are cleared after those of this process.
+        """Whether a tier is still to be cleared after a reset, and clearing has not failed."""
+        # Tiers of other processes are cleared after those of this process.
         asked: Sequence[TierView] = self._clearing_targets() or self._tiers
         return any(tier.clearing and not tier.gave_up_clearing for tier in asked)
 
     @property
     def uncleared(self) -> list[str]:
-        """Tiers of this process that are still to be cleared after a reset, by name."""
+        """Names of tiers of this process that are still to be cleared after a reset."""
         return [target.name for target in self._clearing_targets()]
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> None:
-        """Notice how each tier does, once a step; the server computes a chunk in `compute`."""
+        """Update the health of each tier, once a step; `compute`: seconds to compute a chunk."""
         for tier, target in self._with_targets:
             stalled = tier.health.stalled
             messages, gives_up = tier.watch(now, elapsed, deadline, max_wait, compute)
@@ -99,9 +99,9 @@ class Transfers:
     def promote(
         self, tier: TierView, chunks: Sequence[Chunk], slots: Sequence[int], now: float
     ) -> list[Move]:
-        """Moves that fill `chunks` from `slots`."""
+        """Return moves that fill `chunks` from `slots`."""
         moves: list[Move] = []
-        # One move, but for prefixes so long that its end would be the only sign of life.
+        # One move, except for long prefixes: its end is the only sign that the tier answers.
         size = tier.max_rows_in_flight
         for start in range(0, len(chunks), size):
             part = chunks[start : start + size]
@@ -115,7 +115,7 @@ class Transfers:
         return moves
 
     def due(self, now: float) -> list[Move]:
-        """What else is due on each tier: clearing, growth, copies, compaction."""
+        """Return all other moves that are due: clearing, growth, copies and compaction."""
         moves: list[Move] = []
         after_owned = self._has_peers and bool(self._clearing_targets())
         for tier, target in self._with_targets:
@@ -130,11 +130,11 @@ class Transfers:
         return moves
 
     def ask(self, store: Store, keys: Sequence[bytes], request: str, now: float) -> Move:
-        """The question whether a store has these, for a request."""
+        """Return the move that asks a store for these keys, for a request."""
         return self._hand_out(store.ask(keys, now), store, now, request)
 
     def erase(self, now: float) -> list[Move]:
-        """Erasures that are due."""
+        """Return the erasures that are due."""
         return [self._hand_out(m, self._tiers[m.tier], now) for m in self._removals.due()]
 
     def _hand_out(self, move: Move, tier: TierView, now: float, request: str | None = None) -> Move:
@@ -151,13 +151,13 @@ class Transfers:
     # -- ending --------------------------------------------------------------------------
 
     def hear(self, completion: Completion) -> None:
-        """A move has ended; its completion may be taken in later."""
+        """Note that a move has ended; its completion may be taken in later."""
         move = self.moves.get(completion.move_id)
         if move is not None:
             self._tiers[move.tier].health.heard()
 
     def complete(self, completion: Completion, now: float) -> bool:
-        """A move has ended; False if nobody knows it."""
+        """Take in the end of a move; False if the move is not known."""
         if completion.changes is not None:
             self._tiers[completion.tier].learn(completion.changes)
             return True
@@ -223,7 +223,7 @@ class Transfers:
         queue.passed(newest)
 
     def reset(self, rows_in_transfer: Iterable[int] = (), *, close_tiers: bool = False) -> None:
-        """Every tier forgets everything; what is under way counts for its rows only.
+        """Forget everything on every tier; of moves under way only the rows still count.
 
         Args:
             rows_in_transfer: rows that the device may still write or read.
@@ -239,16 +239,16 @@ class Transfers:
             if close_tiers:
                 tier.close()
             elif not tier.health.closed:
-                # What a closed one has is for the next process.
+                # A closed tier keeps its chunks for the next process.
                 tier.reset()
 
 
 class Transfer(NamedTuple):
-    """A copy of one chunk.
+    """A copy of one chunk between device and host memory.
 
     Attributes:
-        era: in which it was prepared.
-        request: whose it is.
+        era: the era in which it was prepared.
+        request: the request that it is for.
         stores: whether the device writes the row, or reads it.
     """
 
@@ -259,7 +259,7 @@ class Transfer(NamedTuple):
 
 
 class Overtaken:
-    """Rows that are held for such transfers."""
+    """Rows that are held for transfers that were under way at a reset."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -269,12 +269,12 @@ class Overtaken:
         return sum(map(len, self._rows.values()))
 
     def add(self, transfers: Iterable[tuple[Transfer, int]]) -> None:
-        """These go on, each in its row, which the pool holds once for each."""
+        """Add transfers that go on, each with its row, which the pool holds once for each."""
         for transfer, row in transfers:
             self._rows.setdefault(transfer, []).append(row)
 
     def eras(self, request: str, *, stores: bool) -> dict[bytes, int]:
-        """Keys that a request still stores, or loads, with the era of the first such transfer."""
+        """Return keys that a request still stores, or loads, with the era of the first transfer."""
         found: dict[bytes, int] = {}
         for transfer in self._rows:
             if (transfer.request, transfer.stores) == (request, stores):
@@ -282,7 +282,7 @@ class Overtaken:
         return found
 
     def ended(self, transfer: Transfer) -> bool:
-        """One has ended; False if it is not known."""
+        """Take in the end of a transfer; False if it is not known."""
         rows = self._rows.get(transfer)
         if rows is None:
             return False
@@ -292,7 +292,7 @@ class Overtaken:
         return True
 
     def all_ended(self) -> None:
-        """None of them touches a row any more."""
+        """Free the rows of all transfers."""
         rows = [row for held in self._rows.values() for row in held]
         self._rows.clear()
         self._pool.release_held(rows)

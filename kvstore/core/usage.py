@@ -1,16 +1,16 @@
-"""What every request has used, in the order of its prompt, for policies and filters.
+"""Usage: tell policies and filters which keys each request has used, in prompt order.
 
 A server shows a prompt in pieces: what it loads, then what it stores, portion
-by portion. Here the pieces are put together, for each KV cache group (the last
-four bytes of a key) on its own, and told to those who care: filters hear of a
-key once per request, policies learn which key follows which before they see it,
-and how the whole prompt went when its request has ended.
+by portion. `Chains` joins the pieces, separately for each KV cache group (the last
+four bytes of a key). Filters are told of a key once per request. Policies learn
+which key follows which before they see the chunks, and the whole prompt
+when its request has ended.
 
-All of it is advice. What is kept is bounded, also when a server never tells the end of its
-requests: past `MAX_KEYS` keys the oldest are taken for ended, and of those that have only asked
-so far, `MAX_ASKED` keys are kept.
+All of it is advice. What is kept is bounded, even if a server never reports the end of its
+requests: past `MAX_KEYS` keys the oldest requests are taken as ended, and of those that have
+only asked so far, `MAX_ASKED` keys are kept.
 
-What the policies hear of the use of chunks: whole prompts, tail first, a bit in each step.
+`Uses` tells the policies of used chunks: whole prompts, tail first, a part in each step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvstore.types import Flow, group_of
 __all__ = ["MAX_ASKED", "MAX_KEYS", "MOST_UNTOLD", "Chains", "Uses"]
 
 MOST_UNTOLD = 1000
-"""Requests whose loads the policies have not heard of."""
+"""Most requests whose loads the policies were not told of yet."""
 
 
 class Uses:
     """Tells the policies of uses, later than they happen but before the policies decide.
 
     Attributes:
-        queued: prompts of which a tier was to hear as steps allow. told: those of which it has.
+        queued: prompts that were queued to be told to a tier. told: those of them that were told.
 
     Args:
-        budget: how many uses a step tells.
+        budget: bounds the uses that a step tells.
     """
 
     def __init__(
@@ -53,25 +53,25 @@ class Uses:
         self._victims = victims
         self._budget = budget
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
-        # What requests have loaded, first come first; some of it told by now.
+        # Loaded keys of requests, oldest first; some of them told by now.
         self._loaded: deque[Loaded] = deque()
         self._untold = 0
-        # What was used on tiers, of prompts of which host memory's policy has heard.
+        # Keys used on tiers, of prompts that host memory's policy was told of.
         self._due: deque[tuple[TierView, list[bytes]]] = deque()
         self._due_keys = 0
         self.queued = self.told = 0
 
     def __bool__(self) -> bool:
-        """Whether there are uses of which the policies have not heard."""
+        """Whether there are uses that the policies were not told of."""
         return bool(self._untold or self._due)
 
     @property
     def due(self) -> bool:
-        """Whether there are uses whose requests bring nothing that should be told with them."""
+        """Whether uses are due that need not wait for the rest of their prompts."""
         return bool(self._due)
 
     def loaded(self, request: Request, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
-        """The request has used these. Its store may come, and then they are told as one prompt."""
+        """Note keys that the request has used, to be told as one prompt with its store, if any."""
         self.end(request)
         loaded = Loaded(host_keys, tier_keys)
         request.load(loaded)
@@ -81,7 +81,7 @@ class Uses:
             self.tell_all()
 
     def take(self, request: Request) -> tuple[list[bytes], list[bytes]]:
-        """What the request has used and the policies have not heard of: the caller tells them."""
+        """Take the request's uses that were not told yet, for the caller to tell the policies."""
         loaded = request.loaded
         if loaded is None:
             return [], []
@@ -95,17 +95,17 @@ class Uses:
         return taken
 
     def end(self, request: Request) -> None:
-        """The policies hear of what the request has used."""
+        """Tell the policies what the request has used."""
         if request.loaded is not None:
             host_keys, tier_keys = self.take(request)
             if tier_keys:
                 self.tell(host_keys, tier_keys)
 
     def tell_host(self, host_keys: Collection[bytes], tier_keys: Sequence[bytes]) -> None:
-        """As `tell`, but the policies of tiers hear as steps allow."""
+        """Do as `tell`, but tell the policies of tiers as steps allow."""
         self._tell_host(host_keys)
         for tier in self._tiers:
-            # What comes to it later is not used by this.
+            # Chunks that reach the tier later are not used by this.
             here = list(filter(tier.entries.__contains__, tier_keys))
             if here:
                 self._due.append((tier, here))
@@ -113,7 +113,7 @@ class Uses:
                 self.queued += 1
 
     def tell_all(self) -> None:
-        """The policies hear of every use so far."""
+        """Tell the policies every use so far."""
         self._tell_due(self._due_keys)
         while self._loaded:
             loaded = self._loaded.popleft()
@@ -122,7 +122,7 @@ class Uses:
                 self.tell(*loaded.tell())
 
     def tell_some(self) -> None:
-        """The policies hear of as many uses as this step may tell, of each prompt tail first."""
+        """Tell the policies as many uses as this step may, tail first for each prompt."""
         untold = self._loaded
         if not untold and not self._due:
             return
@@ -140,7 +140,7 @@ class Uses:
                 continue
             count = len(loaded.tier_keys)
             if count > most:
-                # It stays the first in turn.
+                # Its rest stays first in the queue.
                 count = most
                 self.tell(*loaded.tell_tail(most))
             else:
@@ -151,7 +151,7 @@ class Uses:
             self._budget.tell(count)
 
     def tell(self, host_keys: Collection[bytes], tier_keys: Collection[bytes]) -> None:
-        """The policies hear that these, in prefix order, were used in host memory and on tiers."""
+        """Tell the policies that these, in prefix order, were used in host memory and on tiers."""
         self._tell_host(host_keys)
         tail_first = [*tier_keys][::-1]
         for tier in self._tiers:
@@ -168,7 +168,7 @@ class Uses:
         pool.touch(tail_first)
 
     def _tell_due(self, most: int) -> int:
-        """Tiers hear of what is due, up to `most` keys, of each prompt tail first; how many."""
+        """Tell tiers up to `most` keys that are due, each prompt tail first; returns how many."""
         left = most
         due = self._due
         while due and left > 0:
@@ -185,7 +185,7 @@ class Uses:
         return most - left
 
     def reset(self) -> None:
-        """Forget what was not told."""
+        """Forget uses that were not told."""
         self._loaded.clear()
         self._untold = 0
         self._due.clear()
@@ -194,14 +194,14 @@ class Uses:
 
 
 MAX_KEYS = 2**20
-"""Most keys that are kept of requests that have not ended, or whose chunks are on their way."""
+"""Most keys that are kept of requests that have not ended, or whose chunks are being written."""
 
 MAX_ASKED = 2**16
 """Most keys that are kept of requests that have asked and used nothing so far."""
 
 
 class Chains:
-    """Tells policies the uses of chunks: whole prompts, tail first, a part in each step."""
+    """The chains of keys that requests use, for policies and filters: see the module's text."""
 
     def __init__(
         self, pool: HostPool, tiers: Sequence[TierView], requests: Requests, uses: Uses
@@ -218,8 +218,8 @@ class Chains:
         # Keys of chains, and of requests that have used nothing so far.
         self._keys = self._asked_keys = 0
         self._settling: deque[tuple[list[int], int, Chain]] = deque()
-        """Those whose chunks are on their way to slower tiers, with the copies to wait for, and
-        the uses of which tiers shall have heard before."""
+        """Chains whose chunks are on their way to slower tiers, with the copies to wait for and
+        the uses that tiers must be told of before."""
         self._settling_keys = 0
 
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
@@ -227,7 +227,7 @@ class Chains:
         self._listener = listener
 
     def count(self, request: Request, keys: Sequence[bytes]) -> None:
-        """The request asked for `keys`: the filters hear of those that are new for it."""
+        """Tell the filters which of `keys`, which the request asked for, are new for it."""
         fresh = request.count(keys)
         if not fresh:
             return
@@ -243,7 +243,7 @@ class Chains:
             each.asked(fresh)
 
     def extend(self, request: Request, keys: Sequence[bytes]) -> None:
-        """The request is about to use `keys`, in prompt order."""
+        """Add `keys`, in prompt order, which the request is about to use."""
         if not keys:
             return
         if self.filters:
@@ -278,11 +278,11 @@ class Chains:
             self._requests.drop_if_idle(oldest)
 
     def depths(self, request: Request) -> Mapping[bytes, int]:
-        """For each key that the request has used, how many it had used before."""
+        """Return for each key that the request has used how many it had used before it."""
         return request.chain.known if request.chain is not None else {}
 
     def storing(self, request: Request, count: int) -> None:
-        """`count` more chunks of the request are being written (less, when negative)."""
+        """Add `count`, which may be negative, to the request's chunks that are being written."""
         request.store(count)
         ended = request.ended
         if ended is not None and request.storing <= 0:
@@ -290,7 +290,7 @@ class Chains:
             self._settle_later(ended)
 
     def end(self, request: Request) -> None:
-        """The request uses nothing any more."""
+        """End the request's chain, and tell the policies of it."""
         chain = request.chain
         if chain is None:
             self._asked_keys -= request.forget_counted()
@@ -308,7 +308,7 @@ class Chains:
             self._listener(groups)
         for keys in prompts:
             self._host.settle(keys, ends)
-        # The writing of its chunks may not have ended.
+        # Some of its chunks may still be being written.
         waits = bool(self._tiers) and request.storing > 0
         request.end_chain(chain if waits else None)
         if not waits:
@@ -317,10 +317,10 @@ class Chains:
                 self._settle_later(chain)
 
     def settle(self, most: int) -> None:
-        """Tell slower tiers of requests whose chunks have arrived there, or will not come.
+        """Tell slower tiers of ended requests whose chunks have arrived there, or will not arrive.
 
         Args:
-            most: keys of such requests to tell of now; the rest is told later.
+            most: about how many keys to tell now; the rest is told later.
         """
         tiers, settling = self._tiers, self._settling
         while settling and most > 0:

@@ -1,6 +1,6 @@
 """Wait queue: requests that wait for chunks of slower tiers, and their deadlines.
 
-Requests wait in the order in which they were deferred. Chunks that come for a request are leased
+Requests wait in the order in which they were deferred. Chunks that arrive for a request are leased
 to it until it loads them, finishes, or has not asked for a while.
 """
 
@@ -17,23 +17,23 @@ from kvstore.core.statistics import Durations
 __all__ = ["FORGET_AFTER", "WaitQueue"]
 
 FORGET_AFTER = 10
-"""A request that was answered, or whose store was deferred, is forgotten after so many lease
-times of silence."""
+"""A request that was answered, or whose store was deferred, is forgotten once it has not been
+heard of for this many lease times."""
 
 
 class WaitQueue:
     """Requests that wait or were answered, and their leases.
 
     Attributes:
-        waiting: those that wait, by id, first come first. answered: those that were answered.
-        moved: when rows or chunks last moved for anybody.
+        waiting: requests that wait, by id, oldest first. answered: requests that were answered.
+        moved: when rows or chunks last moved for any request.
         waits: how long requests have waited for their answers.
 
     Args:
         deadline: seconds without any movement after which a request is answered.
         max_wait: seconds after which it is answered in any case.
-        lease: seconds without being asked after which leases end.
-        spans: told of waits, one by one.
+        lease: seconds without a lookup after which a request's leases end.
+        spans: told of each wait.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class WaitQueue:
 
     @property
     def has_wishes(self) -> bool:
-        """Whether any of the waiting requests has asked for more than it was granted yet."""
+        """Whether any of the waiting requests has keys that were not granted yet."""
         return any(request.granted < len(request.keys) for request in self.waiting.values())
 
     # -- coming and going ----------------------------------------------------------------
 
     def join(self, request: Request, now: float) -> None:
-        """Begin, or go on with, the wait of a request whose lookup was deferred."""
+        """Begin or continue the wait of a request whose lookup was deferred."""
         self.answered.pop(request.id, None)
         chunks = self._pool.chunks
         request.begin_wait(now, any(key not in chunks for key in request.keys))
@@ -80,7 +80,7 @@ class WaitQueue:
         self._spans.wait_began(request.id, len(request.keys), now)
 
     def answer(self, request: Request, now: float, outcome: Outcome = Outcome.COMPLETE) -> None:
-        """End the wait: what is in host memory by now is the answer."""
+        """End the wait: the answer is what is in host memory by now."""
         waited = self.waiting.pop(request.id, None) is not None
         if waited and request.since is not None:
             self.waits.add(now - request.since)
@@ -97,12 +97,12 @@ class WaitQueue:
         self.answered[request.id] = request
 
     def answer_if_complete(self, request: Request, now: float) -> None:
-        """End the wait if all that can come is there."""
+        """End the wait if everything that can arrive has arrived."""
         if not request.pending and request.granted == len(request.keys):
             self.answer(request, now)
 
     def remove(self, request: Request) -> None:
-        """Forget the wait and the leases: the request is answered for good, or gone."""
+        """Forget the wait and the leases of a request that needs no answer any more."""
         if self.waiting.pop(request.id, None) is not None:
             self._spans.wait_ended(request.id, len(request.leases) - request.pending, Outcome.GONE)
         self.answered.pop(request.id, None)
@@ -110,13 +110,13 @@ class WaitQueue:
         request.forget_wait()
 
     def lapse(self, request: Request) -> None:
-        """The leases of a request that was answered end; it does not begin to wait anew."""
+        """End the leases of a request that was answered; it does not wait again."""
         if request.state is RequestState.ANSWERED and request.leases:
             self.lapses += 1
             self._release(request)
 
     def end_leases(self, keys: Collection[bytes]) -> None:
-        """Chunks of these keys that are here stay for nobody any longer."""
+        """End all leases on chunks of these keys that are complete."""
         pool = self._pool
         for request in (*self.waiting.values(), *self.answered.values()):
             for key in request.leases.keys() & keys:
@@ -126,11 +126,11 @@ class WaitQueue:
                     request.drop_lease(key)
 
     def overdue(self, request: Request, now: float) -> bool:
-        """Whether a request that was answered may not be deferred once more."""
+        """Whether a request that was answered may not be deferred again."""
         return request.since is not None and now - request.since >= self.deadline
 
     def give_up(self, tier: int, now: float) -> None:
-        """Answer those who wait for chunks that this tier is reading."""
+        """Answer the requests that wait for chunks being read from this tier."""
         chunks = self._pool.chunks
         for request in list(self.waiting.values()):
             if request.pending and any(
@@ -140,10 +140,10 @@ class WaitQueue:
                 self.answer(request, now, Outcome.GIVEN_UP)
 
     def expire(self, now: float) -> list[Request]:
-        """Answer those whose deadline has passed; end the leases nobody asks for.
+        """Answer requests whose deadline has passed; end leases of requests that stopped asking.
 
         A request that is slow to come back for its answer still gets it, from
-        what is there then: it does not begin to wait anew.
+        what is in host memory then: it does not wait again.
 
         Returns:
             The requests that were not heard of for so long that they are forgotten.
@@ -171,20 +171,20 @@ class WaitQueue:
     # -- movement ------------------------------------------------------------------------
 
     def rows_moved(self, now: float) -> None:
-        """Rows have become free that somebody may wait for."""
+        """Note that rows have become free, for which requests may wait."""
         self.moved = now
 
     def all_moved(self, now: float) -> None:
-        """Completed moves are still to be taken in: that is movement for all who wait."""
+        """Count completed moves that are not taken in yet as movement for all that wait."""
         for request in self.waiting.values():
             request.movement(now)
 
     def passed(self, order: int) -> None:
-        """A promotion of chunks up to `order` has ended."""
+        """Note that a promotion of chunks up to `order` has ended."""
         self._passed = max(self._passed, order)
 
     def pass_on(self, now: float) -> None:
-        """The promotions that ended are movement for requests that wait for later ones."""
+        """Count ended promotions as movement for requests that wait for later ones."""
         order, self._passed = self._passed, -1
         if order < 0:
             return
@@ -192,15 +192,15 @@ class WaitQueue:
             if request.pending and request.newest > order:
                 request.movement(now)
 
-    # -- chunks that come ----------------------------------------------------------------
+    # -- chunks that arrive --------------------------------------------------------------
 
     def expect(self, request: Request, chunks: Sequence[Chunk]) -> None:
-        """These chunks, of which nobody else knows, are being filled for the request."""
+        """Lease newly reserved chunks, which no other request waits for, to the request."""
         wait_together(chunks, request)
         request.lease([chunk.key for chunk in chunks], len(chunks), chunks[-1].order)
 
     def lease_to(self, request: Request, chunk: Chunk) -> None:
-        """The chunk, which is here or on its way, stays for the request."""
+        """Lease a chunk, which is here or on its way, to the request."""
         if chunk.key in request.leases:
             return
         self._pool.stay(chunk)
@@ -212,20 +212,20 @@ class WaitQueue:
             request.lease((chunk.key,), 0, -1)
 
     def stored(self, chunks: Sequence[Chunk], now: float) -> None:
-        """The device has filled these chunks, for which few can have waited."""
+        """Take in chunks that were filled, for which few requests can have waited."""
         for chunk in self._pool.fill(chunks):
             if chunk.waiters is not None:
                 self._came(chunk, now)
 
     def promoted(self, chunks: Sequence[Chunk], now: float) -> None:
-        """These chunks are whole: their waiters' leases become pins, in the order of the chunks."""
+        """Take in promoted chunks: their waiters' leases become pins, in the chunks' order."""
         pool = self._pool
         start, size = 0, len(chunks)
         while start < size:
             waiters = chunks[start].waiters
             end = start + 1
             if type(waiters) is tuple:
-                # Granted to one request, for which all of them become pins.
+                # All of them were granted to one request, which gets the pins.
                 while end < size and chunks[end].waiters is waiters:
                     end += 1
                 (request,) = waiters
@@ -237,7 +237,7 @@ class WaitQueue:
             start = end
 
     def failed(self, chunk: Chunk, now: float) -> None:
-        """A chunk will not come; whoever waited for it goes on without."""
+        """Take in a chunk that will not arrive: its waiters go on without it."""
         for request in chunk.take_waiters():
             request.drop_lease(chunk.key)
             self._arrived(request, 1, now)

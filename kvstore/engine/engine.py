@@ -3,7 +3,7 @@
 One engine serves one core. It runs on the caller's own loop (`Engine`), or on a loop in one
 background thread (`EngineThread`), with the same code. It belongs to the process that started it:
 after a fork the child cannot use it. `end_engine` closes it, however often a loop that ends
-cancels whoever waits for that.
+cancels the waiting task.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ __all__ = ["Beside", "Engine", "EngineThread", "end_engine"]
 logger = logging.getLogger("kvstore.engine")
 
 FOLLOW_SECONDS = 0.5
-"""How long what others have stored may go unseen."""
+"""How long it may take to notice chunks that others have stored."""
 
 MOST_AHEAD = 4
-"""Portions of what others have done that the core has not taken in: more are not looked for."""
+"""Most portions of others' changes that wait for the core; beyond that no more are read."""
 
 TAKEN_SECONDS = 0.01
-"""How often it is looked whether the core has taken one in."""
+"""How often to check whether the core has taken one in."""
 
 COMPANION_SECONDS = 5.0
-"""How long what runs beside the engine gets to end."""
+"""Seconds that companions (`Beside`) get to end."""
 
 
 T = TypeVar("T")
 
 
 class Beside(Protocol):
-    """Work of its own on the engine's loop."""
+    """A companion: further work that runs on the engine's loop."""
 
     async def run(self) -> None:
-        """Do it until `stop`."""
+        """Run until `stop` is called."""
 
     def stop(self) -> None:
-        """Let `run` end soon. Called on the loop, perhaps twice."""
+        """Make `run` end soon. Called on the loop, perhaps twice."""
 
 
 class Engine:
-    """Runs moves on the loop it is used from.
+    """Runs moves on the loop on which it is used.
 
     All methods but `take` must be called on that loop. A move never raises: its
-    completion says what failed.
+    completion reports what failed.
 
     Args:
         tiers: the open tiers, in the core's order.
@@ -83,7 +83,7 @@ class Engine:
         self._companions: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
         self.cut_off = False
-        """Whether moves were cancelled: their ends will not come."""
+        """Whether moves were cancelled: they will not be completed."""
 
     def start(self, moves: Sequence[Move]) -> None:
         """Begin `moves`, in this order."""
@@ -95,7 +95,7 @@ class Engine:
             task.add_done_callback(self._tasks.discard)
 
     def begin(self) -> None:
-        """Begin to follow the tiers that others write to, and start what runs beside."""
+        """Begin to follow the tiers that others write to, and start the companions."""
         loop = asyncio.get_running_loop()
         self._companions = {loop.create_task(self._accompany(one)) for one in self._beside}
         for index, tier in enumerate(self._tiers):
@@ -108,14 +108,14 @@ class Engine:
         return bool(self._done)
 
     def take(self) -> list[Completion]:
-        """Completions that were not taken yet. May be called from any thread."""
+        """Take the completions that were not taken yet. May be called from any thread."""
         taken: list[Completion] = []
         while self._done:
             taken.append(self._done.popleft())
         return taken
 
     async def close(self, coldest_first: Sequence[Sequence[tuple[bytes, int]]]) -> None:
-        """Wait for what runs, then close the tiers.
+        """Wait for the moves under way, then close the tiers.
 
         Args:
             coldest_first: for each tier its valid (key, slot) in order of recency.
@@ -133,7 +133,7 @@ class Engine:
             try:
                 await tier.close(order)
             except Exception:
-                # A tier has no business raising here either; the others must still be closed.
+                # A tier must not raise here either; the others must still be closed.
                 logger.exception(
                     "%s cannot be closed",
                     tier.description,
@@ -154,7 +154,7 @@ class Engine:
         try:
             await one.run()
         except Exception:
-            # Nobody is served worse for it.
+            # No call is served worse for it.
             logger.exception(
                 "what runs beside the engine has ended", extra=about("engine.companion_ended")
             )
@@ -175,7 +175,7 @@ class Engine:
                         else:
                             await asyncio.sleep(TAKEN_SECONDS)
             except Exception as error:
-                # What was known of them stays true or fails its digest; the next look may go well.
+                # Known entries are still right or fail their digests; the next try may succeed.
                 if self._complaints.failed(what, repr(error), time.monotonic()):
                     logger.error(
                         "it was raised here",
@@ -194,7 +194,7 @@ class Engine:
             if len(completion.ok) != len(move.keys):
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
         except asyncio.CancelledError:
-            # The loop ends. What the move has reserved stays so: it may still be in use.
+            # The loop ends. Rows and slots of the move stay reserved: they may still be in use.
             self.cut_off = True
             raise
         except (KeyboardInterrupt, SystemExit):
@@ -213,7 +213,7 @@ class Engine:
         self._on_completion()
 
     def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
-        """Log faults, except those of copies: the core itself says what they mean."""
+        """Log faults, except those of copies, which the core logs itself."""
         what = move.op.value if len(self._tiers) == 1 else f"{move.op.value}, tier {move.tier}"
         now = time.monotonic()
         if completion.error is None:
@@ -263,10 +263,10 @@ class Engine:
 
 
 class EngineThread:
-    """An `Engine` on a loop of its own in one background thread.
+    """An `Engine` on its own loop in one background thread.
 
     `submit`, `take` and `wait` are called from the thread that owns the core.
-    They never wait for I/O, `wait` excepted, which waits as long as it is told.
+    They never wait for I/O, except `wait`, which waits as long as the caller says.
     """
 
     def __init__(self, tiers: Sequence[Tier], beside: Sequence[Beside] = ()) -> None:
@@ -293,12 +293,12 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call, what)
 
     def take(self) -> list[Completion]:
-        """Completions that were not taken yet."""
+        """Take the completions that were not taken yet."""
         self._arrived.clear()
         return self._engine.take()
 
     def repeat(self, call: Callable[[], Callable[[], float] | None]) -> None:
-        """Do something again and again on the thread, until it is closed.
+        """Run a function repeatedly on the thread, until it is closed.
 
         Args:
             call: returns a function to run, or None once its owner is gone. The function
@@ -323,7 +323,7 @@ class EngineThread:
     def close(
         self, coldest_first: Sequence[Sequence[tuple[bytes, int]]], timeout: float = 30.0
     ) -> bool:
-        """Wait for what runs, close the tiers, end the thread.
+        """Wait for the moves under way, close the tiers and end the thread.
 
         Returns:
             False if a tier did not answer within `timeout` seconds: it is left
@@ -355,7 +355,7 @@ async def end_engine(
 ) -> bool:
     """Close the engine and its tiers, or leave them behind after `seconds`.
 
-    A loop that ends cancels every task once, this one too; it goes on all the same.
+    A loop that ends cancels every task once, this one too; it continues nevertheless.
 
     Args:
         recency: see `Engine.close`.

@@ -15,7 +15,7 @@ __all__ = ["in_process", "join_region", "private_region", "release_region", "sha
 
 _lock = threading.Lock()
 _in_process: dict[str, tuple[PinnedRegion, int]] = {}
-"""Server -> its private memory, and how many parts use it."""
+"""For each server, its private memory and how many parts use it."""
 
 
 def in_process(server: str) -> bool:
@@ -25,10 +25,10 @@ def in_process(server: str) -> bool:
 
 
 def private_region(server: str, shape: RegionShape) -> PinnedRegion:
-    """Private memory for all parts of a server in this process, which are all that there are.
+    """Return private memory for a server whose parts are all in this process.
 
     Raises:
-        ConfigError: if the machine has not that much memory.
+        ConfigError: if the machine does not have that much memory.
     """
     with _lock:
         region, users = _in_process.get(server) or (PinnedRegion.private(*shape), 0)
@@ -37,7 +37,7 @@ def private_region(server: str, shape: RegionShape) -> PinnedRegion:
 
 
 def share_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
-    """Memory that `workers` processes and the scheduler's share, for a worker.
+    """Return a worker's view of the memory shared by `workers` processes and the scheduler's.
 
     Raises:
         KVStoreError: as `PinnedRegion.shared`.
@@ -48,7 +48,7 @@ def share_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
 
 
 def join_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
-    """The same for the scheduler, which comes last, when all workers have it.
+    """Return the scheduler's view of the shared memory, which all workers must have by then.
 
     Raises:
         KVStoreError: as `share_region`; if workers are missing.
@@ -64,7 +64,7 @@ def join_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
 
 
 def release_region(server: str, region: PinnedRegion) -> None:
-    """A part is done with the memory; the last one in this process frees it."""
+    """Release one part's use of the memory; the last one in this process frees it."""
     with _lock:
         held = _in_process.get(server)
         if held is not None and held[0] is region:

@@ -1,4 +1,4 @@
-"""Drive a core on an asyncio loop: begin and end its steps, wake whoever waits."""
+"""Drive a core on an asyncio loop: begin and end its steps, and wake waiting tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FRESH_SECONDS = 0.001
 
 
 class Driver:
-    """See the module's text. Belongs to the loop that runs where it is made.
+    """Drives a core: see the module's text. Belongs to the loop on which it is created.
 
     Attributes:
         closed: nothing is begun any more.
@@ -48,7 +48,7 @@ class Driver:
         self.engine = Engine(tiers, self.pump, beside)
         self.engine.begin()
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
-        """Who waits, and for which deferred request."""
+        """The waiting tasks' futures, each with the deferred request that it waits for, if any."""
         self.closed = False
         self._going_on = False
         self._stepped = -math.inf
@@ -58,7 +58,7 @@ class Driver:
         """Refuse a call from elsewhere, or after the end.
 
         Raises:
-            KVStoreError: says which.
+            KVStoreError: with the reason.
         """
         self._home.check()
         if self.closed:
@@ -66,9 +66,9 @@ class Driver:
 
     @property
     def fresh(self) -> bool:
-        """Whether a step now could tell those who wait nothing that the last did not.
+        """Whether the last step is so recent that another would find nothing new.
 
-        They are woken together: one step is enough for all of them.
+        Waiting tasks are woken together: one step is enough for all of them.
         """
         return not self.engine.ended and time.monotonic() - self._stepped < FRESH_SECONDS
 
@@ -82,16 +82,16 @@ class Driver:
         return self._step()
 
     def flush(self) -> None:
-        """End the step: start what is due."""
+        """End the step: start the moves that are due."""
         self.engine.start(self._core.flush(time.monotonic()))
         if self._spans is not None:
             self._spans.write(self._core.take_spans())
         if self._core.behind:
-            # What this step has left over is done as soon as others had their turn.
+            # The rest of this step's work is done as soon as other tasks had their turn.
             self._pump_soon()
 
     def freed(self) -> None:
-        """Rows are no longer in use: make a step soon, if it could bring anybody anything."""
+        """Make a step soon if rows that have become free could be used."""
         if self._waiters or self._core.wants_room:
             self._pump_soon()
 
@@ -106,14 +106,14 @@ class Driver:
             self.pump()
 
     def pump(self) -> None:
-        """Take completions in, start what is due, wake whoever waits for it."""
+        """Take in completions, start the moves that are due, and wake waiting tasks."""
         self._step()
         if not self.closed:
             self.flush()
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits looks again, but for those whose requests are deferred still."""
+        """Wake waiting tasks, except those whose requests are still deferred."""
         deferred = self._core.is_waiting
         left: dict[asyncio.Future[bool], str | None] = {}
         for waiter, request in self._waiters.items():
@@ -124,9 +124,9 @@ class Driver:
         self._waiters = left
 
     async def answered(self, request: str) -> None:
-        """Wait until a request that was deferred is so no longer."""
+        """Wait until a request is no longer deferred."""
         if not self._core.is_waiting(request):
-            # It was answered in the very step in which it asked.
+            # It was answered in the same step in which it asked.
             await asyncio.sleep(0)
         while self._core.is_waiting(request):
             await self.moved(request)
@@ -136,7 +136,7 @@ class Driver:
         """Wait until something has moved, or for a moment.
 
         Args:
-            request: one that is deferred; then only its answer counts.
+            request: a deferred request; if given, only its answer counts.
         """
         waiter: asyncio.Future[bool] = self._home.loop.create_future()
         self._waiters[waiter] = request

@@ -41,22 +41,22 @@ WAIT_SECONDS = 0.001
 """How long an idle step waits for the next completion, instead of spinning."""
 
 IDLE_SECONDS = 0.25
-"""Without a step for so long, a server is idle."""
+"""A server that has made no step for this long is idle."""
 
 UPKEEP_SECONDS = 0.02
-"""How often upkeep goes on while the server is idle."""
+"""How often upkeep makes a step while the server is idle."""
 
 
 class Stepper:
-    """See the module's text.
+    """Drives a core for a scheduler: see the module's text.
 
     All methods but `close` are called by one thread at a time, while it holds `turn`
     or, between `begin` and `end`, has seen that the step has `begun`.
 
     Attributes:
-        turn: held by whoever uses the core.
+        turn: the lock that a thread holds while it uses the core.
         begun: a step has begun and not ended.
-        began: when it has.
+        began: when the last step began.
         ends_told: the scheduler says where its steps end.
         on_begin: called with the time when a step has begun.
     """
@@ -64,8 +64,8 @@ class Stepper:
     def __init__(self, assembly: Assembly, *, steady: bool) -> None:
         """
         Args:
-            steady: the scheduler says where its steps end. While it is idle, upkeep goes on with
-                copies to tiers, compaction, and what is fetched unasked.
+            steady: the scheduler says where its steps end. While it is idle, upkeep continues
+                copies to tiers, compaction and prefetches.
         """
         self._assembly = assembly
         self.core = assembly.core
@@ -88,13 +88,13 @@ class Stepper:
         self._poll(self.began)
 
     def hand_over(self) -> None:
-        """Start what is due; the step goes on."""
+        """Start the moves that are due; the step continues."""
         self.engine.submit(self.core.flush(time.monotonic()))
         if self._spans is not None and (taken := self.core.take_spans()):
             self.engine.tell(self._spans.write, taken)
 
     def absorb(self) -> None:
-        """Take in what has ended; the step goes on."""
+        """Take in moves that have ended; the step continues."""
         self.core.absorb(self.engine.take())
 
     def renew(self) -> None:
@@ -103,9 +103,9 @@ class Stepper:
         self.begin()
 
     def end(self) -> None:
-        """End the step, where the scheduler says so.
+        """End the step where the scheduler says so.
 
-        A step that had nothing to do but wait waits for the next completion, for a moment.
+        A step that had nothing else to do waits briefly for the next completion.
         """
         self.ends_told = True
         if not self.begun:
@@ -124,7 +124,7 @@ class Stepper:
         """Finish copies to the tiers, within `seconds`, and close them. Never raises.
 
         Returns:
-            Whether nobody uses host memory any more.
+            Whether host memory is not in use any more.
         """
         self._closed = True
         end = time.monotonic() + seconds
@@ -149,7 +149,7 @@ class Stepper:
             )
 
     def _save(self, end: float) -> None:
-        """Copy what is on its way to the tiers, until `end` at most."""
+        """Copy chunks that wait for their tiers, until `end` at most."""
         self.core.save()
         while self.core.unsaved and time.monotonic() < end:
             self.begin()
@@ -198,7 +198,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def in_turns(*names: str) -> Callable[[_C], _C]:
-    """The methods `names` of a class run while they hold the lock in its `_turn`."""
+    """Make the methods `names` of a class hold the lock in its `_turn`."""
 
     def decorate(cls: _C) -> _C:
         for name in names:
@@ -218,25 +218,25 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LOOK_SECONDS = 0.02
-"""How often a call that waits for jobs looks after them."""
+"""How often a call that waits for jobs makes a step."""
 
 TELL_SECONDS = 5.0
-"""How often it says that it waits."""
+"""How often it logs that it waits."""
 
 
 class JobRunner:
-    """See the module's text; what a job is, and what is guaranteed of it: `kvstore.core.tier_only`.
+    """Runs jobs for a server with its own host memory; for jobs see `kvstore.core.tier_only`.
 
-    A step of the server ends with `end_step`; loads of what `lookup` has found are handed over
-    before. Calls are made by one thread at a time. None waits for a tier, but for `drain` and
-    `close`; `end_step` waits a millisecond at most.
+    A step of the server ends with `end_step`; loads of chunks that `lookup` has found are handed
+    over before. Calls are made by one thread at a time. Only `drain` and `close` wait for a tier;
+    `end_step` waits a millisecond at most.
 
     Attributes:
         lookup: whether a chunk can be loaded, by its key.
         description: the tiers in a few words.
 
     Args:
-        config: its tiers, of which one is owned; how long a tier may be silent.
+        config: names the tiers, of which one is owned, and how long a tier may be silent.
         region: the server's rows.
 
     Raises:
@@ -286,20 +286,20 @@ class JobRunner:
         self._jobs.store(number, keys, rows, request, time.monotonic())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These chunks, in the order of the prompt, were used."""
+        """Count these chunks, in the order of the prompt, as used."""
         self._jobs.touch(keys)
 
     def finished(self, request: str) -> None:
-        """The request hands over no more jobs."""
+        """End a request, which hands over no more jobs."""
         self._jobs.finished(request)
 
     def poll(self) -> list[JobEnd]:
-        """Jobs that have ended since the last call."""
+        """Make a step; returns the jobs that have ended since the last call."""
         self._jobs.poll(time.monotonic(), self._engine.take())
         return self._jobs.take_ended()
 
     def end_step(self) -> None:
-        """Start what is due. A step that had nothing to do but wait waits for a moment."""
+        """Start the moves that are due. A step that had nothing else to do waits briefly."""
         now = time.monotonic()
         self._hand_over(now)
         if len(self._jobs) and self._jobs.in_flight and now - self._ended < IDLE_STEP_SECONDS:
@@ -310,7 +310,7 @@ class JobRunner:
     def drain(self) -> None:
         """Wait until every job has ended, however long its tier takes to answer.
 
-        Afterwards nobody uses the rows; the ends of the jobs are told by the next `poll`.
+        Afterwards the rows are not in use; the next `poll` returns the jobs' results.
         """
         told = time.monotonic()
         while self._go_on():
@@ -326,7 +326,7 @@ class JobRunner:
         """Finish the jobs, within `seconds`, and close the tiers.
 
         Returns:
-            Whether nobody uses the rows any more.
+            Whether the rows are not in use any more.
         """
         if self._closed:
             return True
@@ -351,14 +351,14 @@ class JobRunner:
             )
 
     def stats(self) -> list[TierStats]:
-        """Counters and gauges of each tier."""
+        """Return the counters and gauges of each tier."""
         stats = [tier.stats() for tier in self._jobs.tiers]
         for tier in stats:
             tier.complete(0, self._chunk_bytes)
         return stats
 
     def take_history(self) -> list[tuple[bytes, bool]]:
-        """Keys that appeared on the tier, or (True) left it, since the last call, in order."""
+        """Take the keys that appeared on the tier or (True) left it since the last call."""
         return self._jobs.target.index.history.take()
 
     def _hand_over(self, now: float) -> None:
@@ -367,7 +367,7 @@ class JobRunner:
             self._engine.tell(self._spans.write, taken)
 
     def _go_on(self) -> bool:
-        """Make a step, and wait for a moment; whether there are jobs left."""
+        """Make a step, and wait briefly; returns whether jobs are left."""
         now = time.monotonic()
         self._jobs.poll(now, self._engine.take())
         if not len(self._jobs):

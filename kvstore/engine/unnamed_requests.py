@@ -1,22 +1,22 @@
-"""Which calls belong to one request of the server.
+"""Match the calls that belong to one request of the server.
 
-A request looks its prompt up, gets what is there and puts the rest. A caller may name
-the request. Calls without a name are put together by their keys:
+A request looks up its prompt, gets the chunks that are found and puts the rest. A caller may
+name the request. Calls without a name are matched by their keys:
 
 * lookups of the same keys are one request until its chunks are got;
-* a get belongs to an answered lookup of the same prompt, whole or in part: one
+* a get belongs to an answered lookup of the same prompt, complete or in part: one
   list of keys begins with the other, as ``get(keys[:resolved])`` does;
-* a put belongs to a get or lookup of the same prompt, or goes on where the get ended.
+* a put belongs to a get or lookup of the same prompt, or continues where the get ended.
 
-Two users that ask for the same prompt at the same time can be taken for each
-other; as they use the same chunks, nothing is lost by that.
+Two users that ask for the same prompt at the same time can be mistaken for each
+other; as they use the same chunks, this does no harm.
 
-For the policies, a request without a name is over once it has had or stored all that is
-known of its prompt. The recording waits a while longer: its answer may be put too.
+For the policies, an unnamed request is over once it has got or stored every key that is
+known of its prompt. The recording waits longer, as chunks of the answer may be put too.
 
-What was fetched for a lookup is leased until it is got. Without a name nobody
-promises to come back: such leases end as soon as others wait for room and nobody
-has asked for `UNNAMED_SECONDS`.
+Chunks fetched for a lookup are leased until they are got. An unnamed lookup may never
+be followed by a get: its lease ends as soon as others wait for room and it
+has not been repeated for `UNNAMED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from kvstore.types import group_of
 __all__ = ["Prompt", "Prompts", "Share", "UnderWay"]
 
 UNNAMED_SECONDS = 0.25
-"""How long chunks are kept from others for a lookup without a name that is not repeated."""
+"""How long chunks are kept for an unnamed lookup that is not repeated, when others need room."""
 
 LINGER_SECONDS = 30.0
-"""How long a request of which nothing is heard may still go on."""
+"""How long after its last call a request may still be continued."""
 
 MOST_OPEN = 1024
-"""Requests that may go on; beyond that the oldest are taken for ended."""
+"""Most open requests; beyond that the oldest are taken as ended."""
 
 MOST_KEYS = 2**17
-"""Keys of all of them together."""
+"""Most keys of all open requests together."""
 
 MOST_ENDS = 8
-"""Requests that one step ends."""
+"""Most requests that one step ends."""
 
 MOST_LAPSES = 64
-"""Lookups without a name that one step looks at."""
+"""Most unnamed lookups that one step looks at."""
 
 
 Record = Callable[[Sequence[Sequence[bytes]], float], None]
 
 
 class Stage(enum.IntEnum):
-    """What the last call for a request did."""
+    """The last call made for a request."""
 
     ASKED = 0
     HAD = 1
@@ -66,14 +66,14 @@ class Prompt:
     """A request of the server.
 
     Attributes:
-        id: its name in the core.
-        keys: the longest part of its prompt that was shown.
+        id: its id in the core.
+        keys: the longest known part of its prompt.
         stage: see `Stage`.
         told: the answer to its last lookup; None while there is none.
-        reach: leading keys that it has had or stored.
-        since: when it was first heard of.
-        used: when it was last heard of.
-        busy: calls that run for it.
+        reach: number of leading keys that it has got or stored.
+        since: time of its first call.
+        used: time of its last call.
+        busy: number of calls under way for it.
         chains: its keys that are finished and not recorded yet, by group.
     """
 
@@ -92,10 +92,10 @@ class Prompt:
 
 
 class Prompts:
-    """See the module's text. Belongs to the loop that owns the core.
+    """The open requests: see the module's text. Belongs to the loop that owns the core.
 
     Args:
-        lease: seconds for which a named lookup is kept for.
+        lease: seconds for which chunks are kept for a named lookup.
         record: told the keys of each request that has ended, by group, and when it began.
     """
 
@@ -109,24 +109,23 @@ class Prompts:
         self._linger = max(LINGER_SECONDS, lease)
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Prompt] = OrderedDict()
-        """By name, in the order in which they were last heard of."""
+        """Open requests by id, in the order of their last calls."""
         self._keys = 0
         self._asked: dict[tuple[int, bytes], Prompt] = {}
-        """Lookups without a name that nobody has got, by the number of keys and the last."""
+        """Unnamed lookups whose chunks were not got yet, by number of keys and last key."""
         self._heads: dict[bytes, dict[str, Prompt]] = {}
-        """Requests without a name, by the first key of their prompts."""
+        """Unnamed requests, by the first key of their prompts."""
         self._rests: dict[bytes, dict[str, Prompt]] = {}
-        """Those whose chunks were got, by the first key that was not there."""
+        """Unnamed requests that have got or stored a part, by the first key after it."""
         self._leasing: OrderedDict[str, Prompt] = OrderedDict()
-        """Lookups without a name for which chunks are or may be kept, roughly by last use."""
+        """Unnamed lookups for which chunks are or may be kept, roughly by last use."""
 
     # -- calls -------------------------------------------------------------------------
 
     def waiting(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt | None:
-        """The request that looks `keys` up and is deferred, if there is one.
+        """Return the deferred request that looks up `keys`, if there is one.
 
-        To ask again for what is being fetched is the same work for any number of keys, which
-        are not checked once more.
+        The cost does not depend on the number of keys, which are not checked again.
         """
         if not (type(keys) is list and keys and type(keys[0]) is type(keys[-1]) is bytes):
             return None
@@ -140,7 +139,7 @@ class Prompts:
         return prompt
 
     def asking(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt:
-        """The request that looks `keys` up."""
+        """Return the request that looks up `keys`."""
         if request is not None:
             return self._named(request, keys, now)
         place = (len(keys), keys[-1])
@@ -151,14 +150,14 @@ class Prompts:
         return prompt
 
     def told(self, prompt: Prompt, answer: int | None) -> None:
-        """A lookup was answered, or deferred: then its answer may find nobody."""
+        """Note that a lookup was answered, or deferred: its caller may not come back for it."""
         prompt.told = answer
         if not prompt.named:
             self._leasing[prompt.id] = prompt
             self._leasing.move_to_end(prompt.id)
 
     def getting(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt:
-        """The request that gets `keys`."""
+        """Return the request that gets `keys`."""
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._asked.get((len(keys), keys[-1])) or self._answered(keys)
@@ -171,11 +170,11 @@ class Prompts:
         return prompt
 
     def had(self, prompt: Prompt, count: int) -> None:
-        """It was given the first `count` keys."""
+        """Note that the request has got its first `count` keys."""
         self._reached(prompt, count)
 
     def storing(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt:
-        """The request that puts `keys`; to be followed by `stored`."""
+        """Return the request that puts `keys`."""
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._continued(keys) or self._same(keys)
@@ -192,7 +191,7 @@ class Prompts:
     # -- ends --------------------------------------------------------------------------
 
     def end(self, prompt: Prompt) -> None:
-        """The request has ended, or its call was cancelled: what was fetched for it may leave."""
+        """End a request, or one whose call was cancelled: chunks fetched for it may leave."""
         if self._open.get(prompt.id) is prompt:
             del self._open[prompt.id]
             self._keys -= len(prompt.keys)
@@ -207,7 +206,7 @@ class Prompts:
             prompt.chains = {}
 
     def release(self, request: str) -> None:
-        """The request of this name has ended."""
+        """End the request of this name."""
         prompt = self._open.get(request)
         if prompt is not None:
             self.end(prompt)
@@ -215,7 +214,7 @@ class Prompts:
             self._core.on_request_finished(request)
 
     def returned(self, prompt: Prompt) -> None:
-        """A call that made the request `busy` has ended."""
+        """Note that a call that made the request `busy` has ended."""
         prompt.busy -= 1
         if prompt.busy:
             return
@@ -229,13 +228,13 @@ class Prompts:
                 self._finish(prompt)
 
     def given_up(self, prompt: Prompt) -> None:
-        """A wait that made the request `busy` was cancelled: without a name nobody asks again."""
+        """Note that a wait of the request was cancelled: an unnamed one will not ask again."""
         prompt.busy -= 1
         if not prompt.busy and not prompt.named and prompt.stage is Stage.ASKED:
             self.end(prompt)
 
     def end_all(self) -> None:
-        """No more calls come."""
+        """End all requests."""
         for prompt in list(self._open.values()):
             self.end(prompt)
 
@@ -253,21 +252,21 @@ class Prompts:
                 break
 
     def _lapse_silent(self, silent: float) -> None:
-        """Let go of what is kept for lookups that were last heard of at `silent` or before."""
+        """End the leases of lookups whose last call was at `silent` or before."""
         leasing = self._leasing
         for _ in range(min(MOST_LAPSES, len(leasing))):
             prompt = next(iter(leasing.values()))
             if prompt.used > silent:
                 break
             if prompt.busy or self._core.is_waiting(prompt.id):
-                # It has a place in the queue, and its answer comes.
+                # It has a place in the queue, and will be answered.
                 leasing.move_to_end(prompt.id)
             else:
                 del leasing[prompt.id]
                 self._core.lapse(prompt.id)
 
     def _end_oldest(self, now: float) -> bool:
-        """End the request that was heard of longest ago, if it is time; whether to look further."""
+        """End the least recently used request if it is time; returns whether to look further."""
         if not self._open:
             return False
         prompt = next(iter(self._open.values()))
@@ -279,7 +278,7 @@ class Prompts:
         elif idle or not (prompt.named or self._core.is_waiting(prompt.id)):
             self.end(prompt)
         else:
-            # Who waits, or has a name, is not ended because there are many.
+            # A request that waits or has a name is not ended because there are many.
             self._open.move_to_end(prompt.id)
         return True
 
@@ -294,7 +293,7 @@ class Prompts:
         return prompt
 
     def _begin(self, keys: Sequence[bytes], now: float) -> Prompt:
-        # No name that a caller would choose.
+        # An id that no caller would choose.
         prompt = Prompt(f"\0{next(self._numbers)}", list(keys), now, named=False)
         self._open[prompt.id] = prompt
         self._heads.setdefault(keys[0], {})[prompt.id] = prompt
@@ -314,7 +313,7 @@ class Prompts:
                 del self._asked[place]
 
     def _answered(self, keys: Sequence[bytes]) -> Prompt | None:
-        """The answered lookup of the prompt of which a part is got."""
+        """Return the answered lookup of the prompt whose keys are got."""
         found: Prompt | None = None
         for prompt in self._heads.get(keys[0], {}).values():
             if (
@@ -329,14 +328,14 @@ class Prompts:
         return found
 
     def _continued(self, keys: Sequence[bytes]) -> Prompt | None:
-        """The request whose get or put ended where `keys` begin."""
+        """Return the request whose get or put ended where `keys` begin."""
         for prompt in self._rests.get(keys[0], {}).values():
             if _agree(prompt.keys, keys, prompt.reach):
                 return prompt
         return None
 
     def _same(self, keys: Sequence[bytes]) -> Prompt | None:
-        """The request of the same prompt that has stored less of it."""
+        """Return the request of the same prompt that has stored less of it."""
         found, best = None, (0, False)
         for prompt in self._heads.get(keys[0], {}).values():
             fresh = prompt.stage is not Stage.STORED
@@ -356,10 +355,10 @@ class Prompts:
         self._ending = None
 
     def _over(self, chains: Sequence[Sequence[bytes]]) -> None:
-        """The core is done with the keys of a request."""
+        """Take the keys of a request that the core has ended."""
         prompt = self._ending
         if prompt is None:
-            # The core ended it by itself, as it remembers too many.
+            # The core ended it by itself, as it had too many requests.
             assert self._record is not None
             self._record(chains, self._now)
             return
@@ -369,7 +368,7 @@ class Prompts:
             whole += [key for key in chain if key not in known]
 
     def _show(self, prompt: Prompt, start: int, keys: Sequence[bytes]) -> None:
-        """From `start` on, `keys` are those of its prompt."""
+        """Note that `keys` are the keys of its prompt from `start` on."""
         more = start + len(keys) - len(prompt.keys)
         if more > 0:
             self._no_rest(prompt)
@@ -388,7 +387,7 @@ class Prompts:
 
 
 def _agree(one: Sequence[bytes], other: Sequence[bytes], start: int = 0) -> bool:
-    """Whether `one` from `start` on and `other` begin alike; a key tells all that is before it."""
+    """Whether `one` from `start` on and `other` begin alike; a key implies all keys before it."""
     last = min(len(one) - start, len(other)) - 1
     return last >= 0 and one[start + last] == other[last]
 
@@ -420,13 +419,13 @@ class UnderWay:
         self._shares: dict[bytes, list[tuple[Prompt, int]]] = {}
 
     def add(self, keys: Iterable[bytes], prompt: Prompt, era: int) -> None:
-        """`prompt` has prepared `keys`."""
+        """Note that `prompt` has prepared `keys`."""
         for key in keys:
             self._shares.setdefault(key, []).append((prompt, era))
             prompt.busy += 1
 
     def take(self, keys: Iterable[bytes]) -> tuple[list[Share], list[bytes]]:
-        """Whose `keys` are, and those that nobody has prepared."""
+        """Take `keys`, grouped by the prompts that prepared them; also returns unknown keys."""
         found: dict[tuple[str, int], Share] = {}
         stray: list[bytes] = []
         for key in keys:

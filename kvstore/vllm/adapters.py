@@ -3,7 +3,7 @@
 vLLM's block hashes know an adapter by name and path, and its weights may be others in the next
 process. So kvstore adds a fingerprint of the adapter's files to the keys. vLLM has loaded what
 the files hold when the first request of the adapter comes, as long as they do not change. When
-they do, or a request makes vLLM read them again (`load_inplace`), nobody can tell which weights a
+they do, or a request makes vLLM read them again (`load_inplace`), it is unknown which weights a
 request is computed with: the adapter is in doubt, and its chunks are neither looked up nor stored
 any more.
 
@@ -41,7 +41,7 @@ Take = Callable[[str, Fingerprint | None], "Future[Fingerprint]"]
 
 @dataclass(slots=True)
 class _Adapter:
-    """What vLLM has loaded under one id; `doubtful` once that is not known any more."""
+    """The adapter that vLLM has loaded under one id; `doubtful` once that is not known any more."""
 
     loaded: Fingerprint | None = None
     doubtful: bool = False
@@ -74,7 +74,7 @@ class Use:
         return not self.waiting and not self.salt
 
     def key(self, key: bytes) -> bytes:
-        """What the chunk that vLLM calls `key` is kept under."""
+        """Return the key under which the chunk that vLLM calls `key` is kept."""
         body = key[:-GROUP_BYTES]
         digest = blake2b(body, key=self.salt, digest_size=len(body)).digest()
         return digest + key[-GROUP_BYTES:]
@@ -87,7 +87,7 @@ class Adapters:
         """
         Args:
             settings: what beside the files decides the KV of a request with an adapter.
-            patience: a request waits so many seconds for its fingerprint.
+            patience: seconds that a request waits for its fingerprint.
         """
         self._take = take
         self._settings = settings
@@ -110,7 +110,7 @@ class Adapters:
         return use
 
     def unknown(self, request: str) -> Use:
-        """A request has come, and nobody can tell its adapter."""
+        """Begin a request whose adapter is not known."""
         self._tell("vLLM does not say which adapter a request uses")
         return Use(request)
 
@@ -158,7 +158,7 @@ class AdapterKeys:
 
     Args:
         settings: what beside the files decides the KV of a request with an adapter.
-        patience: a request waits so many seconds for its fingerprint.
+        patience: seconds that a request waits for its fingerprint.
     """
 
     def __init__(self, settings: str, patience: float) -> None:

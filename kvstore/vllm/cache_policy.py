@@ -34,7 +34,7 @@ class _LastStored:
 
 
 class KVStoreCachePolicy(CachePolicy):
-    """See the module's text. Subclasses say which policy of ours it is."""
+    """A kvstore policy for vLLM: see the module's text. Subclasses name the policy."""
 
     policy_name = "lru"
 

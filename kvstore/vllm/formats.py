@@ -1,8 +1,8 @@
 """Page formats in use: the spec of each KV cache group, and the backend of each layer.
 
-A configuration says what was asked for, and "auto" is a possible answer. What vLLM has resolved
-stands in the specs of its KV cache groups, of which every field counts, also those that nobody has
-heard of. Which backend writes a layer's pages, and in which order, only the workers know.
+A configuration says what was asked for, which may be "auto". What vLLM chose is in the specs
+of its KV cache groups, of which every field counts, unknown ones included.
+Only the workers know which backend writes a layer's pages, and in which order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_ONE_RANK = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "pag
 
 
 def page_formats(config: Any, kv_cache_config: Any, executor: Any) -> dict[str, Any]:
-    """What decides the order and meaning of bytes in the pages of each group, flat.
+    """Return the facts that decide the order and meaning of bytes in each group's pages, flat.
 
     Args:
         config: vLLM's `OffloadingConfig`.
@@ -74,7 +74,7 @@ def layers_of_worker(worker: Any) -> dict[str, dict[str, Any]]:
 
 
 def _layers(executor: Any) -> dict[str, dict[str, Any]]:
-    """What the workers tell; nothing where they cannot, which parts caches."""
+    """Return the workers' facts on layers; none if they have none, which separates the caches."""
     if executor is None:
         return {}
     merged: dict[str, dict[str, Any]] = {}

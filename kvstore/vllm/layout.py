@@ -120,7 +120,7 @@ class Layout:
 
 
 class EngineShape(Protocol):
-    """What a manager and its workers have to know of their engine; vLLM's specs tell it.
+    """The facts that a manager and its workers need about their engine, from vLLM's specs.
 
     Attributes:
         config: vLLM's `OffloadingConfig`.
@@ -251,7 +251,7 @@ def row_pages(caches: CanonicalKVCaches, canonical: bool) -> list[int]:
 
 
 def pieces(ref: Any, canonical: bool) -> list[Piece]:
-    """What a layer has of its tensor's page; the pieces are in the order of vLLM's runs."""
+    """Return a layer's pieces of its tensor's page, in the order of vLLM's runs."""
     if not canonical:
         return [Piece(0, 0, int(ref.page_size_bytes))]
     return [

@@ -68,10 +68,10 @@ class Scans:
     def answer(
         self, key: bytes, request: str, place_of: Callable[[bytes], int | None] | None
     ) -> LookupResult:
-        """What is said of a key, so that the scan of its group soon ends.
+        """Return the answer for a key that lets the scan of its group end soon.
 
         Args:
-            place_of: where in the prompt a key ends; None where nobody can tell.
+            place_of: returns where in the prompt a key ends; None if not known.
         """
         group = key[-GROUP_BYTES:]
         first = self._first.get(request)
@@ -81,7 +81,7 @@ class Scans:
         before = first[1]
         place = None if before is None or place_of is None else place_of(key)
         if before is None or place is None:
-            # Nobody knows which kind of group it is. A miss ends the scan of the one; of the
+            # The kind of the group is not known. For one kind a miss ends the scan; for the
             # other it only costs time.
             return MISS
         return MISS if place >= before else PENDING
@@ -117,11 +117,11 @@ class KVStoreOffloadingManager(OffloadingManager):
                 if group.sliding_window_size_in_chunks is None
             )
         self._below: LookupResult | None = None
-        """What is said of any key that only a slower tier has; None: `_deferral` tells."""
+        """The answer for any key that only a slower tier has; None: see `_deferral`."""
         if len(self._uncounted) in (0, len(spec.config.groups)):
             self._below = RETRY if self._uncounted else PENDING
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
-        # rest as if it were whole.
+        # rest as if it were complete.
         self._offered_again = self._single_group or spec.config.cache.blocks_per_chunk == 1
         config = replace(
             spec.store_config,
@@ -159,13 +159,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         executor = executor_of()
         self._weights = None if executor is None else LiveWeights(executor)
         self._unsure = False
-        """The engine has paused or was reset; nobody knows its weights since."""
+        """The engine has paused or was reset, and its weights are not known since."""
         self._asked = False
-        """The workers were asked for them."""
+        """The workers were asked for the digests of the weights."""
         self._kept = False
-        """It has paused, and what there was is still there."""
+        """The engine has paused, and its chunks were kept."""
         self._flushed_by: int | None = None
-        """The step before which the workers end what was under way at a reset."""
+        """The step before which the workers end transfers that were under way at a reset."""
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._manager.begin_step()
 
     def _look(self) -> None:
-        """What is kept is right, and tiers may be used, if the weights are those of before."""
+        """Keep chunks and use the tiers again if the weights are the same as before."""
         assert self._weights is not None
         if not self._asked:
             self._weights.ask()
@@ -345,8 +345,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._manager.reset(close_tiers=True)
             if self._core.tiers:
                 logger.warning(
-                    "the weights have changed, or nobody can tell, while the engine paused or "
-                    "since a reset: slower tiers keep what they have for the next start, and are "
+                    "the weights have changed, or may have, while the engine paused or "
+                    "since a reset: slower tiers keep their chunks for the next start, and are "
                     "not used until then",
                     extra=about("weights.changed"),
                 )
@@ -357,8 +357,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             )
 
     def _deferral(self, key: bytes) -> LookupResult:
-        """What is said of a key whose chunk is fetched, or will be."""
-        # Where a window is looked for, RETRY would have vLLM ask for all of the prompt.
+        """Return the answer for a key whose chunk is being fetched, or will be."""
+        # In the search for a window, RETRY would make vLLM ask for all of the prompt.
         uncounted = self._uncounted and key[-4:] in self._uncounted
         return RETRY if uncounted and key not in self._core.chunks else PENDING
 

@@ -54,11 +54,11 @@ Sample = tuple[Metric, tuple[str, ...], Any]
 TIERS_ALONE = [
     metric for metric in METRICS if metric.of != "core" and metric.name != "loaded_disk_chunks"
 ]
-"""What tiers have to tell where host memory, and who loads from it, are somebody else's."""
+"""Metrics of tiers for a server that has its own host memory and loads from it."""
 
 
 def definitions(metrics: Iterable[Metric]) -> dict[str, OffloadingMetricMetadata]:
-    """What vLLM has to know of them before the first is reported, by full name."""
+    """Return the metadata that vLLM needs before the first report, by full name."""
     return {full_name(metric): _definition(metric) for metric in metrics}
 
 
@@ -93,9 +93,9 @@ class Reporter:
         return report
 
     def increments(self, stats: CoreStats) -> list[Sample]:
-        """What was counted since the last call.
+        """Return what was counted since the last call.
 
-        The first time every counter is told, so that Prometheus has seen it at 0 before it counts.
+        The first call reports every counter, so that Prometheus sees it at 0 before it counts.
         """
         totals = self._counters.values(stats)
         before, self._counted = self._counted or [None] * len(totals), totals
@@ -176,7 +176,7 @@ def facts_of(spec: EngineShape) -> dict[str, str | int]:
 
 
 def _tokens(spec: EngineShape) -> int | None:
-    """How many tokens of the longest requests host memory holds; None if nobody tells."""
+    """Return how many tokens of the longest requests host memory holds; None if not known."""
     longest = int(spec.config.model.max_model_len)
     if longest <= 0:
         return None

@@ -154,7 +154,7 @@ def _io(values: dict[str, Any], aligned: bool) -> dict[str, Any]:
 
 
 class KVStoreTier(SecondaryTierManager):
-    """See the module's text; the options: `TierOptions`, and docs/vllm.md.
+    """A secondary tier of vLLM on kvstore's disk tier; for options see `TierOptions`, docs/vllm.md.
 
     Copies go directly between vLLM's rows and the disk.
 
@@ -333,12 +333,12 @@ class KVStoreTier(SecondaryTierManager):
     # -- inside ----------------------------------------------------------------------------
 
     def _in_doubt(self, req_context: ReqContext) -> bool:
-        """Whether nobody can tell with which adapter the chunks of the request were computed."""
+        """Whether it is unknown with which adapter the chunks of the request were computed."""
         use = None if self._adapters is None else self._adapters.use(req_context)
         return use is not None and (use.waiting or use.doubtful)
 
     def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
-        """What the chunks of a request are kept under."""
+        """Return the keys under which the chunks of a request are kept."""
         return list(keys) if self._adapters is None else self._adapters.named(keys, req_context)
 
     def _result(self, end: JobEnd) -> JobResult:

@@ -154,7 +154,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
 
 def _kv_heads(config: OffloadingConfig, vllm_config: Any) -> int | None:
-    """Of the whole model, where the canonical layout is asked for; None where nobody tells."""
+    """Return the KV heads of the model if the canonical layout is configured and they are known."""
     if vllm_config is None or not config.extra_config.get("canonical_layout", False):
         return None
     heads: int = vllm_config.model_config.get_total_num_kv_heads()
@@ -193,8 +193,8 @@ def check_engine_with_tiers(vllm_config: Any) -> None:
     """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
 
     Raises:
-        ConfigError: if its weights are to be replaced while it runs. Nobody tells connectors of
-            that, and what is stored afterwards would be found by engines with other weights.
+        ConfigError: if its weights are to be replaced while it runs. Connectors are not told of
+            that, and engines with other weights would find chunks that are stored afterwards.
     """
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(

@@ -66,7 +66,7 @@ def _canonical_format() -> int | None:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
     except ImportError:
         return None
-    # The first to derive it gave it no version, and offered it to nobody.
+    # The first vLLM to derive it gave it no version, and did not offer it.
     found: int | None = getattr(canonical_mapping, "CANONICAL_FORMAT_VERSION", None)
     return found
 
@@ -74,19 +74,19 @@ def _canonical_format() -> int | None:
 VERSION = version_of(str(vllm.__version__))
 
 TELLS_OF_FLUSHES = VERSION >= (0, 33)
-"""It says when the workers have ended what was under way at a reset."""
+"""vLLM reports when the workers have ended transfers that were under way at a reset."""
 
 LOADS_WITHIN_STEPS = VERSION >= (0, 33)
-"""It can wait for a load within the step that has found it (`sync_load_budget_bytes`)."""
+"""vLLM can wait for a load within the step that has found it (`sync_load_budget_bytes`)."""
 
 PENDING_IS_HOST = VERSION >= (0, 33)
-"""It takes what is pending for what has a place in host memory, and keeps account of that."""
+"""vLLM assumes that pending chunks have a place in host memory, and counts them."""
 
 HAS_HINTS = VERSION >= (0, 31)
 """Requests may come with an envelope of hints."""
 
 HAS_POSITIONS = VERSION >= (0, 31)
-"""It says where in a prompt a key belongs."""
+"""vLLM says where in a prompt a key belongs."""
 
 CANONICAL_FORMAT = _canonical_format()
 """The version of the pages in which no parallel shape shows; None where there are none."""
@@ -96,21 +96,21 @@ HAS_GROUP_NUMBERS = VERSION >= (0, 30)
 
 
 class _Medium(enum.StrEnum):
-    """Those of a vLLM that takes any text."""
+    """The mediums for a vLLM that accepts any text."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
 
 
 def mediums() -> Any:
-    """What vLLM's events call host memory, `CPU`, and slower tiers, `STORAGE`."""
+    """Return the names in vLLM's events: `CPU` for host memory, `STORAGE` for slower tiers."""
     from vllm.v1.kv_offload import base
 
     return getattr(base, "Medium", _Medium)
 
 
 def check_version(text: str | None = None) -> None:
-    """Refuse a vLLM that is too old; tell of one that nobody has tried.
+    """Refuse a vLLM that is too old; log one that is untested.
 
     Raises:
         ConfigError: if it is too old.
@@ -144,7 +144,7 @@ def hints_of(context: Any) -> object | None:
 
 
 def position_of(context: Any) -> Callable[[Any], int | None] | None:
-    """Says where in a request's prompt a key ends, in tokens; None if nobody can tell."""
+    """Return a function from a key to the token where it ends in the prompt; None if not known."""
     return context.get_offload_key_position if HAS_POSITIONS else None
 
 

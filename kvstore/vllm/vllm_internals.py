@@ -1,4 +1,4 @@
-"""What vLLM knows but does not hand over, found in the frames of the calling connector.
+"""Facts that vLLM does not hand over, found in the frames of the calling connector.
 
 vLLM builds a spec from an `OffloadingConfig`, which names the model and says little else, and
 opens a request with a `ReqContext`, which says nothing of its adapter. Its connector has both at

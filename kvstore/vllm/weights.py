@@ -5,7 +5,7 @@ is kept outside of the device is as right as before, unless the weights have bec
 does not say; so the workers tell a digest of the weights in memory, at the start and when the
 engine goes on.
 
-At the start the engine waits for them. Later nobody does: a call of the scheduler orders the
+At the start the engine waits for them. Later it does not: a call of the scheduler requests the
 digests, they come with the output of the next step, and until then nothing is served or stored.
 """
 
@@ -39,10 +39,10 @@ Digests = list[tuple[str, float]]
 
 
 class LiveWeights:
-    """See the module's text.
+    """The digests of the weights in use: see the module's text.
 
     Args:
-        executor: of the engine, held weakly; it asks all workers.
+        executor: the engine's, held weakly; it asks all workers.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -54,7 +54,7 @@ class LiveWeights:
         self._readable = not getattr(parallel, "enable_eplb", False)
         if not self._readable:
             logger.info(
-                "EPLB moves weights between workers, so nobody can tell whether they have "
+                "EPLB moves weights between workers, so it is unknown whether they have "
                 "changed: tiers are used until the first reset or pause",
                 extra=about("weights.moving"),
             )
@@ -63,12 +63,12 @@ class LiveWeights:
         if self._asked is not None:
             with contextlib.suppress(Exception):
                 self._asked.result()
-            # Later nobody waits, so an answer that does not know that it has come is of no use.
+            # Later there is no wait, so an answer must say by itself whether it has arrived.
             self._readable = self._asked.done()
         self._known = self._answer()
 
     def ask(self) -> None:
-        """Order a look. Whoever has ordered one before does not get it any more."""
+        """Request the digests; an earlier request is dropped."""
         executor = self._executor()
         self._asked = None
         if executor is None or not self._readable:

@@ -89,7 +89,7 @@ class HostCopyWorker(OffloadingWorker):
 
     A copy is done when `submit_store` or `submit_load` returns: it takes a few
     milliseconds of the cores that would compute, whichever thread does it, and
-    a load is usable one step sooner.
+    a load is usable one step earlier.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class DeviceCopyWorker(OffloadingWorker):
                 torch.accelerator.synchronize()
             except Exception:
                 logger.exception(
-                    "the device does not answer; its rows are given back all the same",
+                    "the device does not answer; its host memory is released nevertheless",
                     extra=about("device.silent"),
                 )
         release_region(self._engine_id, region)
@@ -303,7 +303,7 @@ class _Tables:
         return HostCopies(groups, region.array, self._per_chunk, places)
 
     def _pages(self, ref: Any, piece: Piece) -> Pages:
-        """What a layer has of the blocks of one tensor, which lie one after the other."""
+        """Return a layer's part of the blocks of one tensor, which are contiguous."""
         cache = self._caches.tensors[ref.tensor_idx]
         tensor, step = cache.tensor, int(cache.page_size_bytes)
         item = tensor.element_size()

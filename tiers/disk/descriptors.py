@@ -16,7 +16,7 @@ SPARE_DESCRIPTORS = 128
 """For everything else that the process opens."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""What the system says when no more files may be open; it tells nothing of the file."""
+"""Errors that mean that no more files may be open; they say nothing about the file."""
 
 logger = logging.getLogger("kvstore.disk")
 

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 __all__ = ["address", "digest", "digests"]
 
 _NAMES = ("XXH3_128bits_dispatch", "XXH3_128bits")
-"""What the C function is called: first the one that uses the widest instructions there are."""
+"""Names of the C function; the first uses the widest instructions of the processor."""
 
 _SAMPLE = bytes(range(251)) * 5
 

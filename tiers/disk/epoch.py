@@ -53,7 +53,7 @@ def read_epoch(folder: Path) -> int:
     digits = raw.removesuffix(b"\n")
     if not digits.isdigit() or len(digits) > 10 or int(digits) > MAX_EPOCH:
         raise ForeignFileError(
-            f"{file}: holds no epoch, so nobody can tell which chunks are still right; "
+            f"{file}: holds no epoch, so it is unknown which chunks are still valid; "
             f"remove the folder {folder}"
         )
     return int(digits)

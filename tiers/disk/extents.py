@@ -45,7 +45,7 @@ class Extent:
 
     @property
     def request(self) -> IORequest:
-        """What the backend moves."""
+        """The request for the backend."""
         return IORequest(self.segment.data, self.buffers, self.segment.offset_of(self.first))
 
     def one_by_one(self) -> list[Extent]:
@@ -58,10 +58,10 @@ class Extent:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an extent.
+    """The result of moving an extent.
 
     Attributes:
-        ok: per key, whether its bytes are where they belong, whole.
+        ok: for each key, whether all its bytes are where they belong.
         wrong: slots read that do not hold what was asked for; not those that could not be read.
         error: what went wrong, in words, or None.
     """
@@ -74,7 +74,7 @@ class Outcome:
 def cut_extents(
     slots: Sequence[int], segment_slots: int, slot_bytes: int, threads: int
 ) -> list[list[int]]:
-    """Indices into `slots`, grouped into runs of neighbours of one segment.
+    """Group indices into `slots` into runs of adjacent slots of one segment.
 
     A run is cut so that one request alone keeps every thread busy.
     """
@@ -152,7 +152,7 @@ def _hashed(extents: Sequence[Extent]) -> int:
 
 
 def _near(extents: Sequence[Extent], start: int) -> Sequence[Extent]:
-    """Those from `start` on whose records are worth reading in one call."""
+    """Return the extents from `start` on whose records are worth reading in one call."""
     segment, first = extents[start].segment, extents[start].first
     end, covered = start + 1, first + len(extents[start].keys)
     for extent in extents[end:]:
@@ -282,7 +282,7 @@ def _verified(
 
 
 def _holds(segment: Segment, slot: int, key: bytes, digest: bytes) -> bool:
-    """Whether the record of the slot says so, read while nobody of this process writes it."""
+    """Whether the slot's record has this key and digest; no thread of this process writes it."""
     try:
         raw = segment.index.read_settled(slot, 1)
     except OSError:

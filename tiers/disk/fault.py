@@ -1,4 +1,4 @@
-"""Faults found on disk, in the words of whoever reports them."""
+"""Faults found on disk, as texts for logs and reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Fault:
 
     @classmethod
     def of(cls, path: Path, error: Exception) -> Fault:
-        """What `error` says of a whole file, which its path need not be said of twice."""
+        """Return the fault of a whole file; its text does not repeat the path."""
         if isinstance(error, OSError) and error.strerror:
             return cls(str(path), None, f"cannot be read: {error.strerror}")
         return cls(str(path), None, str(error).removeprefix(f"{path}: "))

@@ -141,7 +141,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of a segment says."""
+    """The header of a segment."""
 
     namespace: str
     segment_id: str
@@ -247,7 +247,7 @@ def encode_records(
     seed: int,
     epoch: int = 0,
 ) -> bytes:
-    """Records of `keys` in neighbouring slots, ready to be written."""
+    """Return records of `keys` in adjacent slots, ready to be written."""
     # On the path of every write, and mostly for few records: no arrays here.
     now = time.time_ns() // 1_000_000
     sealed = bytearray()
@@ -343,7 +343,7 @@ class LiveRecords:
     damaged: list[int]
 
     def of_epoch(self, epoch: int) -> LiveRecords:
-        """Those of `epoch`."""
+        """Return the records of `epoch`."""
         same = self.records["epoch"] == epoch
         if same.all():
             return self
@@ -376,7 +376,7 @@ def decode_records(raw: bytes, first_slot: int, length: int, seed: int) -> LiveR
 
 
 def decode_at(raw: bytes, slots: npt.NDArray[np.int64], length: int, seed: int) -> LiveRecords:
-    """The same for the records of any `slots`, ascending."""
+    """Decode the records of any `slots`, ascending."""
     count = len(slots)
     records = np.frombuffer(raw, RECORD, count)
     words = np.frombuffer(raw, "<u8", count * WORDS).reshape(count, WORDS)

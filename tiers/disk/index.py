@@ -97,7 +97,7 @@ class IndexFile:
         return live_chunks(raw, first, self._geometry.chunk_bytes, self._seed, epoch)
 
     def changes(self, known: Crcs, epoch: int) -> Iterator[tuple[list[int], LiveRecords]]:
-        """What has changed since the records had the CRCs `known`, which follow what is told.
+        """Yield what has changed since the records had the CRCs `known`, which are updated.
 
         Yields:
             Slots whose records differ, ascending, and those of them that are valid and of `epoch`.
@@ -162,7 +162,7 @@ class IndexFile:
         self.write(first, bytes(count * RECORD_BYTES))
 
     def erase_slots(self, slots: list[int]) -> None:
-        """The same for any slots, ascending. They lie in runs, mostly."""
+        """Erase any slots, ascending. Most of them are in runs."""
         for run in np.split(np.array(slots, np.int64), np.flatnonzero(np.diff(slots) != 1) + 1):
             if len(run):
                 self.erase(int(run[0]), len(run))
@@ -180,7 +180,7 @@ class IndexFile:
             return record is not None
 
     def read_settled(self, first: int, count: int) -> bytes:
-        """As `read`, while nobody of this process writes."""
+        """Do as `read`, while no thread of this process writes."""
         with self._writing:
             return self.read(first, count)
 
@@ -233,7 +233,7 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
         ForeignFileError: if it is not a segment.
         OSError: as the system says.
     """
-    # A pipe in its place must not hold anybody up.
+    # A pipe in its place must not block the call.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         header = parse_header(os.pread(fd, ALIGN, 0), str(path))

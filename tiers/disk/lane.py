@@ -127,7 +127,7 @@ def lane_owner(folder: Path) -> int | None:
 
 @contextmanager
 def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
-    """Nobody takes the lane meanwhile. Gives its lock file, or None if it is owned or not trusted.
+    """Keep others from taking the lane; yields its lock file, None if it is owned or not trusted.
 
     Raises:
         OSError: as the system says, if there is no lock file above all.
@@ -168,15 +168,15 @@ def _lock(folder: Path, trust: Trust) -> int | None:
 
 
 def _take(fd: int) -> bool:
-    """Take the lock, unless somebody owns the lane."""
+    """Take the lock, unless another process owns the lane."""
     end = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < end:
         if _locked(fd, fcntl.LOCK_EX):
             return True
         if not _locked(fd, fcntl.LOCK_SH):
             return False
-        # Whoever has it shares it: that is `lane_owner`, which holds it for an instant. On a busy
-        # machine it may be stopped in that instant.
+        # The lock is shared: `lane_owner` holds it so for an instant, in which a busy machine may
+        # suspend it.
         fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(0.002)
     return False

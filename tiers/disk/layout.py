@@ -43,7 +43,7 @@ class LaneLayout:
 
 
 def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLayout:
-    """The layout of a lane with so many segments, whose chunks in order lie in `slots`."""
+    """Return the layout of a lane with `segments` segments and its chunks, in order, in `slots`."""
     extents = sum(
         1
         for index, slot in enumerate(slots)

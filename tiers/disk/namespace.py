@@ -132,7 +132,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
-    """What ``namespace.json`` in `folder` says.
+    """Read ``namespace.json`` in `folder`.
 
     Raises:
         ForeignFileError: if it is not a namespace file of this format.
@@ -140,7 +140,7 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
     """
     file = folder / FILE_NAME
     try:
-        # A pipe in its place must not hold anybody up.
+        # A pipe in its place must not block the call.
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as handle:
             fault = trust.file_fault(fd, written=False)

@@ -12,9 +12,9 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The places of each key, and what has changed since somebody asked.
+    """The places of each key, and the changes since they were last taken.
 
-    Most keys lie at one place; only those that lie at more cost more memory.
+    Most keys have one place; only those that have several cost more memory.
     May be used from several threads. Nothing here waits for I/O.
     """
 
@@ -58,7 +58,7 @@ class Places:
                         others.append(place)
 
     def changes(self) -> Changes:
-        """What has changed since the last call, with the place where each key is now."""
+        """Take the changes since the last call, with the present place of each key."""
         with self._lock:
             known, self._known = self._known, {}
             appeared, gone = [], []

@@ -32,7 +32,7 @@ SEQUENCE_LIMIT = 2**62
 
 @dataclass(slots=True)
 class Recovered:
-    """What a lane held.
+    """The segments and entries found in a lane.
 
     Attributes:
         segments: open segments, by number.
@@ -186,7 +186,7 @@ class _Found:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of the capacity as it is."""
+        """Bytes of the capacity that it takes up as it is."""
         whole = self.segment.geometry.file_bytes
         return min(whole, _disk_bytes(self.segment.path)) if self.missing else whole
 
@@ -230,7 +230,7 @@ def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:
 
 
 def _other_files(folder: Path) -> list[Path]:
-    """What lies in a lane and is named like none of its files."""
+    """Return the entries of a lane's folder that are not named like its own files."""
     known = {LOCK_NAME, *(path.name for _, path in segment_files(folder))}
     # Processes that look for a free lane make probes here, for an instant.
     return [
@@ -241,10 +241,10 @@ def _other_files(folder: Path) -> list[Path]:
 
 
 def _disk_bytes(path: Path) -> int:
-    """What a file takes of the disk: its holes cost nobody anything."""
+    """Return the bytes that a file takes up on disk, without its holes."""
     with contextlib.suppress(OSError):
         found = path.lstat()
-        # Some file systems keep what is small beside the name, in no block of its own.
+        # Some file systems keep small files beside the name, without a block.
         return max(found.st_blocks * 512, found.st_size if found.st_size < ALIGN else 0)
     return 0
 

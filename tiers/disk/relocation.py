@@ -20,10 +20,10 @@ Place = tuple[Segment, int]
 
 @dataclass(slots=True)
 class Relocated:
-    """What became of chunks that were to be copied.
+    """The result of copying chunks.
 
     Attributes:
-        ok: for each chunk, whether its copy is whole and will be found.
+        ok: for each chunk, whether its copy is complete and will be found.
         lost: places, in that list, of chunks that are not what their records said.
         error: what went wrong first, in words, or None.
     """

@@ -152,8 +152,8 @@ class Segment:
     ) -> Segment:
         """Open a segment of another process, for reading only.
 
-        It closes its files when nobody refers to it any more, so that a read
-        that is under way can finish whatever becomes of the file.
+        It closes its files when there is no reference to it any more, so that a read
+        under way can finish whatever happens to the file.
 
         Raises:
             ForeignFileError: if it is not to be trusted.
@@ -175,7 +175,7 @@ class Segment:
 
     @property
     def missing_bytes(self) -> int:
-        """What the file lacks at its end.
+        """Bytes that are missing at the end of the file.
 
         Raises:
             OSError: as the system says.
@@ -269,18 +269,18 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
 def remove_file(path: Path, fd: int) -> None:
     """Remove a file that is open for writing as `fd`, and give its space back.
 
-    Whoever has it open, too, reads zeros from then on. What has another name keeps its content.
+    Others that have it open read zeros from then on. A file with another name keeps its content.
 
     Raises:
         OSError: as the system says; then nothing was done.
     """
-    # Somebody may have removed it before.
+    # Another process may have removed it before.
     path.unlink(missing_ok=True)
     # Only then, so that no file of zeros is left where this process is killed in between.
     with contextlib.suppress(OSError):
         found = os.fstat(fd)
         if not found.st_nlink:
-            # Where there are no holes, the space comes back once nobody has the file open.
+            # Without support for holes, the space is freed once no process has the file open.
             _libc.fallocate(fd, _PUNCH_HOLE, 0, found.st_size)
 
 
@@ -298,7 +298,7 @@ def remove_leftovers(folder: Path) -> list[str]:
     removed = []
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            # What is no file is nobody's leftover, and what cannot be removed counts as foreign.
+            # Only files are leftovers of a process; one that cannot be removed counts as foreign.
             with contextlib.suppress(OSError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     path.unlink()

@@ -30,7 +30,7 @@ __all__ = ["IOThreads", "Parts"]
 _T = TypeVar("_T")
 
 Parts = Generator[None, None, _T]
-"""What an operation of two parts returns: it yields in between, if the system goes on alone."""
+"""The result of an operation of two parts: it yields while the system works on its own."""
 
 Operation = Callable[[], object]
 
@@ -100,14 +100,14 @@ class _Job:
             self.end()
 
     def detach(self) -> None:
-        """Nobody waits for the operations any more."""
+        """Stop waiting for the operations."""
         if not self.ended:
             self.error = TimeoutError("an I/O call does not return")
             self._wake()
 
     def end(self) -> None:
         """Tell the loop."""
-        # Once the loop is closed nobody waits any more.
+        # Once the loop is closed no task waits any more.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._wake)
 
@@ -137,7 +137,7 @@ class _Idle:
         self.count -= 1
 
     def wake(self, most: int) -> int:
-        """Wake some that nobody has woken yet; how many."""
+        """Wake up to `most` threads that are still asleep; returns how many."""
         woken = min(most, self._asleep)
         self._asleep -= woken
         self._woken.notify(woken)
@@ -257,9 +257,9 @@ class IOThreads:
             await self._idle.wait()
 
     def detach(self) -> None:
-        """Give up on calls that do not return: who waits is told, and no job is taken any more.
+        """Give up on calls that do not return: waiting tasks get an error, no more jobs are taken.
 
-        Called on the loop. What is under way may still use its memory.
+        Called on the loop. Calls under way may still use their memory.
         """
         self._detached = True
         for job in self._running:
@@ -326,7 +326,7 @@ class IOThreads:
             del taken, following
 
     def _take(self, idle: _Idle, *, beside: bool) -> tuple[_Queue, _Job, int, Any] | None:
-        """What is to be done next; None at the end.
+        """Return what to do next; None at the end.
 
         Args:
             idle: where the thread waits, which tells what it does.

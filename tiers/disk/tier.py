@@ -54,7 +54,7 @@ class DiskTier(Tier):
         io_threads: threads that do I/O, for each path.
         lane: number of the lane; by default the first that is free.
         strict_modes: whether folders and files that others own or may write are refused.
-        share_after_reset: whether a reset joins the epoch of neighbours that were reset before.
+        share_after_reset: whether a reset joins the epoch of peers that were reset before.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DiskTier(Tier):
         )
 
     def _entries(self) -> list[tuple[bytes, int]]:
-        """What the volumes hold, coldest first; of a key on several the newest."""
+        """Return the entries of the volumes, coldest first; for a key on several, the newest."""
         if len(self.volumes) == 1:
             return self.volumes[0].recovered.entries
         found = [
@@ -180,7 +180,7 @@ class DiskTier(Tier):
 
     @property
     def namespace_digest(self) -> str:
-        """What the segments of the namespace carry."""
+        """The digest of the namespace, which its segments carry."""
         return self._namespace.digest
 
     @property
@@ -357,7 +357,7 @@ class DiskTier(Tier):
         epoch = await self._next_epoch()
         if epoch is None:
             return None
-        # The records stay: nobody of the new epoch takes them for valid.
+        # The records stay, but are not valid in the new epoch.
         for volume in self.volumes:
             volume.enter_epoch(epoch)
         return sorted(
@@ -369,7 +369,7 @@ class DiskTier(Tier):
     async def _next_epoch(self) -> int | None:
         """Move the namespace to a newer epoch, which is this process's alone.
 
-        With `share_after_reset` it is that of the neighbours who were reset before.
+        With `share_after_reset` it is that of the peers that were reset before.
         """
         highest = await self._highest([volume.newest_epoch for volume in self.volumes])
         if highest is None:
@@ -384,7 +384,7 @@ class DiskTier(Tier):
                 return None if before is None else wanted
             if self._share_after_reset and before == wanted:
                 return wanted
-            # Somebody else was faster.
+            # Another process was faster.
             wanted = before if self._share_after_reset else before + 1
 
     async def _highest(self, calls: Sequence[Callable[[], int | str]]) -> int | None:

@@ -1,15 +1,15 @@
-"""Trust: use only files that no other user can write. Whoever can write can forge.
+"""Trust: use only files that no other user can write, and so forge.
 
-Digests tell damage from data, not a stranger's data from one's own. So every
-folder on the way to a cache, and every file in it, has to belong to the user
-of this process or to root, and nobody else may be able to write to it: what
-sshd asks of a user's keys. A parent that everybody may write to is good enough
-where it is sticky, as /tmp is, because there nobody can rename or remove what
-belongs to others.
+Digests detect damage, but not data that another user has written. So every
+folder on the path of a cache, and every file in it, has to belong to the user
+of this process or to root, and no other user may be able to write to it, as
+sshd requires of a user's keys. A parent that everybody may write to is accepted
+if it is sticky, like /tmp, because there users cannot rename or remove files of
+others.
 
-The way is walked from the root of the file system, each folder opened within
-the one that was looked at before it. When the walk has ended, nobody but the
-owner and root can change where the path leads, so that it may be used by name.
+The path is walked from the root of the file system, each folder opened within
+the one that was checked before it. After the walk only the
+owner and root can change where the path leads, so it may be used by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AS_IS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What is asked of folders and files before they are used.
+    """The requirements for folders and files before they are used.
 
     Attributes:
         strict: whether owner and mode count. Kinds always do: a folder, a regular file
@@ -87,16 +87,16 @@ class Trust:
         if not stat.S_ISREG(found.st_mode):
             return "not a regular file"
         if written and found.st_nlink > 1:
-            # Whoever knows it by its other name does not expect it to be written to.
+            # Users of its other name do not expect it to be written to.
             return f"has {found.st_nlink} names (hard links)"
         return self.doubt(found)
 
 
 STRICT = Trust()
-"""What is asked by default."""
+"""The default requirements."""
 
 ANYBODYS = Trust(strict=False)
-"""What is asked by whoever only looks, and trusts nothing that is found."""
+"""The requirements of tools that only look, and trust no data that they find."""
 
 
 def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> int:
@@ -163,7 +163,7 @@ def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
 
     Raises:
         PathUnusableError: if it is a file or a symbolic link, cannot be made or written,
-            or could have been filled by somebody else.
+            or could have been filled by another user.
     """
     try:
         place = open_folder(folder, trust, own=own, make=True)

@@ -1,12 +1,12 @@
-"""Unowned lanes: lanes on our path that nobody uses, and that give way to ours.
+"""Unowned lanes: lanes on the same path that no process uses, and that give way to ours.
 
 Versions of a model come and go, and each leaves a lane that no process takes again. Together
 with the lane of a running process they take no more than its capacity: as that grows, their
 segments are removed. A lane counts only when it has been seen free, and has not been written to,
-for `FREE_SECONDS`, so that a restart, one process after the other, costs nobody a chunk.
+for `FREE_SECONDS`, so that restarting processes one after the other loses no chunks.
 
-When a lane was first seen free stands in its lock file until a process takes it. Whoever looks
-at a lane, or removes from it, shares its lock: nobody can take it meanwhile.
+The time when a lane was first seen free is in its lock file until a process takes it. A process
+that looks at a lane, or removes from it, shares its lock, so the lane cannot be taken meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["UnownedLanes"]
 logger = logging.getLogger("kvstore.disk")
 
 FREE_SECONDS = 3600.0
-"""For how long nobody may have owned a lane, or written to it, before its segments are removed."""
+"""How long a lane must have been unowned and not written to before its segments are removed."""
 
 LOOK_SECONDS = 600.0
 """How often a process that writes looks for such lanes."""
 
 PAUSE_SEGMENTS, PAUSE_SECONDS = 32, 0.005
-"""After so many segments a process that wants the lane has the time to take it."""
+"""After this many removed segments there is a pause, in which a process can take the lane."""
 
 _MARK = re.compile(rb"free (\d{1,12})")
 
@@ -78,7 +78,7 @@ class UnownedLanes:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look again, or more is to be removed, and nobody is at it."""
+        """Whether it is time to look again, or more is to be removed, and no thread is at work."""
         due = self._unfinished or time.monotonic() >= self._look_at
         return due and not self._busy.locked()
 
@@ -127,7 +127,7 @@ class UnownedLanes:
                     if folder != self._own:
                         yield folder, digest
             except (OSError, KVStoreError):
-                continue  # Nobody's cache, or one that is not to be trusted.
+                continue  # No cache, or one that is not trusted.
 
     def _remove(self, one: _Spare) -> None:
         folder = one.path.parent
@@ -180,7 +180,7 @@ def _free(folder: Path, trust: Trust) -> Iterator[float | None]:
             yield None
             return
         now, match = time.time(), _MARK.fullmatch(os.pread(fd, 32, 0))
-        # A clock that was wrong must not keep it for ever.
+        # A clock that was wrong must not keep the lane forever.
         if match is None or int(match[1]) > now:
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"free %d" % now, 0)

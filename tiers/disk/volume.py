@@ -79,16 +79,16 @@ class Job:
 
 
 class Volume:
-    """See the module's text. Slots are numbered within the volume.
+    """One volume: see the module's text. Slots are numbered within the volume.
 
-    Opening takes the lane and finds what it holds; `recovered` tells it.
+    Opening takes the lane and recovers its entries into `recovered`.
 
     Args:
         path: folder of the cache; made with mode 0700 if it does not exist.
         namespace: whose bytes they are.
         wanted: geometry of segments, unless the lane has some already.
-        capacity_bytes: hard limit for the files of the lane, and of lanes of the path that nobody
-            uses any more; None for what the lane's take now.
+        capacity_bytes: hard limit for the files of the lane, and of unowned lanes on the path;
+            None for the present size of the lane's files.
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O.
         lane: number of the lane; by default the first that is free.
@@ -208,7 +208,7 @@ class Volume:
             self._add_counters(number)
 
     def forget_recovered(self) -> None:
-        """What was found has been taken over: it need not be kept twice."""
+        """Forget the recovered entries, which were taken over and need not be kept twice."""
         self.recovered.entries = []
         self.recovered.sequences = []
 
@@ -317,7 +317,7 @@ class Volume:
             return number
 
     def _make_room(self, segments: int, at_once: int | None = None) -> None:
-        """Let unowned lanes have no more than what so many segments leave of the capacity."""
+        """Shrink unowned lanes to the capacity that `segments` segments of this lane leave."""
         if self.capacity_bytes is None:
             return
         own = self.recovered.foreign_bytes + segments * self.geometry.file_bytes
@@ -368,7 +368,7 @@ class Volume:
             return f"{self.lane.folder.parent}: the epoch cannot be moved: {error.strerror}"
 
     def enter_epoch(self, epoch: int) -> None:
-        """What is written and read from now on is of `epoch`; nothing is under way."""
+        """Read and write records of `epoch` from now on; no move is under way."""
         self.epoch = epoch
         for segment in self.segments.values():
             segment.epoch = epoch
@@ -381,7 +381,7 @@ class Volume:
         now = time.time_ns() // 1_000_000
         try:
             for number, slot, key, sequence in uses:
-                # Nobody closes its files meanwhile.
+                # The lock keeps its files open meanwhile.
                 with self._growth:
                     if number in self.segments:
                         reads = self._reads[number]
@@ -396,7 +396,7 @@ class Volume:
         """Take out every record of `keys`; why that could not be, or None. May block."""
         try:
             for number in list(self.segments):
-                # Nobody closes its files meanwhile.
+                # The lock keeps its files open meanwhile.
                 with self._growth:
                     if number in self.segments:
                         self.segments[number].index.erase_keys(keys)

@@ -1,10 +1,10 @@
 """Watch: find changes in the lanes of other processes on one path, cheaply.
 
-Whoever writes to a lane touches its lock file afterwards. So a lane whose lock
-and folder have not changed is left alone, whatever its size, except for a few
+A process that writes to a lane touches its lock file afterwards. So a lane whose lock
+and folder have not changed is not read, whatever its size, except for a few
 segments in turn, in case its owner touches nothing. In other lanes only segments
 with a new modification time are read, and only the records that differ and are of
-the own epoch are decoded.
+this process's epoch are decoded.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Lane:
 
 
 class Watch:
-    """What is known of the lanes beside that of one volume.
+    """Follows the other lanes beside that of one volume.
 
     One thread at a time looks; others may ask `find`.
 
@@ -278,4 +278,4 @@ def _lock_ns(folder: Path) -> int:
     try:
         return os.stat(f"{folder}/{LOCK_NAME}").st_mtime_ns
     except FileNotFoundError:
-        return 0  # Nobody has ever owned the lane.
+        return 0  # No process has ever owned the lane.

@@ -1,8 +1,8 @@
-"""The base class of tiers, as the core sees them: what it holds, how it does, what waits for it.
+"""The base class of tiers as the core sees them: entries, health, and the queue of copies.
 
-There are three kinds. `OwnedTier`: its slots are ours to give. `PeerTier`: another process writes
-to it, and we only read. `AskedTier`: a remote store that others write to as well, and that has to
-be asked whether it has a key.
+There are three kinds. `OwnedTier`: this process assigns its slots. `PeerTier`: another process
+writes to it, and this one only reads. `AskedTier`: a remote store that others write to as well,
+and that has to be asked whether it has a key.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["CopyTarget", "Store", "TierView", "Unordered"]
 
 
 class TierView(ABC):
-    """One slower tier. Where a kind does not say otherwise, it is not this process's.
+    """One slower tier. The defaults here are those of a tier that this process does not own.
 
     Attributes:
         number: its place among the tiers of the core, fastest first.
         flow: when chunks go to it.
-        index: what it holds. entries: the slots of its chunks, by key, as in `index`.
+        index: the chunks it holds. entries: the slots of its chunks, by key, as in `index`.
         health: whether it is worth asking. in_flight: its moves.
-        admission: decides which chunks may be copied to it; all, without one.
+        admission: decides which chunks may be copied to it; without one, all may.
         max_rows_in_flight: most rows that one move, and all copies to it together, may name.
-        copies_queued: chunks that ever waited for their copies to it.
+        copies_queued: total of chunks ever queued for a copy to it.
     """
 
     def __init__(
@@ -77,69 +77,69 @@ class TierView(ABC):
 
     @property
     def copies_ended(self) -> int:
-        """How many of `copies_queued` have arrived or will not come."""
+        """How many of `copies_queued` have arrived or will not arrive."""
         return 0
 
     # -- moves -------------------------------------------------------------------------
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These chunks were read, whole and right."""
+        """Note that these chunks were read and verified."""
         self.index.read_well(keys)
         self.count("promoted", len(keys))
 
     @abstractmethod
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """The chunk could not be read; its bytes may be whole all the same."""
+        """Note that the chunk could not be read; its bytes may be intact (`perhaps_whole`)."""
 
     @abstractmethod
     def due(self, now: float, *, after_owned: bool) -> Move | None:
-        """A move that the tier needs for itself, without its number: to grow, to be cleared.
+        """Return a move for the tier's own upkeep (growth or clearing), without its number.
 
         Args:
             after_owned: whether tiers that are written to are still to be cleared.
         """
 
     def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
-        """A move that grows it has ended, and made these segments ready."""
+        """Take in the end of a growth move, which made these segments ready."""
         raise AssertionError(f"tier {self.name} is not this process's to grow")
 
     # -- compaction --------------------------------------------------------------------
 
     @property
     def compaction_rate(self) -> float:
-        """Chunks that compaction may copy in a second; 0 without it."""
+        """Chunks that compaction may copy in a second; 0 without compaction."""
         return 0.0
 
     def compact_at(self, chunks_per_second: float) -> None:
-        """Set `compaction_rate`, where this process has segments."""
+        """Set `compaction_rate`, if this process owns the tier."""
         return
 
     def compaction(self, now: float) -> Move | None:
-        """The next move that empties a sparse segment, without its number."""
+        """Return the next move that empties a sparse segment, without its number."""
         return None
 
     def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
-        """A move of `compaction` has ended; a reset may have overtaken it."""
+        """Take in the end of a compaction move, which a reset may have overtaken."""
         raise AssertionError(f"tier {self.name} is not this process's to compact")
 
-    # -- what becomes of its entries ---------------------------------------------------
+    # -- entries -----------------------------------------------------------------------
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """These chunks, which it holds, are gone, or nobody knows any more."""
+        """Forget these chunks, which are gone or may be gone."""
 
     def learn(self, changes: Changes) -> None:
-        """Take in what others have done to it, where anybody tells."""
+        """Take in changes to it by other processes, where they are reported."""
         return
 
     def reset(self) -> None:
-        """Forget everything, and believe or give nothing until the tier is cleared."""
+        """Forget everything, and do not use the tier until it is cleared."""
         self.index.reset()
         self._clears = True
         self._retry_after = 0.0
 
     def close(self) -> None:
-        """Forget everything and use the tier no more; what it holds stays as it is."""
+        """Forget everything and stop using the tier; the chunks on it stay as they are."""
         self.index.reset()
         self.health.close()
 
@@ -147,23 +147,23 @@ class TierView(ABC):
 
     @property
     def clearing(self) -> bool:
-        """Whether it has forgotten everything, and that is not durable yet."""
+        """Whether it has forgotten everything, but not durably yet."""
         return self._clears
 
     @property
     def gave_up_clearing(self) -> bool:
-        """Whether it failed to be cleared, and waits before it is tried again."""
+        """Whether clearing has failed and waits to be tried again."""
         return self._clears and self._retry_after > 0
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
-        """A move that clears it has ended, and these segments are empty."""
+        """Take in the end of a clearing move; without `error` these segments are empty."""
         if error is None:
             self._clears = False
         else:
             self._retry_after = now + RETRY_PAUSE
 
     def _clear(self, now: float) -> Move | None:
-        """The move that clears it, unless something is under way or it has just failed."""
+        """Return the move that clears it, unless a move is under way or one has just failed."""
         if self.in_flight or now < self._retry_after:
             return None
         return Move(-1, Op.CLEAR, self.number)
@@ -172,13 +172,13 @@ class TierView(ABC):
 
     @property
     def writing(self) -> bool:
-        """Whether a copy to it or its growth is under way that no reset has overtaken."""
+        """Whether a copy to it, or its growth, is under way since the last reset."""
         return bool(self.index.writing)
 
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> tuple[list[LogLine], bool]:
-        """Notice how it does, once a step: see `Health.watch`."""
+        """Update its health, once a step: see `Health.watch`."""
         moves, reading = self.in_flight, len(self.index.reading)
         return self.health.watch(
             now, elapsed, deadline, max_wait, moves, reading, self.writing, compute
@@ -189,7 +189,7 @@ class TierView(ABC):
         self._counts[what] += number
 
     def stats(self) -> TierStats:
-        """Counters and gauges, up to date."""
+        """Return its current counters and gauges."""
         return self._stats(owned=False)
 
     def _stats(self, **more: Any) -> TierStats:
@@ -205,7 +205,7 @@ class TierView(ABC):
 
 
 class CopyTarget(TierView):
-    """A tier to which chunks are copied: which ones wait, which ones are on the way."""
+    """A tier to which chunks are copied, and the queue of those copies."""
 
     @property
     def target(self) -> CopyTarget:
@@ -218,16 +218,16 @@ class CopyTarget(TierView):
     @property
     @abstractmethod
     def most(self) -> int:
-        """How many chunks one prompt may have on it: what lies deeper would displace its head."""
+        """Most chunks of one prompt that it may hold: deeper ones would displace the head."""
 
     @property
     def full_for_now(self) -> bool:
-        """Whether chunks that find no room are not stored rather than kept waiting."""
+        """Whether chunks that find no room are to be dropped instead of kept waiting."""
         return False
 
     @abstractmethod
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        """Slots for `count` new chunks, as far as possible, neighbours together.
+        """Assign slots for up to `count` new chunks, neighbours together.
 
         Args:
             incoming: keys of those chunks, tail first.
@@ -235,32 +235,32 @@ class CopyTarget(TierView):
 
     @abstractmethod
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copies of these chunks to these slots, tail first, went well."""
+        """Note that these chunks, tail first, were copied to these slots."""
 
     @abstractmethod
     def not_copied(
         self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
     ) -> bool:
-        """Copies of these chunks to these slots failed; whether a whole device is at fault.
+        """Note that copies to these slots failed; returns whether a whole device is at fault.
 
         Args:
             copied: slots that were written in the same move.
         """
 
-    # -- who waits ---------------------------------------------------------------------
+    # -- queue -------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
-        """Chunks that wait for their copies to it, and keys of some that have left."""
+        """Number of keys in the queue, some of whose chunks may have left."""
         return len(self._queue)
 
     def unsaved_keys(self) -> set[bytes]:
-        """The keys of `unsaved`."""
+        """Return the keys that `unsaved` counts."""
         return {*self._queue, *self.index.writing}
 
     @property
     def unsaved(self) -> int:
-        """Chunks that wait for their copies to it, or are being copied."""
+        """Number of chunks that wait for their copies to it, or are being copied."""
         return len(self._queue) + len(self.index.writing)
 
     @property
@@ -268,12 +268,12 @@ class CopyTarget(TierView):
         return self.copies_queued - self.unsaved
 
     def enqueue(self, keys: Sequence[bytes]) -> None:
-        """These chunks of host memory wait for their copies to it, in this order."""
+        """Queue these chunks of host memory for copies to it, in this order."""
         self.copies_queued += len(keys)
         self._queue.extend(keys)
 
     def dequeue(self, count: int) -> list[bytes]:
-        """Up to `count` keys that wait longest; they wait no longer."""
+        """Take up to `count` keys that have waited longest from the queue."""
         queue = self._queue
         if count < len(queue):
             return [queue.popleft() for _ in range(count)]
@@ -282,11 +282,11 @@ class CopyTarget(TierView):
         return keys
 
     def requeue(self, keys: Sequence[bytes]) -> None:
-        """These, just taken from the queue, are the first in it again."""
+        """Put keys that were just taken from the queue back at its front."""
         self._queue.extendleft(reversed(keys))
 
     def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those of `chunks` that are not known to be here, nor on their way here."""
+        """Return those of `chunks` that are neither known to be here nor being written."""
         entries, writing = self.entries, self.index.writing
         lacking = [chunk for chunk in chunks if chunk.key not in entries]
         return [chunk for chunk in lacking if chunk.key not in writing] if writing else lacking
@@ -304,8 +304,8 @@ class Store(CopyTarget):
     """A tier that has to be asked what it holds.
 
     Attributes:
-        answers: what it has said, and what it is being asked.
-        patience: how long that is worth waiting for.
+        answers: its answers, and the questions under way.
+        patience: how long an answer is worth waiting for.
     """
 
     answers: Answers
@@ -318,23 +318,23 @@ class Store(CopyTarget):
     @property
     @abstractmethod
     def worth_asking(self) -> bool:
-        """Whether it is to be asked, and its answers waited for."""
+        """Whether to ask it and to wait for its answers."""
 
     @abstractmethod
     def unknown(self, key: bytes) -> bool:
-        """Whether nobody knows if it has the chunk."""
+        """Whether it is not known if it has the chunk."""
 
     @abstractmethod
     def ask(self, keys: Sequence[bytes], now: float) -> Move:
-        """The question whether it has these, without its number."""
+        """Return the move that asks whether it has these, without its number."""
 
     @abstractmethod
     def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
-        """A question or a promotion has ended. Returns a line for the log, if there is one."""
+        """Take in the end of a question or promotion; returns a log line, if there is one."""
 
 
 class Unordered(EvictionPolicy):
-    """Stands where a policy is asked for and nobody is ever evicted."""
+    """A policy that evicts nothing, for tiers whose chunks this process does not evict."""
 
     name = "none"
 

@@ -1,16 +1,16 @@
-"""Compaction: segments are emptied, then removed, or filled with chunks in order.
+"""Compaction: empty segments, then remove them or fill them with chunks in order.
 
 While serving, a tier whose chunks need far fewer segments than it has gives some
-back: the emptiest segment takes no new chunks, its live chunks are copied to
-slots of others, in the order in which they were stored, and when nothing refers
-to it any more its file is removed. Copies are made on the tier itself, a few at
+back. The emptiest segment takes no new chunks, and its live chunks are copied to
+slots of other segments, in the order in which they were stored. When nothing refers
+to the segment any more its file is removed. Copies are made on the tier itself, a few at
 a time, within a budget of chunks per second, and only while nothing is being
-promoted or stored. It can be stopped at any moment: what was copied has two
-valid copies, of which either serves.
+promoted or stored. Compaction can be stopped at any moment: a copied chunk has two
+valid copies, and either may be used.
 
-A tier that nobody uses can be laid out anew by the same steps (`lay_out`): an
+A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
-what is empty in the end is removed.
+segments that are empty in the end are removed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from kvstore.types import Completion, Move, Op
 __all__ = ["Compactor"]
 
 SPARSE = 0.5
-"""A segment is worth emptying when at most this part of its slots is in use."""
+"""A segment is worth emptying when at most this share of its slots is in use."""
 
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
 
 
 class Compactor:
-    """Says what one tier should move next. At most one of its moves is under way.
+    """Plans the compaction moves of one tier. At most one of them is under way.
 
     Attributes:
         relocated: chunks copied within the tier. removed_segments: segments given back.
 
     Args:
         tier: the number of the tier.
-        batch: most chunks that one move may copy; 0 where that is not offered.
+        batch: most chunks that one move may copy; 0 if the tier cannot copy.
     """
 
     def __init__(self, tier: int, index: Index, slots: Slots, batch: int) -> None:
@@ -59,7 +59,7 @@ class Compactor:
         """Chunks to fill the victim with once it is empty; None if it is to be removed then."""
         self._emptied = False
         self._settled: set[int] = set()
-        """Segments whose chunks lie in order."""
+        """Segments whose chunks are in order."""
         self._under_way = False
         self._allowance = 0.0
         self._counted: float | None = None
@@ -67,7 +67,7 @@ class Compactor:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way and compaction is off."""
+        """Whether compaction is off and no segment is being emptied."""
         return not self._rate and self._victim < 0
 
     @property
@@ -76,13 +76,13 @@ class Compactor:
         return self._rate
 
     def set_rate(self, chunks_per_second: float) -> None:
-        """Copy no more than so many chunks in a second from now on; 0 ends compaction."""
+        """Set how many chunks may be copied in a second; 0 ends compaction."""
         self._rate = chunks_per_second
 
     def lay_out(self, order: Sequence[bytes]) -> None:
-        """Put the chunks into this order, and give every segment back that holds none then.
+        """Put the chunks into this order, and give back every segment that is empty then.
 
-        For a tier that nobody else uses. It takes as many free slots as a segment has:
+        For a tier that is not otherwise in use. It needs as many free slots as a segment has:
         with fewer there is nothing to give back either, and chunks stay where they are.
         """
         size = self._slots.segment_slots
@@ -93,14 +93,14 @@ class Compactor:
 
     @property
     def laid_out(self) -> bool:
-        """Whether nothing that `lay_out` has begun is left to be done."""
+        """Whether `lay_out` has finished."""
         return self._groups is None
 
     def due(self, now: float, idle: bool) -> Move | None:
-        """The next move, without its number, or None.
+        """Return the next move, without its number, or None.
 
         Args:
-            idle: whether nobody else wants anything of the tier, and it does well.
+            idle: whether the tier is healthy and has nothing else to do.
         """
         elapsed = now - self._counted if self._counted is not None else 0.0
         self._counted = now
@@ -112,7 +112,7 @@ class Compactor:
             return None
         self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
         if self._victim >= 0 and self._groups is None and self._slots.short:
-            self._stop()  # What was free is needed again.
+            self._stop()  # The free slots are needed again.
         if not idle or now < self._not_before:
             return None
         if self._victim >= 0:
@@ -125,7 +125,7 @@ class Compactor:
         return move
 
     def ended(self, move: Move, completion: Completion, now: float) -> None:
-        """A move of `due` has ended."""
+        """Take in the end of a move of `due`."""
         self._under_way = False
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
@@ -141,19 +141,19 @@ class Compactor:
             self._give_up(now)
 
     def reset(self) -> None:
-        """The tier has forgotten everything, and every segment is being cleared."""
+        """Forget everything, as every segment is being cleared."""
         self._end()
         self._under_way = False
         self._groups, self._settled = None, set()
 
     def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
-        """Take in copies; returns whether all chunks that may be whole were copied."""
+        """Take in copies; returns whether all chunks that may be intact were copied."""
         index, slots = self._index, self._slots
         index.end_reads(move.keys)
         unread = set(completion.unread)
         copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
         for place, (key, source, target, ok) in enumerate(copies):
-            # The chunk may have left meanwhile, and may even be back elsewhere.
+            # The chunk may have left meanwhile, and may even be back in another slot.
             here = index.entries.get(key) == source
             if ok and here:
                 index.relocate(key, target)
@@ -176,7 +176,7 @@ class Compactor:
         return self._move(Op.LIST, segment=victim)
 
     def _begin_next(self, groups: deque[Sequence[bytes]]) -> Move | None:
-        """Begin to make room for the next chunks that do not lie in order."""
+        """Begin to make room for the next chunks that are not in order."""
         entries = self._index.entries
         while groups:
             group = [key for key in groups.popleft() if key in entries]
@@ -193,7 +193,7 @@ class Compactor:
         return None
 
     def _in_order(self, slots: Sequence[int]) -> bool:
-        """Whether these slots follow each other in one segment, which is settled then."""
+        """Whether these slots are consecutive in one segment, which then counts as settled."""
         size = self._slots.segment_slots
         segment = slots[0] // size
         if slots[-1] // size != segment or any(b != a + 1 for a, b in pairwise(slots)):
@@ -207,7 +207,7 @@ class Compactor:
             return self._copy_out(now)
         if not self._emptied:
             if not self._slots.is_empty(self._victim):
-                # Chunks that the tier did not name, because their records are damaged.
+                # It still has chunks that the tier did not list, as their records are damaged.
                 self._give_up(now)
                 return None
             self._emptied = True
@@ -216,7 +216,7 @@ class Compactor:
         return self._fill(self._filling)
 
     def _fill(self, filling: deque[bytes]) -> Move | None:
-        """Copy the next chunks into the segment that was emptied; it is used when all are there."""
+        """Copy the next chunks into the emptied segment, which is in use once all are there."""
         entries = self._index.entries
         count = min(self._batch, int(self._allowance))
         keys: list[bytes] = []
@@ -265,7 +265,7 @@ class Compactor:
             self._end()
 
     def _end(self) -> None:
-        """There is no victim any more."""
+        """Forget the victim."""
         self._victim, self._pending, self._filling, self._emptied = -1, None, None, False
 
     def _move(

@@ -1,7 +1,7 @@
 """Health: whether a tier is worth asking and worth writing to.
 
-`Health` is told what the tier's moves have done and, once a step, what is left to do and the time.
-It only answers; its callers act. `Absence` leaves a tier alone for a while when its calls fail.
+`Health` is told the results of the tier's moves and, once a step, the time and what is under way.
+It only judges; its callers act. `Absence` pauses the use of a tier whose calls fail.
 `InFlight` counts the moves that a tier has under way.
 """
 
@@ -27,13 +27,13 @@ __all__ = [
 
 
 class InFlight:
-    """Moves with the time at which each was handed out.
+    """The moves under way, each with the time at which it was handed out.
 
     Attributes:
-        rows: rows of host memory that they read or write.
-        asking: questions to a store among them.
+        rows: number of rows of host memory that they read or write.
+        asking: number of questions to a store among them.
         reads, writes, asks: how long promotions, copies and questions took, from when they were
-            handed out to when their ends were heard of.
+            handed out to when their ends were noticed.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class InFlight:
         return len(self._moves)
 
     def begin(self, move: Move, now: float) -> None:
-        """The move is handed out."""
+        """Add a move that is handed out."""
         self._moves[move.id] = (move, now)
         self.rows += len(move.rows)
         self.asking += move.op is Op.ASK
 
     def end(self, move: Move, now: float) -> float:
-        """The move has ended; returns when it was handed out."""
+        """Remove a move that has ended; returns when it was handed out."""
         _, started = self._moves.pop(move.id)
         self.rows -= len(move.rows)
         if move.op is Op.PROMOTE:
@@ -67,7 +67,7 @@ class InFlight:
 
     @property
     def reading_since(self) -> float | None:
-        """When the first of those that fill host memory was handed out."""
+        """When the first move under way that fills host memory was handed out."""
         for move, started in self._moves.values():
             if move.op is Op.PROMOTE:
                 return started
@@ -75,7 +75,7 @@ class InFlight:
 
     @property
     def writing_since(self) -> float | None:
-        """When the first of those that copy to the tier, or make it grow, was handed out."""
+        """When the first move under way that copies to the tier or grows it was handed out."""
         for move, started in self._moves.values():
             if move.op in (Op.CASCADE, Op.GROW):
                 return started
@@ -88,15 +88,15 @@ LAST_PAUSE = 30.0
 
 
 class Absence:
-    """Of one tier, told of calls that failed as a whole, and of those that went well.
+    """The absence of one tier: whether calls to it fail, and when to try it again.
 
-    After a pause one call tries whether the tier is back. Nobody waits for it.
+    After a pause one call tests whether the tier is back. No request waits for it.
 
     Attributes:
-        away: calls fail, but for that one nobody uses the tier.
+        away: calls fail; the tier is not used, except by that one call.
 
     Args:
-        name: the tier's, for messages.
+        name: name of the tier, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -108,9 +108,9 @@ class Absence:
         self._trying = False
 
     def failed(self, now: float, error: str | None) -> LogLine | None:
-        """A call failed. Returns a line for the log, if there is one."""
+        """Take in a failed call; returns a log line, if there is one."""
         if self.away and not self._trying:
-            # It was begun before that was known.
+            # The call was begun before the absence was known.
             return None
         known, self.away, self._trying = self.away, True, False
         self._back_at = now + min(FIRST_PAUSE * 2 ** min(self._failures, 10), LAST_PAUSE)
@@ -121,7 +121,7 @@ class Absence:
         return LogLine("tier.away", text, {"tier": self._name, "error": error})
 
     def ended(self) -> LogLine | None:
-        """A call went well. Returns a line for the log, if there is one."""
+        """Take in a call that succeeded; returns a log line, if there is one."""
         if not self.away:
             return None
         self._failures = 0
@@ -129,14 +129,14 @@ class Absence:
         return LogLine("tier.back", f"tier {self._name} is back", {"tier": self._name})
 
     def try_now(self, now: float) -> bool:
-        """Whether a call is to be made now that tries it; then none besides until it has ended."""
+        """Whether to make a test call now; if so, there is no other until it has ended."""
         if not self.away or self._trying or now < self._back_at:
             return False
         self._trying = True
         return True
 
     def forget_try(self) -> None:
-        """Nobody will hear how the try has ended."""
+        """Forget the test call, whose result will not be reported."""
         self._trying = False
 
 
@@ -147,26 +147,26 @@ SLOW_PAUSE = 30.0
 """Seconds without a slow move after which a tier is not slow any more."""
 
 DEVICE_PAUSE = 30.0
-"""Seconds for which a device that failed to store is passed over while others do not."""
+"""Seconds for which a device that failed to store is passed over while others work."""
 
 
 class Health:
-    """What is known of how one tier does.
+    """The health of one tier.
 
     Attributes:
-        alive: whether it is in use and answers in time: it is none of the next four.
+        alive: whether it is in use and answers: neither closed, stalled, congested nor absent.
         readable: whether a promotion from it is worth waiting for: it is alive, and not outpaced.
         closed: it is not used any more.
-        stalled: nothing came back for longer than two deadlines: its chunks are misses.
-        congested: what is asked of it already takes longer than anybody would wait.
-        slow: it answers, but copies to it or its growth took seconds of late.
-        absence: whether calls to it fail, so that it is left alone for a while.
-        pace: how long promotions take. recompute: whether computing its chunks again is sooner.
-        store_after: no copy to it is begun before this time; 0 when the last copy went well.
+        stalled: it has not answered for longer than two deadlines: its chunks are misses.
+        congested: its reads under way already take longer than any request would wait.
+        slow: it answers, but copies to it or its growth took seconds recently.
+        absence: whether calls to it fail, so that it is not used for a while.
+        pace: how long promotions take. recompute: whether computing its chunks again is faster.
+        store_after: no copy to it is begun before this time; 0 when the last copy succeeded.
 
     Args:
-        name: the tier's, for messages.
-        devices: how many it has.
+        name: name of the tier, for messages.
+        devices: number of its devices.
     """
 
     def __init__(self, name: str, devices: int = 1) -> None:
@@ -181,53 +181,53 @@ class Health:
         self.store_after = 0.0
         self.absence = Absence(name)
         self._heard = False
-        # Seconds, as far as anybody watched, for which it has not answered.
+        # Seconds without an answer, as far as steps were taken in that time.
         self._silent = 0.0
         # Chunks promoted in this step, when the first of their moves was begun and the last
-        # ended, and up to when the pace was measured.
+        # ended, and the time up to which the pace was measured.
         self._arrived = 0
         self._arrived_since = self._arrived_by = 0.0
         self._measured = 0.0
         self._slow_since = 0.0
-        # Since when copies were held up neither by reads, which go first, nor by a slow caller.
+        # The time since which neither reads, which go first, nor a slow caller held up copies.
         self._unhindered = 0.0
 
     @property
     def hopeless(self) -> bool:
-        """Whether what is being read from it is not worth waiting for either."""
+        """Whether not even chunks that are being read from it are worth waiting for."""
         return self.stalled or self.recompute.hopeless
 
     def accepts(self, now: float) -> bool:
-        """Whether it is worth copying anything to it."""
+        """Whether copies to it are worth trying."""
         away = self.closed or self.stalled or self.absence.away
         return not away and now >= self.store_after
 
     @property
     def cautious(self) -> bool:
-        """Whether the last copy to it failed: one chunk is to try before many."""
+        """Whether the last copy to it failed, so that one chunk is to be tried before many."""
         return self.store_after > 0.0
 
     @property
     def passed_over(self) -> Collection[int]:
-        """Devices that failed to store a short while ago; none when all of them did."""
+        """Devices that failed to store recently; none if all of them did."""
         return () if self.ailing else self._faulty
 
     @property
     def ailing(self) -> bool:
-        """Whether every device failed to store a short while ago."""
+        """Whether every device failed to store recently."""
         return len(self._faulty) == self._devices
 
     def close(self) -> None:
-        """Nothing is read from it or written to it any more."""
+        """Mark it as closed: it is neither read nor written any more."""
         self.closed = True
         self._sum_up()
 
     def heard(self) -> None:
-        """A move has ended; its completion may be taken in later."""
+        """Note that a move has ended; its completion may be taken in later."""
         self._heard = True
 
     def answered(self) -> LogLine | None:
-        """The end of a move was taken in. Returns a line for the log, if there is one."""
+        """Note that the end of a move was taken in; returns a log line, if there is one."""
         self._heard = True
         if not self.stalled:
             return None
@@ -236,20 +236,20 @@ class Health:
         return self._line("answers", "answers again")
 
     def failed(self, now: float, error: str | None) -> LogLine | None:
-        """A call failed as a whole. Returns a line for the log, if there is one."""
+        """Take in a call that failed as a whole; returns a log line, if there is one."""
         message = self.absence.failed(now, error)
         self._sum_up()
         return message
 
     def went_well(self) -> LogLine | None:
-        """A call went well. Returns a line for the log, if there is one."""
+        """Take in a call that succeeded; returns a log line, if there is one."""
         message = self.absence.ended()
         if message is not None:
             self._sum_up()
         return message
 
     def arrived(self, chunks: int, started: float, ended: float) -> None:
-        """The promotion of so many chunks went on from `started` to `ended`."""
+        """Note a promotion of `chunks` chunks that lasted from `started` to `ended`."""
         if not self._arrived:
             self._arrived_since, self._arrived_by = started, ended
         self._arrived_since = min(self._arrived_since, started)
@@ -257,33 +257,33 @@ class Health:
         self._arrived += chunks
 
     def stored(self, devices: Iterable[int]) -> None:
-        """Copies to these devices went well."""
+        """Note that copies to these devices succeeded."""
         if self._faulty or self._doubted:
             for device in devices:
                 self._faulty.pop(device, None)
                 self._doubted.discard(device)
 
     def at_fault(self, failed: Mapping[int, int]) -> list[int]:
-        """Devices not well, of which so many chunks failed; a first one alone tells of its slot."""
+        """Return which devices are at fault, given failed chunks; a first one may be its slot's."""
         faulty = [n for n, chunks in failed.items() if chunks > 1 or n in self._doubted]
         self._doubted.update(failed)
         return faulty
 
     def refused(self, devices: Collection[int], now: float) -> None:
-        """Copies to these devices failed: they are passed over for a while, or all wait."""
+        """Pass over these devices, where copies failed, for a while; if none is left, pause."""
         self._faulty.update(dict.fromkeys(devices, now + DEVICE_PAUSE))
         if devices and self.ailing:
             self.store_after = now + STORE_PAUSE
 
     def recovered(self, now: float) -> bool:
-        """A copy went well; whether that ends a pause after one that failed."""
+        """Note that a copy succeeded; returns whether that ends the pause after a failure."""
         if not self.store_after or now < self.store_after:
             return False
         self.store_after = 0.0
         return True
 
     def gauges(self) -> dict[str, Any]:
-        """What `TierStats` says of it."""
+        """Return its part of `TierStats`."""
         return {
             "closed": self.closed,
             "stalled": self.stalled,
@@ -305,18 +305,18 @@ class Health:
         writing: bool,
         compute: float,
     ) -> tuple[list[LogLine], bool]:
-        """Bring everything up to date, once a step.
+        """Update the health, once a step.
 
-        When the step before lies further back than `deadline`, `elapsed` says
-        more of the caller than of the tier.
+        When the last step was longer ago than `deadline`, `elapsed` says
+        more about the caller than about the tier.
 
         Args:
             in_flight: its moves. reading: chunks that are being read.
-            writing: whether a copy to it or its growth is under way that no reset has overtaken.
-            compute: seconds that the server takes to compute a chunk; 0 where nobody knows.
+            writing: whether a copy to it, or its growth, is under way since the last reset.
+            compute: seconds that the server takes to compute a chunk; 0 if not known.
 
         Returns:
-            Lines for the log, and whether those who wait for it shall wait no longer.
+            Log lines, and whether requests that wait for it are to stop waiting.
         """
         messages: list[LogLine] = []
         if reading or elapsed >= deadline:
@@ -350,7 +350,7 @@ class Health:
                 now, deadline, in_flight.writing_since if writing else None, messages
             )
         self.congested = reading * self.pace.per_chunk > max_wait
-        # What was heard of in this step tells by its pace, and may still have to be taken in.
+        # Moves that ended in this step count by their pace, and may still have to be taken in.
         since = in_flight.reading_since if reading and not heard else None
         if since is not None:
             since = max(since, self._measured)
@@ -360,7 +360,7 @@ class Health:
     def _measure(self) -> None:
         seconds = max(0.0, self._arrived_by - max(self._arrived_since, self._measured))
         if self.recompute.outpaced:
-            # What made it slow may be over.
+            # The cause of its slowness may be over.
             self.pace.replace(self._arrived, seconds)
         else:
             self.pace.add(self._arrived, seconds)
@@ -375,11 +375,11 @@ class Health:
             took = f"{read * 1e3:.1f} ms" if read > compute else "longer than that"
             text = (
                 f"is outpaced: the server computes a chunk in {compute * 1e3:.1f} ms, "
-                f"to read one takes {took}; its chunks are misses"
+                f"reading one takes {took}; its chunks are misses"
             )
             messages.append(self._line("outpaced", text, compute_seconds=compute))
         elif before and not recompute.outpaced:
-            messages.append(self._line("not_outpaced", "is sooner than computing again"))
+            messages.append(self._line("not_outpaced", "is faster than computing again"))
         self._sum_up()
         return gives_up
 
@@ -390,7 +390,7 @@ class Health:
 
     @property
     def _calm(self) -> bool:
-        """Whether nothing was amiss."""
+        """Whether nothing was wrong, and nothing has arrived in this step."""
         return not (
             self._arrived
             or self._faulty
@@ -410,7 +410,7 @@ class Health:
                 self.slow = True
                 text = (
                     f"is slow: it has been writing for {lasts:.1f} s; "
-                    "what finds no room is not stored there"
+                    "chunks that find no room are not stored there"
                 )
                 messages.append(self._line("slow", text, seconds=lasts))
         elif self.slow and now - self._slow_since >= SLOW_PAUSE:

@@ -16,29 +16,29 @@ from kvstore.policies.table import OrderedTable
 __all__ = ["MOST_FAILURES", "Index"]
 
 MOST_FAILURES = 3
-"""Reads of a chunk that may fail in a row before it is given up."""
+"""A chunk is forgotten after this many failed reads in a row."""
 
 NO_SLOT = -1
-"""Stands for the slot of a chunk that is not here: reading it fails."""
+"""The slot of a chunk that is not here: reading it fails."""
 
 QUESTIONS = 500
-"""Keys about which the policy may ask in vain in one search for victims. When they are spent, the
+"""Keys that may not leave about which the policy may ask in one search for victims. After that the
 search goes on with the next copies, which wait meanwhile."""
 
 
 class Index:
-    """The chunks of one tier, by key, and the order in which they would leave.
+    """The chunks of one tier, by key, and the policy that orders their eviction.
 
     An entry that is being read or pinned is not evicted: its slot is not rewritten.
 
     Attributes:
         entries: the slot of each chunk that can be read.
         writing: the slot of each chunk that is being written.
-        reading: how many moves read each chunk, of those that are being read.
-        pinned: those of `entries` that do not leave for others, first come first.
-        most_pinned: how many these may be.
-        evicted: chunks that left for others. ages: theirs.
-        history: keys that came and left. recency: uses that are to be written down.
+        reading: for each chunk that is being read, how many moves read it.
+        pinned: those of `entries` that are not evicted, oldest pin first.
+        most_pinned: limit of `pinned`.
+        evicted: chunks that were evicted. ages: their ages.
+        history: keys that appeared and left. recency: uses that are to be recorded.
     """
 
     def __init__(self, entries: Iterable[tuple[bytes, int]], policy: EvictionPolicy) -> None:
@@ -54,7 +54,7 @@ class Index:
         self.most_pinned = self._may_pin = 0
         # Keys that are to be pinned, here or not.
         self._wanted: set[bytes] = set()
-        # Those of `reading` and `pinned` that the policy has met, and waits to hear of again.
+        # Those of `reading` and `pinned` that the policy has set aside until it is told of them.
         self._aside: set[bytes] = set()
         self.history = History()
         self.ages = Ages()
@@ -63,11 +63,11 @@ class Index:
         self.evicted = 0
 
     def lacks(self, key: bytes) -> bool:
-        """Whether the chunk is neither here nor on its way here."""
+        """Whether the chunk is neither here nor being written."""
         return key not in self.entries and key not in self.writing
 
     def state_of(self, key: bytes) -> str:
-        """Where in its life on this tier the chunk is: see `kvstore.core.chunk.TIER`."""
+        """Return the state of the chunk on this tier: see `kvstore.core.chunk.TIER`."""
         if key in self.reading:
             if key in self.entries:
                 return "reading"
@@ -77,7 +77,7 @@ class Index:
         return "writing" if key in self.writing else "absent"
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Tell the policy that `keys` (tail first) were used, where they are here."""
+        """Tell the policy that those of `keys` (tail first) that are here were used."""
         here = [*filter(self.entries.__contains__, keys)]
         self.ages.use(here)
         self.recency.use(here)
@@ -86,14 +86,14 @@ class Index:
             touch(key)
 
     def cool(self, keys: Iterable[bytes]) -> None:
-        """Tell the policy that nobody will use `keys` (tail first) soon, where they are here."""
+        """Tell the policy that those of `keys` (tail first) that are here will not be used soon."""
         entries, aside = self.entries, self._aside
         self.policy.cool([key for key in keys if key in entries and key not in aside])
 
     # -- writing ---------------------------------------------------------------------
 
     def begin_writes(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """These chunks are being written to these slots."""
+        """Note that these chunks are being written to these slots."""
         known, writing = map(self.entries.__contains__, keys), self.writing
         if not any(known) and writing.keys().isdisjoint(keys):
             writing.update(zip(keys, slots, strict=True))
@@ -102,7 +102,7 @@ class Index:
         writing.update((key, places[key]) for key in self._may("write", keys, False))
 
     def written(self, keys: Sequence[bytes]) -> None:
-        """These chunks, tail first, are where they were written to, whole and findable."""
+        """Make entries of these chunks, tail first, whose writes have succeeded."""
         slots = list(map(self.writing.pop, keys, repeat(NO_SLOT)))
         if NO_SLOT in slots:
             known = [key for key, slot in zip(keys, slots, strict=True) if slot != NO_SLOT]
@@ -119,21 +119,21 @@ class Index:
             self._pin_wanted(reversed(keys))
 
     def not_written(self, key: bytes) -> None:
-        """The copy failed."""
+        """Forget a write that failed."""
         if self._may("not written", (key,), key in self.writing):
             del self.writing[key]
 
     # -- reading ---------------------------------------------------------------------
 
     def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
-        """Protect the entries while they are read, once more; returns their slots."""
+        """Protect the entries from eviction during one more read; returns their slots."""
         reading, entries = self.reading, self.entries
         for key in self._may("read", keys, all(map(entries.__contains__, keys))):
             reading[key] = reading.get(key, 0) + 1
         return [entries.get(key, NO_SLOT) for key in keys]
 
     def end_reads(self, keys: Sequence[bytes]) -> None:
-        """Undo one `begin_reads` of each."""
+        """Undo one `begin_reads` of each key."""
         reading, aside = self.reading, self._aside
         for key in self._may("last read ended", keys, all(map(reading.__contains__, keys))):
             count = reading[key] - 1
@@ -147,24 +147,24 @@ class Index:
                     self.policy.release((key,))
 
     def read_well(self, keys: Iterable[bytes]) -> None:
-        """Each of the entries was read: what failed before has passed."""
+        """Forget earlier failed reads of these entries, as they were read now."""
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
 
     def unread(self, key: bytes) -> bool:
-        """The entry could not be read this time; whether it shall be tried again."""
+        """Count a failed read of the entry; returns whether to try again."""
         failures = self._unread[key] = self._unread.get(key, 0) + 1
         return failures < MOST_FAILURES
 
     # -- pins --------------------------------------------------------------------------
 
     def limit_pins(self, most: int) -> None:
-        """At most so many entries are ever pinned."""
+        """Set how many entries may ever be pinned."""
         self.most_pinned = self._may_pin = most
 
     def keep_pinned(self, most: int) -> None:
-        """Only so many entries are pinned for now: the last ones are let go."""
+        """Set how many entries may be pinned for now, and unpin the last ones beyond that."""
         self._may_pin = most
         if len(self.pinned) <= most:
             return
@@ -174,12 +174,12 @@ class Index:
         self._let_go(excess)
 
     def pin(self, keys: Collection[bytes]) -> None:
-        """Entries of these keys do not leave for others, those that come included."""
+        """Pin the entries of these keys, those that are added later included."""
         self._wanted.update(keys)
         self._pin_wanted(keys)
 
     def unpin(self, keys: Collection[bytes]) -> None:
-        """Entries of these keys are like any other."""
+        """End the pins of these keys."""
         self._wanted.difference_update(keys)
         ended = [key for key in reversed(list(keys)) if key in self.pinned]
         for key in ended:
@@ -195,7 +195,7 @@ class Index:
                 pinned[key] = None
 
     def _let_go(self, keys: Iterable[bytes]) -> None:
-        """Tell the policy of those that it has met while they were pinned."""
+        """Tell the policy which of these it had set aside and may evict again."""
         free = [key for key in keys if key in self._aside and key not in self.reading]
         self._aside.difference_update(free)
         self.policy.release(free)
@@ -203,12 +203,12 @@ class Index:
     # -- coming and going --------------------------------------------------------------
 
     def relocate(self, key: bytes, slot: int) -> None:
-        """The chunk is in another slot from now on."""
+        """Note that the chunk has moved to another slot."""
         if self._may("relocate", (key,), key in self.entries):
             self.entries[key] = slot
 
     def forget(self, keys: Sequence[bytes]) -> list[int]:
-        """The entries are gone; returns the slots that are free for it."""
+        """Remove these entries; returns the slots that become free."""
         pop, remove = self.entries.pop, self.policy.remove
         keys = self._may("forget", keys, all(map(self.entries.__contains__, keys)))
         slots = [pop(key) for key in keys]
@@ -222,7 +222,7 @@ class Index:
         return slots
 
     def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
-        """Let the policy give up `count` entries; returns the slots that are free for it.
+        """Let the policy give up `count` entries; returns the slots that become free.
 
         Args:
             incoming: the keys that the slots are for, tail first.
@@ -258,10 +258,10 @@ class Index:
             each.clear()
         self.ages.reset()
 
-    # -- what others do with it ----------------------------------------------------------
+    # -- changes by other processes ------------------------------------------------------
 
     def appear(self, appeared: Iterable[tuple[bytes, int]]) -> None:
-        """Somebody else put these chunks into these slots."""
+        """Add chunks that others have put into these slots."""
         entries, writing = self.entries, self.writing
         places = dict(appeared)
         for key in writing.keys() & places if writing else ():
@@ -271,12 +271,12 @@ class Index:
         entries.update(places)
 
     def disappear(self, keys: Iterable[bytes]) -> None:
-        """Somebody else removed these chunks, or they are not what was said."""
+        """Remove chunks that others have removed, or whose entries were out of date."""
         pop = self.entries.pop
         self.history.left([key for key in keys if pop(key, None) is not None])
 
     def counts(self) -> dict[str, Any]:
-        """Its part of `TierStats`."""
+        """Return its part of `TierStats`."""
         lengths = {name: len(getattr(self, name)) for name in ("reading", "writing", "pinned")}
         told = {"evicted": self.evicted, "ages": self.ages.left.copy()}
         return {"chunks": len(self.entries), **told, **lengths}
@@ -284,10 +284,10 @@ class Index:
     # -- inside --------------------------------------------------------------------------
 
     def _may(self, event: str, keys: Sequence[bytes], plain: bool) -> Sequence[bytes]:
-        """Those of `keys` to which the event may happen, by the table.
+        """Return those of `keys` that the event may happen to, by the table.
 
         Args:
-            plain: whether it surely may happen to all of them.
+            plain: whether it is known that it may happen to all of them.
         """
         if plain:
             return keys
@@ -296,5 +296,5 @@ class Index:
 
 
 def _nobody(key: bytes) -> int:
-    """Stands for the answer to a policy where no key is being read or pinned."""
+    """Answer a policy that the key may leave, where no key is being read or pinned."""
     return False

@@ -1,4 +1,4 @@
-"""Owned tier: this process gives its slots."""
+"""Owned tier: this process assigns its slots."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["OwnedTier"]
 
 
 class OwnedTier(CopyTarget):
-    """Its parts answer one question each: `index`, `slots`, `health`.
+    """A tier whose slots this process assigns.
 
-    A slot is in exactly one place: free, set aside, under an entry, being written, or the
+    A slot is in exactly one state: free, set aside, used by an entry, being written, or the
     target of a relocation.
 
     Attributes:
@@ -61,7 +61,7 @@ class OwnedTier(CopyTarget):
 
     @property
     def most(self) -> int:
-        """How many chunks one prompt may have on it: all its slots that are not pinned."""
+        """Most chunks of one prompt that it may hold: all its slots that are not pinned."""
         return self.slots.most - len(self.index.pinned)
 
     @property
@@ -72,10 +72,10 @@ class OwnedTier(CopyTarget):
     # -- copies to it ------------------------------------------------------------------
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        """Slots for `count` new chunks, as far as possible, neighbours together.
+        """Assign slots for up to `count` new chunks, neighbours together.
 
         Evicts only when the tier cannot grow any further; while it grows, fewer slots
-        are given and the rest waits.
+        are assigned and the rest of the chunks waits.
 
         Args:
             incoming: keys of those chunks, tail first.
@@ -83,18 +83,18 @@ class OwnedTier(CopyTarget):
         index, slots, passed_over = self.index, self.slots, self.health.passed_over
         short = count - slots.free_on(passed_over)
         if self.flow is Flow.EXCLUSIVE:
-            # What is being read is about to give its slots up.
+            # Chunks that are being read are about to give up their slots.
             short -= len(index.reading)
         if short > 0 and slots.at_its_end:
             if slots.cannot_grow and index.pinned:
-                # It is smaller than was thought when chunks were pinned.
+                # The tier is smaller than expected when chunks were pinned.
                 index.keep_pinned(index.most_pinned * slots.segments // slots.max_segments)
-            # What is both read and pinned counts twice, until it is read.
+            # A chunk that is both being read and pinned counts twice until the read has ended.
             short = min(short, len(self.entries) - len(index.reading) - len(index.pinned))
             if short > 0:
                 slots.give(index.evict(short, incoming))
             if not slots.free_on(passed_over):
-                # Nothing else is to be had; perhaps they can be written now.
+                # No other slots are left; perhaps these can be written now.
                 slots.give_aside(count)
         return slots.take(count, passed_over)
 
@@ -106,7 +106,7 @@ class OwnedTier(CopyTarget):
     def not_copied(
         self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
     ) -> bool:
-        """Copies of these chunks to these slots failed: the slots are set aside.
+        """Set aside the slots to which copies failed; returns whether a device is at fault.
 
         A device that wrote other slots in the same move is not at fault.
         """
@@ -125,23 +125,23 @@ class OwnedTier(CopyTarget):
     # -- promotions from it --------------------------------------------------------------
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """These chunks were read, whole and right. From an exclusive tier they leave."""
+        """Note that these chunks were read and verified; an exclusive tier forgets them."""
         super().promoted(keys)
         if self.flow is Flow.EXCLUSIVE:
             self.forget(keys)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """The chunk could not be read: it is tried again a few times, if it may be whole."""
+        """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
         if not perhaps_whole or not self.index.unread(key):
             self.forget((key,))
         self.count("failed_reads")
         self.count("corrupt", not perhaps_whole)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """The entries are gone, their slots are free."""
+        """Remove the entries, and free their slots."""
         self.slots.give(self.index.forget(keys))
 
-    # -- what it needs for itself --------------------------------------------------------
+    # -- upkeep --------------------------------------------------------------------------
 
     @property
     def clearing(self) -> bool:
@@ -152,9 +152,9 @@ class OwnedTier(CopyTarget):
         return self.slots.clearing and self.slots.retry_after > 0
 
     def due(self, now: float, *, after_owned: bool = False) -> Move | None:
-        """A move that it needs for itself, without its number.
+        """Return a move for its own upkeep, without its number.
 
-        To grow, to be cleared, or to write down what was used.
+        It clears the tier, makes it grow, or records which chunks were used.
         """
         slots = self.slots
         if slots.clearing:
@@ -187,10 +187,10 @@ class OwnedTier(CopyTarget):
             self.slots.not_cleared(now)
 
     def compaction(self, now: float) -> Move | None:
-        """The next move that empties a sparse segment, without its number.
+        """Return the next move that empties a sparse segment, without its number.
 
-        A copy under way makes whatever comes meanwhile wait, so one begins only while
-        nothing else is under way.
+        Other moves have to wait for a copy under way, so one begins only while no other move
+        is under way.
         """
         if self.compactor.idle:
             return None

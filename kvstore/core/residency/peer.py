@@ -12,10 +12,10 @@ __all__ = ["PeerTier"]
 
 
 class PeerTier(TierView):
-    """What it holds comes and goes by `learn`, at the will of its owners.
+    """A tier that other processes own; `learn` takes in what they add and remove.
 
     An entry may be out of date: then its promotion fails, which is a miss. Clearing the
-    tier means to ignore whatever its owners have stored so far.
+    tier means to ignore everything its owners have stored so far.
     """
 
     def __init__(self, number: int, recovered: RecoveredTier, max_rows_in_flight: int) -> None:
@@ -23,7 +23,7 @@ class PeerTier(TierView):
         super().__init__(number, recovered, index, max_rows_in_flight)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        # The entry is out of date, if that is no passing error.
+        # Unless the error is a passing one, the entry is out of date.
         if not perhaps_whole or not self.index.unread(key):
             self.forget((key,))
 
@@ -36,5 +36,5 @@ class PeerTier(TierView):
             self.index.appear(changes.appeared)
 
     def due(self, now: float, *, after_owned: bool) -> Move | None:
-        # Which chunks of others count after it depends on where the own lane stands then.
+        # The state of this process's own lane then decides which chunks of others count after it.
         return self._clear(now) if self.clearing and not after_owned else None

@@ -1,9 +1,9 @@
 """Compare the measured speed of computing with that of reading.
 
-A server says how long it took to compute chunks, and reads say how long they take. While a tier is
-the slower of both it is *outpaced*: what it holds is a miss, and nobody waits for it.
+A server reports how long it took to compute chunks, and reads from a tier are timed. While reading
+from a tier is slower it is *outpaced*: its chunks are misses, and no request waits for it.
 
-Nobody reads from such a tier, so its speed would never be measured again. After a pause one
+An outpaced tier is not read, so its speed would never be measured again. After a pause one
 request is let through. If its read takes longer than computing, the tier is given up at once and
 the next pause is twice as long.
 """
@@ -15,50 +15,50 @@ from dataclasses import dataclass
 __all__ = ["Average", "Recompute"]
 
 WINDOW = 512
-"""An average forgets about half of what is older than so many chunks."""
+"""An average forgets about half of what is older than this many chunks."""
 
 AGAIN = 0.8
-"""An outpaced tier is worth waiting for once it takes no more than this share of computing."""
+"""An outpaced tier is worth waiting for once reading takes at most this share of computing time."""
 
 FIRST_PAUSE = 5.0
 LAST_PAUSE = 300.0
-"""Seconds between two tries of a tier that is outpaced: they double with each that fails."""
+"""Seconds between two tries of an outpaced tier: they double with each try that fails."""
 
 LEAST_EVIDENCE = 0.25
-"""Seconds of reading without which a pace may be chance, and has cost little."""
+"""Seconds of reading below which a measured pace may be chance, and has cost little."""
 
 LEAST_PATIENCE = 0.1
-"""Seconds that reads under way are not held against a tier: steps of a server take time, too."""
+"""Seconds that reads may always take before they count as late: a server's steps take time, too."""
 
 
 @dataclass(slots=True)
 class Average:
-    """Seconds per chunk, of the last few hundred chunks."""
+    """Average time per chunk over the last few hundred chunks."""
 
     chunks: float = 0.0
     seconds: float = 0.0
 
     @property
     def per_chunk(self) -> float:
-        """Seconds of one chunk; 0 while nothing was measured."""
+        """Seconds per chunk; 0 while nothing was measured."""
         return self.seconds / self.chunks if self.chunks else 0.0
 
     def add(self, chunks: int, seconds: float) -> None:
-        """So many more took so long together."""
+        """Add `chunks` that took `seconds` in all."""
         kept = WINDOW / (WINDOW + chunks)
         self.chunks = kept * self.chunks + chunks
         self.seconds = kept * self.seconds + seconds
 
     def replace(self, chunks: int, seconds: float) -> None:
-        """So many took so long together; what was measured before counts no more."""
+        """Discard earlier measurements and start from `chunks` that took `seconds` in all."""
         self.chunks, self.seconds = float(chunks), seconds
 
 
 class Recompute:
-    """See the module's text; for one tier.
+    """The comparison for one tier: see the module's text.
 
     Attributes:
-        outpaced: computing is sooner. trying: it is, and yet one request may wait for the tier.
+        outpaced: computing is faster. trying: it is, but one request may wait for the tier.
     """
 
     def __init__(self) -> None:
@@ -70,26 +70,26 @@ class Recompute:
 
     @property
     def hopeless(self) -> bool:
-        """Whether even what is being read is not worth waiting for."""
+        """Whether even chunks that are being read are not worth waiting for."""
         return self.outpaced and not self.trying
 
     @property
     def avoided(self) -> bool:
-        """Whether nobody is to begin to wait for the tier."""
+        """Whether no request is to begin to wait for the tier."""
         return self.outpaced and (self._reads or not self.trying)
 
     def watch(
         self, now: float, read: Average, compute: float, reading: int, since: float | None
     ) -> bool:
-        """Bring it up to date, once a step.
+        """Update the comparison, once a step.
 
         Args:
-            read: what reads took. compute: seconds per chunk; 0 where they are not known.
-            reading: chunks that are being read. since: when the first of these moves was begun, or
-                another before it has ended.
+            read: how long reads took. compute: seconds to compute a chunk; 0 if not known.
+            reading: chunks that are being read. since: when the first move that reads them was
+                begun, or when another before it has ended.
 
         Returns:
-            Whether those who wait for the tier shall wait no longer.
+            Whether requests that wait for the tier are to stop waiting.
         """
         if compute <= 0:
             self.outpaced = self.trying = False

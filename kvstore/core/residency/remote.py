@@ -1,6 +1,6 @@
 """Remote tier: a store that has to be asked whether it has a key, and that others write to as well.
 
-It has no slots of ours: its engine decides where a chunk lies and what it evicts.
+This process does not assign its slots: the store decides where a chunk lies and what it evicts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvstore.types import Completion, Flow, LogLine, Move, Op, RecoveredTier
 __all__ = ["NOWHERE", "AskedTier"]
 
 NOWHERE = 0
-"""Stands for the slot of each of its chunks: where they lie is the store's own affair."""
+"""The slot of each of its chunks, as only the store knows where they lie."""
 
 _NO_DEVICE = (0,)
 
 
 class AskedTier(Store):
-    """`entries` are the keys of which it is known that the store has them.
+    """A store as a tier; `entries` are the keys that it is known to have.
 
     An answer may be out of date: then the promotion fails, which is a miss. Clearing the
-    store means to ignore whatever was stored so far: others go on to use it.
+    store means to ignore everything stored so far: other hosts go on using it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AskedTier(Store):
         )
         self.answers = Answers() if answers is None else answers
         self.patience = Patience()
-        # Of the step, for calls that do not tell it.
+        # Time of the step, for calls that do not pass it.
         self._now = 0.0
         self._failed: list[bytes] = []  # a key of the last call that failed
 
@@ -75,7 +75,7 @@ class AskedTier(Store):
     def _answered(self, keys: Sequence[bytes], completion: Completion, now: float) -> None:
         answers = self.answers
         since = answers.asked.get(keys[0])
-        # What was given up as overdue meanwhile is known all the same.
+        # Answers to questions that were given up as overdue still count.
         answers.end(keys)
         unread = set(completion.unread)
         ends = list(zip(keys, completion.ok, strict=True))
@@ -86,7 +86,7 @@ class AskedTier(Store):
             self.patience.answered(asked, len(found), max(0.0, seconds))
         self.count("found", len(found))
         self.count("unanswered", len(unread))
-        # Of what was copied to it meanwhile more is known than it could say.
+        # For chunks that were copied to it meanwhile, the answer is out of date.
         writing, entries = self.index.writing, self.entries
         answers.lacks([key for key in lacking if key not in entries and key not in writing], now)
         found = [key for key in found if key not in writing]
@@ -97,14 +97,14 @@ class AskedTier(Store):
 
     @property
     def most(self) -> int:
-        """No limit: what it has room for is its own business."""
+        """No limit: the store itself decides what it has room for."""
         return sys.maxsize
 
     def accepts(self, now: float) -> bool:
         return not self.clearing and self.health.accepts(now)
 
     def take_slots(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
-        """As many as are wanted: what there is no room for, the store refuses."""
+        """Assign as many as are wanted: the store refuses what it has no room for."""
         return [NOWHERE] * count
 
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class AskedTier(Store):
     def not_copied(
         self, entries: Sequence[tuple[bytes, int]], copied: Sequence[int], now: float
     ) -> bool:
-        """Copies of these chunks failed."""
+        """Note that copies of these chunks failed; the store as a whole is at fault."""
         for key, _ in entries:
             self.index.not_written(key)
         self.health.refused(_NO_DEVICE, now)
@@ -131,7 +131,7 @@ class AskedTier(Store):
         self.index.disappear(self.answers.has(known, self._now))
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """The chunk could not be read: it is tried again a few times, if it may be whole."""
+        """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
         if not perhaps_whole:
             self.index.disappear((key,))
             self.answers.lacks((key,), self._now)
@@ -140,14 +140,14 @@ class AskedTier(Store):
         self.count("failed_reads")
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Nobody knows any more whether the store has these."""
+        """Forget whether the store has these."""
         self.index.disappear(keys)
         self.answers.forget(keys)
 
-    # -- what it needs for itself --------------------------------------------------------
+    # -- upkeep --------------------------------------------------------------------------
 
     def due(self, now: float, *, after_owned: bool) -> Move | None:
-        """A move that clears it, if it has to be cleared, or tries whether it is back."""
+        """Return a move that clears it, if it has to be cleared, or tests whether it is back."""
         if not self.clearing:
             tries = not self.health.closed and self.health.absence.try_now(now)
             return self.ask(self._failed, now) if tries else None
@@ -156,11 +156,11 @@ class AskedTier(Store):
     def watch(
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> tuple[list[LogLine], bool]:
-        """Notice how it does, once a step: see `Health.watch`. Old answers are forgotten."""
+        """Update its health and forget old answers, once a step: see `Health.watch`."""
         self._now = now
         answers = self.answers
         if answers.asked:
-            # Nobody waits for these any longer.
+            # No request waits for these any longer.
             overdue = len(answers.overdue(now - deadline))
             if overdue:
                 self.count("unanswered", overdue)

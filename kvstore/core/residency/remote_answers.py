@@ -1,15 +1,15 @@
-"""Answers of a store: what it has said of keys, and how long an answer is worth waiting for.
+"""Answers of a store: which keys it has, and how long an answer is worth waiting for.
 
-A store is written to and evicted from by others. What it has is known only as far as it was asked,
-and only for a while (`Answers`).
+Other hosts write to a store, and it evicts chunks. Whether it has a key is known only after it was
+asked, and only for a while (`Answers`).
 
-`Patience` bounds the wait for an answer. With the share of the chunks that the store had lately,
-and the measured seconds for a chunk, the bound is
+`Patience` bounds the wait for an answer. With the share of chunks that the store had lately,
+and the measured seconds to read and to compute a chunk, the bound is
 
     max(10 ms, max(share * (1 - read / compute), 5 %) * chunks * compute)
 
-While answers take longer as a rule, nobody begins to wait. The question is asked all the same, and
-a later request finds the answer.
+While answers usually take longer than that, no request begins to wait. The question is still
+asked, and a later request finds the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ANSWERS_LAST = 60.0
 """Seconds for which an answer counts."""
 
 MOST_ANSWERS = 2**18
-"""Keys of which it is known that the store has them, and as many of which it is known that it has
-them not. The oldest answers are forgotten for new ones."""
+"""Most keys that the store is known to have, and most that it is known to lack. New answers
+replace the oldest ones."""
 
 MOST_EXPIRED = 512
-"""Answers that one step forgets because their time is over."""
+"""Most answers that one step forgets because their time is over."""
 
 
 class Answers:
@@ -37,7 +37,7 @@ class Answers:
 
     Attributes:
         absent: keys that the store does not have.
-        asked: keys about which it is being asked, with the time when that began.
+        asked: keys that it is being asked about, with the time of the question.
 
     Args:
         most: as `MOST_ANSWERS`. lasts: as `ANSWERS_LAST`.
@@ -52,36 +52,36 @@ class Answers:
         self.asked: dict[bytes, float] = {}
 
     def ask(self, keys: Sequence[bytes], now: float) -> None:
-        """The store is being asked about these."""
+        """Note that the store is being asked about these."""
         self.asked.update(dict.fromkeys(keys, now))
 
     def has(self, keys: Sequence[bytes], now: float) -> list[bytes]:
-        """The store has these; returns keys of which that is forgotten, to have room for them."""
+        """Note that the store has these; returns older keys that are forgotten to make room."""
         _renew(self._present, keys, now + self._lasts)
         for key in keys:
             self.absent.pop(key, None)
         return self._shorten(self._present, self._most)
 
     def lacks(self, keys: Sequence[bytes], now: float) -> None:
-        """The store does not have these."""
+        """Note that the store does not have these."""
         _renew(self.absent, keys, now + self._lasts)
         for key in keys:
             self._present.pop(key, None)
         self._shorten(self.absent, self._most)
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """The question about these has ended, answered or not."""
+        """Note that the question about these has ended, answered or not."""
         for key in keys:
             self.asked.pop(key, None)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Nobody knows any more whether the store has these."""
+        """Forget whether the store has these."""
         for key in keys:
             self._present.pop(key, None)
             self.absent.pop(key, None)
 
     def overdue(self, before: float) -> list[bytes]:
-        """Keys about which it was asked before that time, without an answer: it is over."""
+        """End the questions asked before that time; returns their keys."""
         late = []
         for key, since in self.asked.items():
             if since >= before:
@@ -92,7 +92,7 @@ class Answers:
         return late
 
     def expire(self, now: float) -> list[bytes]:
-        """Forget what has counted long enough, a bit in each step; returns keys that were there."""
+        """Forget expired answers, some in each step; returns those keys that the store had."""
         for _ in range(MOST_EXPIRED):
             key = next(iter(self.absent), None)
             if key is None or self.absent[key] > now:
@@ -108,7 +108,7 @@ class Answers:
         return gone
 
     def reset(self) -> None:
-        """Nothing is known, and nothing was asked."""
+        """Forget all answers and questions."""
         self._present.clear()
         self.absent.clear()
         self.asked.clear()
@@ -118,35 +118,36 @@ class Answers:
 
 
 def _renew(answers: OrderedTable[bytes, float], keys: Sequence[bytes], until: float) -> None:
-    # Tail first: should not all of them be kept, the head is.
+    # Tail first, so that the head is kept if there is no room for all.
     for key in reversed(keys):
         answers.pop(key, None)
         answers[key] = until
 
 
 RISKED = 0.05
-"""The part of a request's computing that it waits for an answer whatever the store had of late."""
+"""The share of a request's computing time that it waits for an answer even if the store had
+nothing lately."""
 
 LEAST_PATIENCE = 0.01
-"""Seconds that are waited in any case: the steps of a server take as long."""
+"""Seconds to wait in any case: a step of a server takes as long."""
 
 WINDOW = 64
-"""The part that a store has is that of about so many questions, the last ones."""
+"""The share of found chunks is taken over about this many questions, the last ones."""
 
 TRUSTED = 4
-"""A store that was just opened is taken for one that had all of so many questions."""
+"""A newly opened store is treated as if it had answered this many questions with all chunks."""
 
 NEWEST = 0.25
-"""The weight of an answer in how long answers take."""
+"""The weight of the newest answer in the average time of answers."""
 
 
 class Patience:
-    """Of those who ask one store; told of the answers to its questions.
+    """The time that an answer of one store is worth waiting for.
 
     Attributes:
-        share: part of the chunks it was asked about that the store had, of late: of many questions,
+        share: recent share of the chunks asked about that the store had: over many questions,
             as a single prompt says little, whether its chunks are large or small.
-        seconds: how long its answers take, of late; 0 while there was none.
+        seconds: how long its answers took recently; 0 while there was none.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class Patience:
         return self._found / self._asked if self._asked else 1.0
 
     def answered(self, asked: int, found: int, seconds: float) -> None:
-        """A question about so many chunks took so long; so many were there."""
+        """Take in an answer: of `asked` chunks `found` were there, and it took `seconds`."""
         if not self._asked:
             self._asked = self._found = float(TRUSTED * asked)
         kept = WINDOW / (WINDOW + 1)
@@ -167,16 +168,16 @@ class Patience:
         self.took(seconds)
 
     def took(self, seconds: float) -> None:
-        """A question took so long, answered or given up."""
+        """Take in how long a question took, answered or given up."""
         weight = NEWEST if self.seconds else 1.0
         self.seconds += weight * (seconds - self.seconds)
 
     def lasts(self, chunks: int, compute: float, read: float) -> float:
-        """Seconds for which a request waits that lacks so many chunks; infinite: as others do.
+        """Return how many seconds a request waits that lacks `chunks`; infinite for no limit here.
 
         Args:
-            compute: seconds in which the server computes a chunk; 0 where nobody knows.
-            read: seconds in which the store reads one; 0 where nobody knows.
+            compute: seconds that the server takes to compute a chunk; 0 if not known.
+            read: seconds that the store takes to read one; 0 if not known.
         """
         if compute <= 0:
             return math.inf

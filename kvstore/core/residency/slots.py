@@ -1,8 +1,8 @@
-"""Slots of a tier: which are free, in runs, and how many there may be.
+"""Slots of a tier: the free ones, kept in runs, and the growth of the tier.
 
 A slot is free, retired (free, in the segment that is being emptied), set aside (free, but a write
-to it failed), or in use. Segments are dealt out among the tier's devices, its stripes: segment s
-lies on device ``s % stripes``. A tier grows segment by segment, ahead of need.
+to it failed), or in use. Segments are distributed over the tier's devices, its stripes: segment s
+is on device ``s % stripes``. A tier grows segment by segment, ahead of need.
 
 `ExtentAllocator` keeps free slots as runs. A run never crosses a segment: it is one contiguous
 range of one file, and one vectored call moves it.
@@ -29,7 +29,7 @@ class ExtentAllocator:
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         # Extents by size class (bit length of the size): starts, in insertion order.
-        # Not plain dicts, whose first item is behind the traces of all that were taken before.
+        # Not plain dicts: there, finding the first item passes all that were deleted before it.
         sizes = range(segment_slots.bit_length() + 1)
         self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in sizes]
         self.free = 0
@@ -38,7 +38,7 @@ class ExtentAllocator:
     def take(self, count: int) -> list[int]:
         """Take up to `count` slots, in few runs, in order within each run.
 
-        The search for a free run that is long enough is not exhaustive: one is sure
+        The search for a free run that is long enough is not exhaustive: one is certain
         to be found when a free run is at least twice as long as `count`.
 
         Returns fewer slots than asked when fewer are free.
@@ -75,7 +75,7 @@ class ExtentAllocator:
         self._merge(start, stop)
 
     def free_in(self, segment: int) -> int:
-        """Free slots in a segment."""
+        """Return the number of free slots in a segment."""
         return self._free_in[segment]
 
     def withdraw(self, segment: int) -> list[int]:
@@ -127,7 +127,7 @@ class ExtentAllocator:
         self._free_in[start // self._segment_slots] += end - start
 
     def _shorten(self, start: int, stop: int, end: int) -> None:
-        """`_remove` the extent and `_insert` its rest from `stop` on, in half the time."""
+        """Do as `_remove` of the extent and `_insert` of its rest from `stop`, in half the time."""
         del self._end_of[start]
         self._end_of[stop] = end
         self._start_of[end] = stop
@@ -145,13 +145,13 @@ class ExtentAllocator:
 
 
 STRIPE_CHUNKS = 8
-"""Fewest chunks for which a further device is worth a call of its own."""
+"""Least number of chunks for which a further device is worth a call of its own."""
 
 RETRY_PAUSE = 5.0
 """Seconds before a tier that could not grow or be cleared is asked again."""
 
 ASIDE_PAUSE, MOST_ASIDE = 600.0, 4096
-"""Seconds for which slots are set aside; how many at most, an eighth of all where that is less."""
+"""Seconds for which slots are set aside; and most such slots, or an eighth of all if less."""
 
 
 class Slots:
@@ -160,15 +160,15 @@ class Slots:
     Attributes:
         segment_slots: slots of a segment. max_segments: most segments there may be.
         growing: a segment is being made ready.
-        cannot_grow: growth failed, or never ends: new chunks displace old ones meanwhile.
-        growing_slowly: growth takes too long: what finds no free slot is not stored meanwhile.
-        clearing: everything was forgotten, and no slot is given until that is durable.
+        cannot_grow: growth failed, or does not end: new chunks displace old ones meanwhile.
+        growing_slowly: growth takes too long: chunks without a free slot are not stored meanwhile.
+        clearing: everything was forgotten, and no slot is assigned until that is durable.
         retry_after: it is neither grown nor cleared before this time; 0 when neither failed.
 
     Args:
-        segments: those that are ready.
-        stripes: devices among which they are dealt out.
-        used: slots that hold something.
+        segments: segments that are ready.
+        stripes: number of devices.
+        used: slots that are in use.
     """
 
     def __init__(
@@ -198,17 +198,17 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that are ready and hold nothing."""
+        """Number of free slots."""
         return sum(stripe.free for stripe in self._stripes)
 
     @property
     def segments(self) -> int:
-        """Segments that are ready."""
+        """Number of segments that are ready."""
         return len(self._segments)
 
     @property
     def aside(self) -> int:
-        """Slots that hold nothing and are given to nobody, as a write to them failed."""
+        """Number of free slots that are not used because a write to them failed."""
         return len(self._aside)
 
     @property
@@ -219,7 +219,7 @@ class Slots:
 
     @property
     def short(self) -> bool:
-        """Whether little is free."""
+        """Whether few slots are free."""
         return self.free < self._headroom
 
     @property
@@ -229,12 +229,12 @@ class Slots:
 
     @property
     def most(self) -> int:
-        """Chunks that fit at most, as far as is known."""
+        """Most chunks that fit, as far as is known."""
         return self.segment_slots * (self.segments if self.at_its_end else self.max_segments)
 
     @property
     def room(self) -> int:
-        """Chunks that still fit before others have to leave."""
+        """Number of chunks that still fit before others have to leave."""
         unmade = 0 if self.at_its_end else self.max_segments - self.segments
         return self.free + unmade * self.segment_slots
 
@@ -243,19 +243,19 @@ class Slots:
         return max(self.segment_slots // 2, 1) * len(self._stripes)
 
     def device_of(self, slot: int) -> int:
-        """The device on which a slot lies."""
+        """Return the device of a slot."""
         return slot // self.segment_slots % len(self._stripes)
 
     def free_on(self, passed_over: Collection[int]) -> int:
-        """Slots that are free on the devices that are not passed over."""
+        """Return the number of free slots on the devices that are not passed over."""
         return sum(stripe.free for stripe in self._without(passed_over))
 
     # -- give and take ---------------------------------------------------------------
 
     def take(self, count: int, passed_over: Collection[int] = ()) -> list[int]:
-        """Up to `count` free slots, neighbours together.
+        """Take up to `count` free slots, neighbours together.
 
-        They come from as many devices as the chunks are worth, those with most room first.
+        The number of devices depends on `count`; those with the most room come first.
         """
         if len(self._stripes) == 1 and not passed_over:
             return self._stripes[0].take(count)
@@ -269,7 +269,7 @@ class Slots:
         return slots
 
     def give(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing any more."""
+        """Free these slots."""
         if self._retired >= 0:
             gone = {slot for slot in slots if slot // self.segment_slots == self._retired}
             self._retired_free |= gone
@@ -284,18 +284,18 @@ class Slots:
             self._stripes[device].give(its_slots)
 
     def set_aside(self, slots: Iterable[int], now: float) -> None:
-        """Give these slots, to which writes failed, after a while or once there are too many."""
+        """Set aside slots to which writes failed, for a while or until there are too many."""
         self._aside.update(dict.fromkeys(slots, now + ASIDE_PAUSE))
         most = min(MOST_ASIDE, max(1, self.segments * self.segment_slots // 8))
         self.give_aside(max(0, self.aside - most))
 
     def end_aside(self, now: float) -> None:
-        """Give what was set aside long enough."""
+        """Free slots that were set aside long enough."""
         if self._aside:
             self.give_aside(sum(1 for _ in takewhile(now.__ge__, self._aside.values())))
 
     def give_aside(self, count: int) -> None:
-        """Give so many of those that were set aside, the first ones."""
+        """Free the first `count` slots that were set aside."""
         slots = list(islice(self._aside, count))
         for slot in slots:
             del self._aside[slot]
@@ -314,19 +314,19 @@ class Slots:
         )
 
     def begin_growth(self, now: float) -> None:
-        """One more segment is being made ready."""
+        """Note that one more segment is being made ready."""
         self.growing = True
         self._growing_since = now
 
     def watch_growth(self, now: float, deadline: float, max_wait: float) -> None:
-        """Notice a growth that takes long; beyond `max_wait` it is taken for endless."""
+        """Notice a growth that takes long; after `max_wait` it is treated as failed."""
         lasts = now - self._growing_since
         self.growing_slowly = lasts >= 2 * deadline
         if lasts >= max(max_wait, 2 * deadline):
             self.cannot_grow = True
 
     def growth_ended(self, segments: Sequence[int], now: float) -> None:
-        """These segments are ready, all their slots free; there are none if it failed."""
+        """Add segments that are ready, with all slots free; there are none if growth failed."""
         self.growing = self.growing_slowly = False
         for segment in segments:
             self.cannot_grow = False
@@ -337,37 +337,37 @@ class Slots:
             self.retry_after = now + RETRY_PAUSE
 
     def growth_overtaken(self, segments: Iterable[int]) -> None:
-        """Segments were made that belong to the time before a reset: clearing will free them."""
+        """Add segments whose growth began before a reset: clearing will free their slots."""
         self.growing = self.growing_slowly = False
         self._segments.update(segments)
 
     # -- clearing --------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Everything was forgotten. No slot is given until that is durable."""
+        """Forget everything. No slot is assigned until that is durable."""
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
         self._retired, self._retired_free, self._aside = -1, set(), {}
         self.clearing = True
         self.retry_after = 0.0
 
     def cleared(self, segments: Iterable[int]) -> None:
-        """The tier forgot everything durably: all slots of `segments` are free."""
+        """Free all slots of `segments`, as the tier is cleared durably."""
         self._segments = set(segments)
         for segment in self._segments:
             self._give_segment(segment)
         self.clearing = False
 
     def not_cleared(self, now: float) -> None:
-        """That failed; it is tried again after a while."""
+        """Note that clearing failed; it is tried again after a while."""
         self.retry_after = now + RETRY_PAUSE
 
     # -- emptying a segment ----------------------------------------------------------
 
     def sparse_segment(self, most: float) -> int | None:
-        """The segment that holds least, if the tier has enough room without it.
+        """Return the segment that holds the fewest chunks, if there is enough room without it.
 
         Args:
-            most: the part of its slots that may be in use.
+            most: the share of its slots that may be in use.
         """
         if len(self._segments) <= len(self._stripes):
             return None
@@ -375,39 +375,39 @@ class Slots:
         victim = max(self._segments, key=self._free_in)
         its_free = self._free_in(victim)
         live = size - its_free - self._aside_in(victim)
-        # Half a segment more than makes the tier grow again.
+        # Half a segment beyond the point at which the tier would grow again.
         enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
         return victim if live <= most * size and enough else None
 
     def emptiest_segment(self, passed_over: Collection[int]) -> int | None:
-        """The segment that holds least, of those that are not passed over."""
+        """Return the segment that holds the fewest chunks, of those not passed over."""
         rest = [segment for segment in self._segments if segment not in passed_over]
         return max(rest, key=self._free_in, default=None)
 
     def is_empty(self, segment: int) -> bool:
-        """Whether no slot of the segment holds anything."""
+        """Whether no slot of the segment is in use."""
         free = len(self._retired_free) if segment == self._retired else self._free_in(segment)
         return free + self._aside_in(segment) == self.segment_slots
 
     def retire(self, segment: int) -> None:
-        """No slot of the segment is given to anybody from now on. There is one at a time."""
+        """Assign no slot of the segment from now on. Only one segment is retired at a time."""
         self._retired = segment
         first = segment * self.segment_slots
         self._retired_free = set(self._stripe_of(first).withdraw(segment))
 
     def take_retired(self, count: int) -> list[int]:
-        """The first `count` free slots of the segment that was retired."""
+        """Take the first `count` free slots of the retired segment."""
         slots = sorted(self._retired_free)[:count]
         self._retired_free.difference_update(slots)
         return slots
 
     def unretire(self, segment: int) -> None:
-        """The segment is used as before."""
+        """Use the retired segment as before."""
         free, self._retired, self._retired_free = self._retired_free, -1, set()
         self._stripe_of(segment * self.segment_slots).give(free)
 
     def segment_removed(self, segment: int) -> None:
-        """The segment that was emptied is gone."""
+        """Forget the segment, which was emptied and removed."""
         self._segments.discard(segment)
         size, aside = self.segment_slots, self._aside
         self._aside = {slot: at for slot, at in aside.items() if slot // size != segment}

@@ -51,11 +51,11 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What identifies the content of some files.
+    """The identity of the content of some files.
 
     Attributes:
         digest: the same for the same names and content, wherever the files lie.
-        signature: names, inodes, sizes and times; while it stays, nobody has written.
+        signature: names, inodes, sizes and times; if it is the same, no file was written.
         total_bytes: of all files together.
     """
 

@@ -78,12 +78,12 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
 
 
 def shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say something, long values as digests."""
+    """Return the facts that are not empty, with digests for long values."""
     return {key: _short(value) for key, value in facts.items() if value not in (None, {}, [], "")}
 
 
 def adapter_settings(lora_config: Any) -> str:
-    """What beside its files decides the KV of a request with an adapter."""
+    """Return the settings that, besides its files, decide the KV of a request with an adapter."""
     told: dict[str, Any] = {}
     _add(told, "lora", lora_config, LORA_IGNORED)
     return json.dumps(told, sort_keys=True)
@@ -115,7 +115,7 @@ ADDED_APART = ("model_config", "speculative_config")
 
 
 def _add_sections(facts: dict[str, Any], vllm_config: Any) -> None:
-    """All sections but those known not to matter, also those that nobody has heard of."""
+    """Add all sections, unknown ones included, except those known not to matter."""
     for each in dataclasses.fields(vllm_config):
         if each.name in SECTIONS_IGNORED or each.name in ADDED_APART or each.name[0] == "_":
             continue
@@ -218,7 +218,7 @@ def _release() -> str:
 
 
 def _device() -> dict[str, Any]:
-    """What decides the choice of kernels, and with it the order of bytes in a page."""
+    """Return facts that decide the choice of kernels, and so the order of bytes in a page."""
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)

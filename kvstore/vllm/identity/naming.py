@@ -56,7 +56,7 @@ class Naming:
     def engine_identity(
         self, config: Any, vllm_config: Any, told: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What beside the layout decides the bytes of an engine whose chunks outlive it.
+        """Return the facts that, besides the layout, decide the bytes of persistent chunks.
 
         Args:
             config: vLLM's `OffloadingConfig`.
@@ -90,7 +90,7 @@ class Naming:
 
 
 MAX_TOLD = 6
-"""Of the settings in which two engines differ, so many are named."""
+"""Most of the settings in which two engines differ that are named."""
 
 
 def siblings(identity: Mapping[str, Any], paths: Iterable[Path]) -> list[str]:

@@ -1,7 +1,7 @@
 """Settings of vLLM: which decide KV bytes, and which are known not to.
 
 In every section each setting counts except those named here, and so does a section that is not
-named, so a setting that nobody has thought of costs hits, but never yields wrong bytes. Variables
+named, so an unknown setting costs hits, but never yields wrong bytes. Variables
 of the environment are the exception: of these, the ones that are named count. Reviewed against
 vLLM 0.32 and 0.33.
 """

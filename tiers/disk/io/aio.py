@@ -44,7 +44,7 @@ for each buffer and two for each call. A virtual device has 256 of them, and los
 where they are all taken."""
 
 STORE_DEPTH = 32
-"""The same of stores: enough to keep a device busy, and a load that comes does not wait long."""
+"""The same for stores: enough to keep a device busy, without a long wait for loads."""
 
 CALL_BYTES = 512 * 1024
 """Most bytes of one call: see docs/decisions/disk.md."""
@@ -60,8 +60,8 @@ class Batch(Protocol):
         """Wait for all: the bytes moved of each, or the error's number negated, and digests.
 
         The digests are those of the first `hashed` bytes of each buffer, if that is not 0,
-        and only of a request that was moved whole. When this returns, the kernel has let go
-        of the memory.
+        and only of a request that was moved completely. When this returns, the kernel does not
+        use the memory any more.
         """
 
 
@@ -112,7 +112,7 @@ class AioIO(DirectIO):
         return self.begin_writes(requests, hashed).end()
 
     def _context(self, local: threading.local, depth: int) -> Context | None:
-        """That of this thread among `local`; None where the system has none left for it."""
+        """Return this thread's context; None if the system has none left for it."""
         try:
             context: Context | None = local.context
         except AttributeError:
@@ -154,7 +154,7 @@ class _UnderWay(UnderWay):
 
     @abstractmethod
     def _again(self, request: IORequest, length: int) -> Moved | OSError:
-        """What becomes of a request that was moved in part, or not at all."""
+        """Finish a request that was moved in part, or not at all."""
 
 
 class _Reads(_UnderWay):

@@ -37,7 +37,7 @@ class IORequest(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a request has moved.
+    """The result of a request.
 
     Attributes:
         length: bytes; of a read fewer than asked for at the end of the file.
@@ -62,7 +62,7 @@ class UnderWay(ABC):
 
 
 class IOBackend(ABC):
-    """Moves extents: one call for many neighbouring slots, or many such calls at once.
+    """Moves extents: one call for many adjacent slots, or many such calls at once.
 
     All calls block, release the GIL while they do, and may run in several
     threads at once. Buffers and offsets are multiples of 4096.
@@ -134,7 +134,7 @@ class IOBackend(ABC):
 
 
 class Later(UnderWay):
-    """For backends that only move bytes while somebody waits."""
+    """Moves under way of backends that move bytes only while a thread waits."""
 
     def __init__(self, move: Callable[[], list[Moved | OSError]]) -> None:
         self._move = move

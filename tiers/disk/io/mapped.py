@@ -25,7 +25,7 @@ __all__ = ["MappedIO"]
 Pages = npt.NDArray[np.uint8]
 
 MEMORY = {0x01021994, 0x858458F6}
-"""What tmpfs and ramfs are called by ``fstatfs``: they can be neither slow nor frozen."""
+"""The types of tmpfs and ramfs in ``fstatfs``: these can be neither slow nor frozen."""
 
 
 class MappedIO(BufferedIO):

@@ -33,7 +33,7 @@ class _File:
     """An open file, and a lock for its one position."""
 
     def __init__(self, fd: int, mode: str) -> None:
-        # The descriptor is closed by whoever opened it.
+        # The descriptor is closed by the caller that opened it.
         self.handle: Any = wrap(io.FileIO(fd, mode, closefd=False))
         self.turn = asyncio.Lock()
 

@@ -33,7 +33,7 @@ IO_BACKENDS: dict[str, Callable[[], IOBackend]] = {
 """Backends by name."""
 
 AUTO = ("aio", "direct", "buffered", "portable")
-"""What ``auto`` tries, best first."""
+"""The backends that ``auto`` tries, best first."""
 
 
 def choose_backend(folder: Path, name: str = "auto") -> IOBackend:
