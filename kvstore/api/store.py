@@ -127,7 +127,7 @@ class Store:
         return self._look_up(keys, request)[1]
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading `keys` host memory or a slower tier holds, without side effects.
+        """Return how many leading `keys` host memory or a tier holds, without side effects.
 
         Never blocks, and changes nothing: nothing is fetched or kept, and no lookup, miss or
         use is counted. The chunks may leave a moment later, and a chunk on a

@@ -99,7 +99,7 @@ class SyncStore:
         return self._calls.ask(lambda: self._store.lookup_prefix(keys, request))
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading `keys` host memory or a slower tier holds, without side effects."""
+        """Return how many leading `keys` host memory or a tier holds, without side effects."""
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
