@@ -18,7 +18,7 @@ from kvstore.core.chunk import FILLING
 from kvstore.core.hints import Hints, read_hints
 from kvstore.core.removal import Removal
 from kvstore.core.statistics import CoreStats
-from kvstore.core.step import CoreSteps
+from kvstore.core.step import MOST_HINTED, CoreSteps
 from kvstore.core.stores import StoreGrant
 from kvstore.core.transfers import Transfer
 from kvstore.types import Event
@@ -125,7 +125,6 @@ class Core(CoreSteps):
         ordered = self._ordered(request_id, keys)
         request = self._requests.get(request_id)
         if request is not None and request.hints is not None and not request.hints.store:
-            self._chains.extend(request, list(ordered))
             return StoreGrant([], [], [], list(keys))
         grant = self._stores.prepare(ordered, request_id, self.now)
         if grant is not None and ordered is not keys:
@@ -175,9 +174,12 @@ class Core(CoreSteps):
         self.on_request_finished(request_id)
         if params is not None or envelope is not None:
             hints, taken, ignored = read_hints(params, envelope)
+            if taken and self._hinted >= MOST_HINTED:
+                taken, ignored = 0, ignored + taken
             self._hints += taken
             self._hints_ignored += ignored
             if taken:
+                self._hinted += 1
                 self._requests.open(request_id).hint(hints)
         if position is not None:
             self._requests.open(request_id).tell_positions(position, one_group=one_group)
@@ -193,7 +195,7 @@ class Core(CoreSteps):
         request = self._requests.get(request_id)
         if request is None:
             return
-        hints, keys = request.hints, request.used
+        hints, keys = request.hints, list(request.named)
         self._end_request(request)
         if hints is not None and keys:
             self._hints_refused += self.follow(hints, keys, self.now if now is None else now)
@@ -224,6 +226,7 @@ class Core(CoreSteps):
 
     def extend_prompt(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Add `keys` to the prompt of the request, although it does not load them."""
+        self._lookups.pause()
         self._chains.extend(self._requests.open(request_id), keys)
 
     def on_prompt_end(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
@@ -316,9 +319,14 @@ class Core(CoreSteps):
         late = list(self.device_transfers())
         self._overtaken.add(late)
         self.era += 1
-        for request in self._requests.values():
+        before = list(self._requests.values())
+        for request in before:
             self._queue.remove(request)
         self._requests.clear()
+        for request in before:
+            # What the server has told of a request holds: it goes on.
+            if request.position is not None or request.hints is not None:
+                self._requests.open(request.id).take_over(request)
         while self._news:
             self._drop_first()
         self._lookups.reset()
@@ -416,8 +424,13 @@ class Core(CoreSteps):
     # -- inside --------------------------------------------------------------------------
 
     def _ordered(self, request_id: str, keys: Collection[bytes]) -> Collection[bytes]:
+        """Return `keys`, which the request loads or offers, in the order of its prompt."""
         request = self._requests.get(request_id)
-        return keys if request is None else request.ordered(keys)
+        if request is None:
+            return keys
+        if request.hints is not None and request.hints.at_end:
+            request.name(keys)
+        return request.ordered(keys)
 
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool

@@ -339,7 +339,7 @@ class Lookups:
         self.misses += 1
         if self._counts:
             # A request that was turned away has a stand-in, so the real one is looked up by id.
-            self._chains.count(self._requests[request.id], (key,))
+            self._chains.count(self._requests.get(request.id, request), (key,))
         return False
 
     # -- what was asked --------------------------------------------------------------------

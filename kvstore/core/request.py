@@ -14,6 +14,8 @@ is searched from its end, and several KV cache groups come one after the
 other. Granted in that order, a request would get all of one group and too little of
 another to be of use, and policies would take the head of a prompt for
 its tail. So a server may say where in the prompt a key belongs (`Request.position`).
+
+This module is long because all that is remembered of a request stands here.
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ class Request:
         ended: the keys it had used when it ended, while chunks of it are being written.
         storing: number of its chunks that the device is writing.
         loaded: the keys it has loaded, until the policies were told.
+        named: keys that it has loaded or offered, in that order, if its hints speak of them.
         hints: what its server knows about its future, or None.
     """
 
@@ -144,6 +147,7 @@ class Request:
         "loaded",
         "loading",
         "moved",
+        "named",
         "needs_rows",
         "newest",
         "one_group",
@@ -194,6 +198,7 @@ class Request:
         self.storing = 0
         self.loaded: Loaded | None = None
         self.hints: Hints | None = None
+        self.named: dict[bytes, None] = {}
 
     @property
     def idle(self) -> bool:
@@ -203,7 +208,7 @@ class Request:
             and self.chain is None
             and self.position is None
             and self.hints is None
-            and not (self.loading or self.storing or self.counted)
+            and not (self.keys or self.loading or self.storing or self.counted)
             and self.store_deferred is None
             and not (self.deferring or self.put_off)
         )
@@ -262,11 +267,15 @@ class Request:
     def end(self) -> None:
         """Forget positions and hints, as it asks no more."""
         self.position = self.hints = None
+        self.named = {}
 
-    @property
-    def used(self) -> list[bytes]:
-        """The keys it has used, in the order in which it first named them."""
-        return [] if self.chain is None else list(self.chain.known)
+    def take_over(self, other: Request) -> None:
+        """Take over what the server has told of the request before a reset."""
+        self.position, self.one_group, self.hints = other.position, other.one_group, other.hints
+
+    def name(self, keys: Iterable[bytes]) -> None:
+        """Note keys that the request loads or offers to store, for its hints."""
+        self.named.update(dict.fromkeys(keys))
 
     @property
     def reordered(self) -> bool:

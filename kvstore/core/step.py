@@ -35,6 +35,9 @@ __all__ = ["CoreSteps"]
 
 DEFAULT_PACE = Pace()
 
+MOST_HINTED = 2**14
+"""Most requests with hints; hints of further ones are ignored."""
+
 
 class CoreSteps:
     """The parts of the core, and the steps that drive them.
@@ -157,6 +160,8 @@ class CoreSteps:
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = self._loss_told = 0
         self._hints = self._hints_ignored = self._hints_refused = 0
+        # Requests with hints that have not ended.
+        self._hinted = 0
         pool.history.want(events)
         for tier in self.tiers:
             tier.index.history.want(events, tier.entries)
@@ -198,9 +203,11 @@ class CoreSteps:
         for request in self._queue.expire(now):
             self._requests.drop_if_idle(request)
         for _ in range(len(self._requests) - MOST_REQUESTS):
-            oldest = self._requests.oldest(lambda request: not request.busy)
-            if oldest is not None:
-                self._end_request(oldest)
+            # Hints hold until their request ends: `do_not_store`, for one.
+            oldest = self._requests.oldest(lambda one: one.hints is None and not one.busy)
+            if oldest is None:
+                break
+            self._end_request(oldest)
         self._stores.expire(now)
         self._pins.expire(now)
         if Life.ever_illegal:
@@ -323,7 +330,9 @@ class CoreSteps:
     @property
     def wants_room(self) -> bool:
         """Whether a step could use rows that have become free, or make more of them free."""
-        return self.behind or self.waiting > 0 or self.unsaved > 0 or self._room.demotes
+        if self.behind or self.hidden or self._prefetches or self._demotions:
+            return True
+        return self.waiting > 0 or self.unsaved > 0 or self._room.demotes
 
     @property
     def illegal(self) -> int:
@@ -393,6 +402,7 @@ class CoreSteps:
         self._lookups.leave(request)
         self._uses.end(request)
         self._chains.end(request)
+        self._hinted -= request.hints is not None
         request.end()
         self._requests.drop_if_idle(request)
 

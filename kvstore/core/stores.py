@@ -1,4 +1,7 @@
-"""Stores: reserve rows for chunks that the device writes; the policy decides which ones enter."""
+"""Stores: reserve rows for chunks that the device writes; the policy decides which ones enter.
+
+This module is long because a store and the admission of its chunks are one decision.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from kvstore.core.usage import Chains, Uses
 from kvstore.core.wait_queue import FORGET_AFTER, WaitQueue
 
 __all__ = ["StoreGrant", "Stores"]
+
+MOST_REPEATED = 64
+"""Deferrals that are kept of requests that were deferred again, at least."""
 
 
 @dataclass(slots=True)
@@ -93,6 +99,8 @@ class Stores:
         self._budget = budget
         # Requests whose last store was deferred, and when that was, oldest first.
         self._deferred: deque[tuple[Request, float]] = deque()
+        # How many of them were not offered again since.
+        self._waiting = 0
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
@@ -174,7 +182,7 @@ class Stores:
         deferred = self._deferred
         while deferred:
             request, since = deferred[0]
-            if request.store_deferred == since:
+            if _is_deferred(request, since):
                 if now - since < FORGET_AFTER * self._queue.lease:
                     break
                 self.forget_deferred(request)
@@ -182,16 +190,22 @@ class Stores:
             deferred.popleft()
 
     def forget_deferred(self, request: Request) -> None:
-        """Forget that a store of the request was deferred."""
+        """Stop waiting for the deferred store of the request."""
+        self._waiting -= request.store_deferred is not None
         request.defer_store(None)
 
     def reset(self) -> None:
         """Forget every store that was deferred."""
         self._deferred.clear()
+        self._waiting = 0
 
     def _defer(self, request: Request, now: float) -> None:
+        self._waiting += request.store_deferred is None
         request.defer_store(now)
         self._deferred.append((request, now))
+        if len(self._deferred) > 2 * self._waiting + MOST_REPEATED:
+            # Most of them were offered again since.
+            self._deferred = deque(each for each in self._deferred if _is_deferred(*each))
         self.deferred += 1
 
     # -- entering --------------------------------------------------------------------------
@@ -432,6 +446,11 @@ class Entrance:
             else:
                 entering[key] = None
         return dict.fromkeys(sorted(entering, key=position_of.__getitem__, reverse=True))
+
+
+def _is_deferred(request: Request, since: float) -> bool:
+    """Whether the store of the request was deferred then, and not since."""
+    return request.store_deferred == since
 
 
 def _fills_a_hole(

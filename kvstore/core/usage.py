@@ -77,6 +77,9 @@ class Uses:
         request.load(loaded)
         self._loaded.append(loaded)
         self._untold += 1
+        if len(self._loaded) > 2 * self._untold + MOST_UNTOLD:
+            # Most of them were told behind one that was not.
+            self._loaded = deque(one for one in self._loaded if not one.told)
         if self._untold > MOST_UNTOLD:
             self.tell_all()
 
@@ -206,6 +209,7 @@ class Chains:
     def __init__(
         self, pool: HostPool, tiers: Sequence[TierView], requests: Requests, uses: Uses
     ) -> None:
+        self._pool = pool
         self._requests = requests
         self._uses = uses
         policies = [pool.policy, *(tier.index.policy for tier in tiers)]
@@ -238,7 +242,7 @@ class Chains:
                 if oldest is None or oldest is request:
                     break
                 self._asked_keys -= oldest.forget_counted()
-                self._requests.drop_if_idle(oldest)
+                self._drop(oldest)
         for each in self.filters:
             each.asked(fresh)
 
@@ -275,7 +279,7 @@ class Chains:
                 break
             self._forget_ended(oldest)
             self.end(oldest)
-            self._requests.drop_if_idle(oldest)
+            self._drop(oldest)
 
     def depths(self, request: Request) -> Mapping[bytes, int]:
         """Return for each key that the request has used how many it had used before it."""
@@ -344,6 +348,11 @@ class Chains:
         self._keys = self._asked_keys = self._settling_keys = 0
         for filter in self.filters:
             filter.clear()
+
+    def _drop(self, request: Request) -> None:
+        # One that was looked up in this step is dropped at its end.
+        if request.asked_step != self._pool.step:
+            self._requests.drop_if_idle(request)
 
     def _forget_ended(self, request: Request) -> None:
         if request.ended is not None:

@@ -209,10 +209,10 @@ def purge(
             done.append(one)
             try:
                 if dry_run:
-                    _purge_lane(folder, one, key, since, None)
+                    _purge_lane(folder, one, key, since, None, its.epoch)
                 else:
                     with _owned(folder, lane.number, trust):
-                        _purge_lane(folder, one, key, since, trust)
+                        _purge_lane(folder, one, key, since, trust, its.epoch)
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
@@ -254,6 +254,7 @@ def _purge_lane(
     key: bytes | None,
     unused_since_ms: float | None,
     trust: Trust | None,
+    epoch: int,
 ) -> None:
     """Count chunks into `done`; unless `trust` is None, also erase them."""
     for _, path in segment_files(folder):
@@ -281,8 +282,11 @@ def _purge_lane(
             except ForeignFileError as error:
                 done.faults.append(Fault.of(path, error))
                 continue
-        done.chunks += len(slots)
-        done.bytes += len(slots) * geometry.chunk_bytes
+        # What is from before a reset is erased, too, but nobody would have found it.
+        counted = {*live.of_epoch(epoch).slots}
+        count = sum(slot in counted for slot in slots)
+        done.chunks += count
+        done.bytes += count * geometry.chunk_bytes
 
 
 def _erase(path: Path, offsets: list[int], trust: Trust) -> None:

@@ -164,14 +164,21 @@ def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
         PathUnusableError: as `survey` does.
     """
     found = survey(path)
-    total = sum(s.live * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments)
+    total = sum(
+        (s.live - (0 if lane.owner else s.outdated)) * s.chunk_bytes
+        for n in found
+        for lane in n.lanes
+        for s in lane.segments
+    )
     progress = Progress(0, total, 0)
     yield progress
     for namespace in found:
         yield from namespace.faults
         for lane in namespace.lanes:
+            # A lane that nobody owns is of the newest epoch when it is opened next.
+            epoch = lane.epoch if lane.owner else namespace.epoch
             for segment in lane.segments:
-                yield from _verify_segment(Path(segment.path), progress)
+                yield from _verify_segment(Path(segment.path), progress, epoch)
     progress.total_bytes = progress.done_bytes
     yield progress
 
@@ -258,10 +265,14 @@ def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurv
     ), faults
 
 
-def _verify_segment(path: Path, progress: Progress) -> Iterator[Fault | Progress]:
+def _verify_segment(
+    path: Path, progress: Progress, epoch: int | None
+) -> Iterator[Fault | Progress]:
     suspects: list[tuple[int, bytes, str]] = []
     try:
         header, live, _ = read_index(path)
+        if epoch is not None:
+            live = live.of_epoch(epoch)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (ForeignFileError, OSError) as error:
         if os.path.lexists(path):

@@ -128,6 +128,54 @@ def test_what_is_to_be_fetched_later_comes_while_the_server_is_idle(
     assert manager.stats().prefetched == 4
 
 
+def test_hints_hold_over_a_reset(manager: KVStoreManager) -> None:
+    private, kept = request("private", store=False), request("kept", retain_s=60.0)
+    for context in (private, kept):
+        manager.on_new_request(context)
+    manager.reset()
+    steps(manager)
+    out = manager.prepare_store(A, private)
+    assert out is not None
+    assert out.keys_to_store == []
+    out = manager.prepare_store(A, kept)
+    assert out is not None
+    manager.complete_store(out.keys_to_store, kept)
+    manager.on_request_finished(kept)
+    assert manager.stats().pins == 4
+
+
+def test_hints_hold_while_requests_that_never_end_are_forgotten(
+    manager: KVStoreManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.core.step.MOST_REQUESTS", 4)
+    monkeypatch.setattr("kvstore.core.core.MOST_HINTED", 3)
+    private = request("private", store=False)
+    manager.on_new_request(private)
+    for number in range(6):
+        manager.on_new_request(request(f"r{number}", retain_s=5.0))
+    assert manager.stats().hints_ignored == 4
+    for number in range(20):
+        manager.prepare_store(keys_of(f"other {number}", 2), request(f"other {number}"))
+        steps(manager)
+    out = manager.prepare_store(A, private)
+    assert out is not None
+    assert out.keys_to_store == []
+
+
+@pytest.mark.parametrize(("first", "hint", "pins"), [(0.0, "retain", 0), (60.0, "release", 4)])
+def test_hints_do_not_speak_of_what_was_only_looked_up(
+    manager: KVStoreManager, first: float, hint: str, pins: int
+) -> None:
+    store(manager, A, request("w", **({"retain_s": first} if first else {})))
+    store(manager, B, request("others"))
+    aborted = request("r", **({"retain_s": 60.0} if hint == "retain" else {"release": True}))
+    manager.on_new_request(aborted)
+    assert [manager.lookup(key, aborted) for key in A] == [None] * 4
+    manager.on_schedule_end()
+    manager.on_request_finished(aborted)
+    assert manager.stats().pins == pins
+
+
 def test_host_memory_is_the_place_where_there_is_no_other() -> None:
     manager = KVStoreManager({"cpu_bytes_to_use": 8 * CHUNK, "chunk_bytes": CHUNK}, steady=True)
     store(manager, A, request("r", retain_s=60.0, demote=True))

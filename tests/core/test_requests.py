@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvstore.core import Pace
 from kvstore.policies import AdmissionFilter
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
@@ -185,3 +187,138 @@ def test_requests_that_never_end_leave_a_bounded_trace(
         for move in list(rig.moves):
             rig.end(move)
     assert kept(rig) < 500
+
+
+def test_a_prompt_keeps_its_order_over_a_reset() -> None:
+    keys = [b"k%d" % n + (b"\0\0\0\0", b"\0\0\0\1")[n % 2] for n in range(6)]
+    rig = Rig(rows=16, on=[])
+    rig.core.on_new_request("r", keys.index)
+    rig.core.reset()
+    rig.step()
+    rig.core.prepare_store(keys[::2] + keys[1::2], "r")
+    assert sorted(keys, key=lambda key: rig.core.chunks[key].order) == keys
+
+
+class Hearing(Counting):
+    """Notes of which keys it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[bytes] = []
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        self.heard += keys
+
+
+def hearing(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> tuple[Rig, Hearing]:
+    """A rig with a filter, and a bound of what is kept of requests."""
+    monkeypatch.setattr(f"kvstore.core.usage.{name}", most)
+    rig, heard = Rig(rows=16, on=[]), Hearing()
+    rig.core._chains.filters.append(heard)
+    rig.core._lookups._counts = True
+    rig.put(chain("here", 8), "w")
+    rig.settle()
+    rig.core.on_request_finished("w")
+    return rig, heard
+
+
+def test_filters_hear_of_a_key_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, filter = hearing(monkeypatch, "MAX_ASKED", 10)
+    for number in range(50):
+        rig.ask([*chain("here", 8), *chain(f"a{number}", 1)], f"a{number}")
+        for key in chain(f"b{number}", 13):
+            rig.core.lookup(key, f"b{number}")
+        rig.step(0.01)
+        for name in "ab":
+            rig.core.on_request_finished(f"{name}{number}")
+        rig.step(0.01)
+    assert not rig.core._requests
+    assert rig.core._chains._asked_keys == 0
+    filter.heard.clear()
+    for name in "qzq":
+        rig.ask(chain(name, 2), name)
+        rig.step(0.01)
+    assert len(filter.heard) == 2
+
+
+def test_a_request_may_be_forgotten_while_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, _ = hearing(monkeypatch, "MAX_KEYS", 6)
+    here = chain("here", 4)
+    rig.resolve(here, "s")
+    rig.load(here, "s")
+    rig.core.complete_load(here, "s")
+    rig.step(0.01)
+    assert rig.core.lookup(here[0], "s")
+    rig.core.extend_prompt("t", chain("t", 8))
+    assert rig.core.lookup(b"nowhere\0\0\0\0", "s") is False
+
+
+def test_a_silent_request_keeps_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
+    rig, keys = Rig(rows=4, on=[]), chain("k", 4)
+    rig.put(keys, "w")
+    rig.settle()
+    rig.resolve(keys, "silent")
+    rig.load(keys, "silent")
+    assert rig.core.prepare_store(chain("never again", 2), "silent too") is None
+    for number in range(300):
+        rig.resolve(keys, f"s{number}")
+        rig.load(keys, f"s{number}")
+        rig.core.complete_load(keys, f"s{number}")
+        rig.core.on_request_finished(f"s{number}")
+        assert rig.core.prepare_store(chain("noisy", 2), "noisy") is None
+        rig.step(0.01)
+    assert len(rig.core._uses._loaded) < 30
+    assert len(rig.core._stores._deferred) < 70
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_requests_that_have_ended_nothing_is_left(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are reused while loads and stores of theirs are under way, bounds are small."""
+    monkeypatch.setattr("kvstore.core.step.MOST_REQUESTS", 4 if seed % 3 == 0 else 1000)
+    monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 12 if seed % 2 else 1000)
+    rng = random.Random(seed)
+    pace = Pace(asked=6, granted=3, linked=2, told=3)
+    rig = Rig(rows=8, on=[chain("d", 12)], pace=pace)
+    under_way: list[tuple[Callable[..., None], Sequence[bytes], str]] = []
+    for _ in range(3000):
+        name, keys = f"r{rng.randrange(6)}", chain(rng.choice("dxyz"), rng.randrange(1, 7))
+        act = rng.random()
+        if act < 0.4:
+            found = rig.ask(keys, name)
+            if found and rng.random() < 0.5:
+                rig.core.prepare_load(keys[:found], name)
+                under_way.append((rig.core.complete_load, keys[:found], name))
+        elif act < 0.55:
+            grant = rig.core.prepare_store(keys, name)
+            if grant is not None:
+                under_way.append((rig.core.complete_store, grant.keys, name))
+        elif act < 0.7:
+            rig.core.on_request_finished(name)
+        elif act < 0.75:
+            rig.core.on_new_request(name, params={"kvstore": {"demote": True}})
+        elif act < 0.85 and under_way:
+            complete, its, owner = under_way.pop(rng.randrange(len(under_way)))
+            complete(its, owner)
+        elif act < 0.86:
+            rig.core.reset()
+            rig.core.transfers_ended()
+            under_way.clear()
+        else:
+            for move in list(rig.moves):
+                rig.end(move)
+            rig.step(0.01)
+    for complete, its, owner in under_way:
+        complete(its, owner)
+    for number in range(6):
+        rig.core.on_request_finished(f"r{number}")
+    for _ in range(50):
+        for move in list(rig.moves):
+            rig.end(move)
+        rig.step(0.05)
+    core = rig.core
+    assert not core._requests
+    assert (core._chains._keys, core._chains._asked_keys, core._uses._untold) == (0, 0, 0)
+    assert (core._pool.busy, core._stores._waiting, core._hinted, core.illegal) == (0, 0, 0, 0)

@@ -361,3 +361,25 @@ async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who
             with pytest.raises(KVStoreError, match="cannot be cleared now"):
                 await removing
         assert store.contains_prefix(keys) == 0
+
+
+async def test_what_is_removed_during_its_last_lease_leaves_when_that_ends(
+    open_store: Open,
+) -> None:
+    async with open_store(rows=8) as store:
+        await store.put(A[:1], payloads(A[:1]))
+        async with store.get(A[:1]):
+            await store.remove(A[:1])
+        await until_async(lambda: not store._core.hidden)
+        assert store.stats().free_rows == 8
+
+
+async def test_a_prefetch_goes_on_when_the_last_lease_ends(open_store: Open) -> None:
+    async with open_store(rows=4, disk=64) as store:
+        for keys in (A[:4], B[:4]):
+            await store.put(keys, payloads(keys))
+            assert await store.flush(PATIENCE)
+        async with store.get(B[:4]):
+            assert store.prefetch(A[:2]) == 2
+            await asyncio.sleep(0.05)
+        await until_async(lambda: A[0] in store._core.chunks)

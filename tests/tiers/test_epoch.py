@@ -152,6 +152,19 @@ async def test_records_carry_the_epoch_and_only_those_of_it_are_found(
     assert list(last.opening.entries) == []
 
 
+async def test_a_lane_that_is_newer_than_the_epoch_of_its_namespace_is_refused(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:4], range(4))
+    assert await bench.tier.clear() == [0]
+    await bench.store(KEYS[4:6], range(4, 6))
+    await bench.tier.close([])
+    (folder / NAMESPACE.name / EPOCH_NAME).unlink()
+    with pytest.raises(ForeignFileError, match="epoch was lost, so nobody can tell"):
+        open_bench()
+
+
 async def test_chunks_of_a_cache_from_before_there_were_epochs_are_found(
     open_bench: OpenBench, folder: Path
 ) -> None:

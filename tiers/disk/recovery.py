@@ -127,6 +127,15 @@ def recover(
             finally:
                 segment.close()
             removed.append(segment.path.name)
+    newest = max((one.newest for one in found.values()), default=0)
+    if epoch is not None and newest > epoch:
+        for one in found.values():
+            one.segment.close()
+        raise ForeignFileError(
+            f"{folder}: has chunks of epoch {newest}, and its namespace is of epoch {epoch}: the "
+            f"file {folder.parent / 'epoch'} was lost, so nobody can tell which chunks are still "
+            f"right; remove the folder {folder.parent}"
+        )
     faults: list[Fault] = []
     room = capacity_bytes - _bytes_of(foreign + unusable)
     room -= sum(one.held_bytes for one in found.values())
@@ -160,11 +169,13 @@ class _Found:
 
     Attributes:
         missing: bytes that were cut off.
+        newest: the newest epoch of its records.
     """
 
     segment: Segment
     records: LiveRecords
     missing: int
+    newest: int
 
     @classmethod
     def of(cls, segment: Segment, epoch: int | None) -> _Found:
@@ -175,10 +186,11 @@ class _Found:
         except OSError:
             segment.close()
             raise
+        newest = int(records.records["epoch"].max()) if len(records.slots) else 0
         if epoch is not None:
             segment.epoch = epoch
             records = records.of_epoch(epoch)
-        return cls(segment, records, missing)
+        return cls(segment, records, missing, newest)
 
     @property
     def warmth(self) -> int:
