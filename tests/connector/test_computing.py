@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from kvstore.connector.computing import MOST_STEPS, Computing
 from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
@@ -129,8 +127,10 @@ def test_a_manager_learns_the_pace_from_its_server_and_loads_what_a_disk_has_soo
     held = keys_from(0, 12)
     leave_on_disk(tmp_path, held)
     manager = open_manager(tmp_path, rows=64)
+    began = time.monotonic()
     assert compute(manager, "first", keys_from(1000, 12), 0.6) == 0
-    assert manager.stats().compute_pace == pytest.approx(0.05, rel=0.5)
+    # However long the machine lets it sleep.
+    assert 0.05 <= manager.stats().compute_pace <= (time.monotonic() - began) / 12
     assert compute(manager, "second", held, 0.0) == 12
     assert manager.stats().outpaced == 0
     manager.shutdown()
