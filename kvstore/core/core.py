@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvstore.core.chunk import FILLING
 from kvstore.core.hints import Hints, read_hints
 from kvstore.core.removal import Removal
+from kvstore.core.request import Request
 from kvstore.core.statistics import CoreStats
 from kvstore.core.step import MOST_HINTED, CoreSteps
 from kvstore.core.stores import StoreGrant
@@ -69,7 +70,7 @@ class Core(CoreSteps):
         Raises:
             KeyError: if one of them cannot be loaded; then nothing was pinned.
         """
-        ordered = self._ordered(request_id, keys)
+        ordered = _ordered(self._requests.get(request_id), keys)
         rows = self._loads.prepare(ordered, request_id)
         if self._demotions:
             self._demotions.used(keys)
@@ -122,8 +123,8 @@ class Core(CoreSteps):
         self._lookups.pause()
         if self.hidden:
             keys = [key for key in keys if key not in self.hidden]
-        ordered = self._ordered(request_id, keys)
         request = self._requests.get(request_id)
+        ordered = _ordered(request, keys)
         if request is not None and request.hints is not None and not request.hints.store:
             return StoreGrant([], [], [], list(keys))
         grant = self._stores.prepare(ordered, request_id, self.now)
@@ -423,15 +424,6 @@ class Core(CoreSteps):
 
     # -- inside --------------------------------------------------------------------------
 
-    def _ordered(self, request_id: str, keys: Collection[bytes]) -> Collection[bytes]:
-        """Return `keys`, which the request loads or offers, in the order of its prompt."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return keys
-        if request.hints is not None and request.hints.at_end:
-            request.name(keys)
-        return request.ordered(keys)
-
     def _ended_late(
         self, keys: Collection[bytes], request_id: str, era: int, *, stores: bool
     ) -> None:
@@ -443,3 +435,12 @@ class Core(CoreSteps):
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium
+
+
+def _ordered(request: Request | None, keys: Collection[bytes]) -> Collection[bytes]:
+    """Return `keys`, which the request loads or offers, in the order of its prompt."""
+    if request is None:
+        return keys
+    if request.hints is not None and request.hints.at_end:
+        request.name(keys)
+    return request.ordered(keys)

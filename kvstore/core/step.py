@@ -42,12 +42,6 @@ MOST_HINTED = 2**14
 class CoreSteps:
     """The parts of the core, and the steps that drive them.
 
-    Attributes:
-        hidden: keys that are being removed.
-        chunks: the chunks of host memory, by key; read only for callers.
-        tiers: what is known about each slower tier, fastest first.
-        era: counts resets. A report of a transfer that may be older names its era.
-
     Args:
         pool: host memory.
         tiers: slower tiers, fastest first. A chunk is promoted from the first

@@ -111,9 +111,7 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
         for lane in namespace.lanes:
             occupancy = [0] * 10
             for segment in lane.segments:
-                # The owner of a lane may be in an older epoch, and goes on with its chunks.
-                counted = segment.live - (0 if lane.owner else segment.outdated)
-                occupancy[min(9, 10 * counted // segment.slots)] += 1
+                occupancy[min(9, 10 * lane.counted(segment) // segment.slots)] += 1
             epoch = None if lane.owner else namespace.epoch
             result.append(Layout(lane.path, lane_layout(Path(lane.path), epoch), occupancy))
     return result

@@ -76,6 +76,10 @@ class LaneSurvey:
     epoch: int | None = None
     segments: list[SegmentSurvey] = field(default_factory=list)
 
+    def counted(self, segment: SegmentSurvey) -> int:
+        """Chunks of a segment that count: the owner may be in an older epoch, others are not."""
+        return segment.live if self.owner else segment.live - segment.outdated
+
 
 @dataclass(slots=True)
 class NamespaceSurvey:
@@ -165,10 +169,7 @@ def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
     """
     found = survey(path)
     total = sum(
-        (s.live - (0 if lane.owner else s.outdated)) * s.chunk_bytes
-        for n in found
-        for lane in n.lanes
-        for s in lane.segments
+        lane.counted(s) * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments
     )
     progress = Progress(0, total, 0)
     yield progress
