@@ -747,7 +747,7 @@ class World:
             return
         if move.op is Op.ASK:
             known = [key for key in move.keys if key in self.core._pool.chunks]
-            tried = self.core.tiers[move.tier].health.absence.away
+            tried = not self.core.tiers[move.tier].health.calls.closed
             assert tried or not known, "it is here, and asked about"
             self.moves.append(move)
             return

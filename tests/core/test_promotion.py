@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.core.residency.breaker import Breaker
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -292,7 +293,8 @@ def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
 def test_stores_do_not_take_the_rows_that_a_waiting_request_needs() -> None:
     cold = chain("cold", 4)
     rig = Rig(rows=8, on=[cold], deadline=1.0)
-    rig.core.tiers[0].health.store_after = rig.now + 1e9  # so that stored chunks may leave at once
+    rig.core.tiers[0].health.copies = Breaker(1e9)
+    rig.core.tiers[0].health.copies.trip(rig.now)  # so that stored chunks may leave at once
     storing: list[tuple[int, str]] = []
     answer: int | None = None
     for step in range(60):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvstore.core.chunk import Chunk
+from kvstore.core.residency.breaker import Breaker
 from kvstore.core.residency.health import Health, InFlight
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.remote_answers import Answers, Patience
@@ -62,7 +63,7 @@ class TierView(ABC):
         # Keys whose copies to it wait, where it is a target.
         self._queue: deque[bytes] = deque()
         self._clears = False
-        self._retry_after = 0.0
+        self._clearing = Breaker(RETRY_PAUSE)
         self._counts: Counter[str] = Counter()
 
     @property
@@ -136,7 +137,7 @@ class TierView(ABC):
         """Forget everything, and do not use the tier until it is cleared."""
         self.index.reset()
         self._clears = True
-        self._retry_after = 0.0
+        self._clearing.close()
 
     def close(self) -> None:
         """Forget everything and stop using the tier; the chunks on it stay as they are."""
@@ -153,18 +154,18 @@ class TierView(ABC):
     @property
     def gave_up_clearing(self) -> bool:
         """Whether clearing has failed and waits to be tried again."""
-        return self._clears and self._retry_after > 0
+        return self._clears and not self._clearing.closed
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
         """Take in the end of a clearing move; without `error` these segments are empty."""
         if error is None:
             self._clears = False
         else:
-            self._retry_after = now + RETRY_PAUSE
+            self._clearing.trip(now)
 
     def _clear(self, now: float) -> Move | None:
         """Return the move that clears it, unless a move is under way or one has just failed."""
-        if self.in_flight or now < self._retry_after:
+        if self.in_flight or not self._clearing.ready(now):
             return None
         return Move(-1, Op.CLEAR, self.number)
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from kvstore.core.residency.breaker import Breaker
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.slots import Slots
 from kvstore.types import Completion, Move, Op
@@ -63,7 +64,7 @@ class Compactor:
         self._under_way = False
         self._allowance = 0.0
         self._counted: float | None = None
-        self._not_before = 0.0
+        self._copying = Breaker(FAILURE_PAUSE)
 
     @property
     def idle(self) -> bool:
@@ -113,7 +114,7 @@ class Compactor:
         self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
         if self._victim >= 0 and self._groups is None and self._slots.short:
             self._stop()  # The free slots are needed again.
-        if not idle or now < self._not_before:
+        if not idle or not self._copying.ready(now):
             return None
         if self._victim >= 0:
             move = self._go_on(now)
@@ -256,7 +257,7 @@ class Compactor:
         return self._move(Op.RELOCATE, keys, sources, targets)
 
     def _give_up(self, now: float) -> None:
-        self._not_before = now + FAILURE_PAUSE
+        self._copying.trip(now)
         self._stop()
 
     def _stop(self) -> None:

@@ -1,8 +1,7 @@
 """Health: whether a tier is worth asking and worth writing to.
 
 `Health` is told the results of the tier's moves and, once a step, the time and what is under way.
-It only judges; its callers act. `Absence` pauses the use of a tier whose calls fail.
-`InFlight` counts the moves that a tier has under way.
+It only judges; its callers act. `InFlight` counts the moves that a tier has under way.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from kvstore.core.residency.breaker import Breaker
 from kvstore.core.residency.recompute import Average, Recompute
 from kvstore.core.statistics import Durations
 from kvstore.types import LogLine, Move, Op
@@ -20,7 +20,6 @@ __all__ = [
     "LAST_PAUSE",
     "SLOW_PAUSE",
     "STORE_PAUSE",
-    "Absence",
     "Health",
     "InFlight",
 ]
@@ -82,63 +81,8 @@ class InFlight:
         return None
 
 
-FIRST_PAUSE = 1.0
-LAST_PAUSE = 30.0
+FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
 """Seconds before a tier whose calls fail is tried again: they double with each try that fails."""
-
-
-class Absence:
-    """The absence of one tier: whether calls to it fail, and when to try it again.
-
-    After a pause one call tests whether the tier is back. No request waits for it.
-
-    Attributes:
-        away: calls fail; the tier is not used, except by that one call.
-
-    Args:
-        name: name of the tier, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.away = False
-        self._back_at = 0.0
-        # How many tries have failed in a row.
-        self._failures = 0
-        self._trying = False
-
-    def failed(self, now: float, error: str | None) -> LogLine | None:
-        """Take in a failed call; returns a log line, if there is one."""
-        if self.away and not self._trying:
-            # The call was begun before the absence was known.
-            return None
-        known, self.away, self._trying = self.away, True, False
-        self._back_at = now + min(FIRST_PAUSE * 2 ** min(self._failures, 10), LAST_PAUSE)
-        self._failures += 1
-        if known:
-            return None
-        text = f"tier {self._name} is away: {error}; its chunks are misses until it answers"
-        return LogLine("tier.away", text, {"tier": self._name, "error": error})
-
-    def ended(self) -> LogLine | None:
-        """Take in a call that succeeded; returns a log line, if there is one."""
-        if not self.away:
-            return None
-        self._failures = 0
-        self.away = self._trying = False
-        return LogLine("tier.back", f"tier {self._name} is back", {"tier": self._name})
-
-    def try_now(self, now: float) -> bool:
-        """Whether to make a test call now; if so, there is no other until it has ended."""
-        if not self.away or self._trying or now < self._back_at:
-            return False
-        self._trying = True
-        return True
-
-    def forget_try(self) -> None:
-        """Forget the test call, whose result will not be reported."""
-        self._trying = False
-
 
 STORE_PAUSE = 5.0
 """Seconds without new copies to a tier after a copy to it failed."""
@@ -160,9 +104,9 @@ class Health:
         stalled: it has not answered for longer than two deadlines: its chunks are misses.
         congested: its reads under way already take longer than any request would wait.
         slow: it answers, but copies to it or its growth took seconds recently.
-        absence: whether calls to it fail, so that it is not used for a while.
+        calls: open while calls to it fail; one call at a time then tests whether it is back.
+        copies: open from a failed copy to the next one that succeeds.
         pace: how long promotions take. recompute: whether computing its chunks again is faster.
-        store_after: no copy to it is begun before this time; 0 when the last copy succeeded.
 
     Args:
         name: name of the tier, for messages.
@@ -178,8 +122,8 @@ class Health:
         self.closed = self.stalled = self.congested = self.slow = False
         self.recompute = Recompute()
         self.pace = Average()
-        self.store_after = 0.0
-        self.absence = Absence(name)
+        self.calls = Breaker(FIRST_PAUSE, LAST_PAUSE)
+        self.copies = Breaker(STORE_PAUSE)
         self._heard = False
         # Seconds without an answer, as far as steps were taken in that time.
         self._silent = 0.0
@@ -199,13 +143,13 @@ class Health:
 
     def accepts(self, now: float) -> bool:
         """Whether copies to it are worth trying."""
-        away = self.closed or self.stalled or self.absence.away
-        return not away and now >= self.store_after
+        usable = not self.closed and not self.stalled and self.calls.closed
+        return usable and self.copies.ready(now)
 
     @property
     def cautious(self) -> bool:
         """Whether the last copy to it failed, so that one chunk is to be tried before many."""
-        return self.store_after > 0.0
+        return not self.copies.closed
 
     @property
     def passed_over(self) -> Collection[int]:
@@ -237,16 +181,18 @@ class Health:
 
     def failed(self, now: float, error: str | None) -> LogLine | None:
         """Take in a call that failed as a whole; returns a log line, if there is one."""
-        message = self.absence.failed(now, error)
+        if not self.calls.trip(now):
+            return None
         self._sum_up()
-        return message
+        text = f"is away: {error}; its chunks are misses until it answers"
+        return self._line("away", text, error=error)
 
     def went_well(self) -> LogLine | None:
         """Take in a call that succeeded; returns a log line, if there is one."""
-        message = self.absence.ended()
-        if message is not None:
-            self._sum_up()
-        return message
+        if not self.calls.close():
+            return None
+        self._sum_up()
+        return self._line("back", "is back")
 
     def arrived(self, chunks: int, started: float, ended: float) -> None:
         """Note a promotion of `chunks` chunks that lasted from `started` to `ended`."""
@@ -273,14 +219,11 @@ class Health:
         """Pass over these devices, where copies failed, for a while; if none is left, pause."""
         self._faulty.update(dict.fromkeys(devices, now + DEVICE_PAUSE))
         if devices and self.ailing:
-            self.store_after = now + STORE_PAUSE
+            self.copies.trip(now)
 
     def recovered(self, now: float) -> bool:
         """Note that a copy succeeded; returns whether that ends the pause after a failure."""
-        if not self.store_after or now < self.store_after:
-            return False
-        self.store_after = 0.0
-        return True
+        return self.copies.ready(now) and self.copies.close()
 
     def gauges(self) -> dict[str, Any]:
         """Return its part of `TierStats`."""
@@ -289,7 +232,7 @@ class Health:
             "stalled": self.stalled,
             "congested": self.congested,
             "slow": self.slow,
-            "away": self.absence.away,
+            "away": not self.calls.closed,
             "outpaced": self.recompute.outpaced,
             "read_pace": self.pace.per_chunk,
         }
@@ -384,8 +327,8 @@ class Health:
         return gives_up
 
     def _sum_up(self) -> None:
-        away = self.closed or self.stalled or self.congested or self.absence.away
-        self.alive = not away
+        unused = self.closed or self.stalled or self.congested
+        self.alive = not unused and self.calls.closed
         self.readable = self.alive and not self.recompute.avoided
 
     @property
@@ -417,6 +360,6 @@ class Health:
             self.slow = False
             messages.append(self._line("not_slow", "is not slow any more"))
 
-    def _line(self, event: str, text: str, **about: float) -> LogLine:
+    def _line(self, event: str, text: str, **about: float | str | None) -> LogLine:
         named = {"tier": self._name, **about}
         return LogLine(f"tier.{event}", f"tier {self._name} {text}", named)

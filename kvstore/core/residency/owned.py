@@ -149,7 +149,7 @@ class OwnedTier(CopyTarget):
 
     @property
     def gave_up_clearing(self) -> bool:
-        return self.slots.clearing and self.slots.retry_after > 0
+        return self.slots.clearing and not self.slots.upkeep.closed
 
     def due(self, now: float, *, after_owned: bool = False) -> Move | None:
         """Return a move for its own upkeep, without its number.
@@ -158,7 +158,7 @@ class OwnedTier(CopyTarget):
         """
         slots = self.slots
         if slots.clearing:
-            waits = bool(self.in_flight) or now < slots.retry_after
+            waits = bool(self.in_flight) or not slots.upkeep.ready(now)
             return None if waits else Move(-1, Op.CLEAR, self.number)
         if slots.wants_growth(now) and not self.health.stalled:
             slots.begin_growth(now)
@@ -195,7 +195,7 @@ class OwnedTier(CopyTarget):
         if self.compactor.idle:
             return None
         idle = not (self.in_flight or self._queue or self.slots.growing)
-        healthy = self.health.alive and now >= self.health.store_after
+        healthy = self.health.alive and self.health.copies.ready(now)
         return self.compactor.due(now, idle and healthy)
 
     @property

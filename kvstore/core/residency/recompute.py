@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.residency.breaker import Breaker, State
+
 __all__ = ["Average", "Recompute"]
 
 WINDOW = 512
@@ -20,8 +22,7 @@ WINDOW = 512
 AGAIN = 0.8
 """An outpaced tier is worth waiting for once reading takes at most this share of computing time."""
 
-FIRST_PAUSE = 5.0
-LAST_PAUSE = 300.0
+FIRST_PAUSE, LAST_PAUSE = 5.0, 300.0
 """Seconds between two tries of an outpaced tier: they double with each try that fails."""
 
 LEAST_EVIDENCE = 0.25
@@ -55,28 +56,29 @@ class Average:
 
 
 class Recompute:
-    """The comparison for one tier: see the module's text.
-
-    Attributes:
-        outpaced: computing is faster. trying: it is, but one request may wait for the tier.
-    """
+    """The comparison for one tier: see the module's text."""
 
     def __init__(self) -> None:
-        self.outpaced = self.trying = False
-        self._pause = FIRST_PAUSE
-        self._again = 0.0
+        # Half-open while one request may wait for the tier.
+        self._reading = Breaker(FIRST_PAUSE, LAST_PAUSE)
         # The try has begun to read.
         self._reads = False
 
     @property
+    def outpaced(self) -> bool:
+        """Whether computing is faster."""
+        return self._reading.state is not State.CLOSED
+
+    @property
     def hopeless(self) -> bool:
         """Whether even chunks that are being read are not worth waiting for."""
-        return self.outpaced and not self.trying
+        return self._reading.state is State.OPEN
 
     @property
     def avoided(self) -> bool:
         """Whether no request is to begin to wait for the tier."""
-        return self.outpaced and (self._reads or not self.trying)
+        state = self._reading.state
+        return state is State.OPEN or (state is State.HALF_OPEN and self._reads)
 
     def watch(
         self, now: float, read: Average, compute: float, reading: int, since: float | None
@@ -91,31 +93,24 @@ class Recompute:
         Returns:
             Whether requests that wait for the tier are to stop waiting.
         """
+        breaker = self._reading
         if compute <= 0:
-            self.outpaced = self.trying = False
+            breaker.close()
             return False
         late = since is not None and now - since > max(LEAST_PATIENCE, reading * compute)
-        if not self.outpaced:
+        if breaker.state is State.CLOSED:
             slower = read.per_chunk > compute and read.seconds >= LEAST_EVIDENCE
-            if not late and not slower:
-                return False
-            self.outpaced = True
-            self._pause = FIRST_PAUSE
-            self._give_up(now)
-            return True
-        if 0 < read.per_chunk <= AGAIN * compute and not late:
-            self.outpaced = self.trying = False
+            gives_up = late or slower
+        elif 0 < read.per_chunk <= AGAIN * compute and not late:
+            breaker.close()
             return False
-        if self.trying:
+        elif breaker.state is State.HALF_OPEN:
             self._reads |= reading > 0
-            if not late and (reading or not self._reads):
-                return False
-            self._pause = min(2 * self._pause, LAST_PAUSE)
-            self._give_up(now)
-            return True
-        self.trying = now >= self._again and not reading
-        return False
-
-    def _give_up(self, now: float) -> None:
-        self.trying = self._reads = False
-        self._again = now + self._pause
+            gives_up = late or (self._reads and not reading)
+        else:
+            gives_up = False
+            if not reading and breaker.probe(now):
+                self._reads = False
+        if gives_up:
+            breaker.trip(now)
+        return gives_up

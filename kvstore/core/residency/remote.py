@@ -149,7 +149,7 @@ class AskedTier(Store):
     def due(self, now: float, *, after_owned: bool) -> Move | None:
         """Return a move that clears it, if it has to be cleared, or tests whether it is back."""
         if not self.clearing:
-            tries = not self.health.closed and self.health.absence.try_now(now)
+            tries = not self.health.closed and self.health.calls.probe(now)
             return self.ask(self._failed, now) if tries else None
         return self._clear(now)
 
@@ -170,7 +170,7 @@ class AskedTier(Store):
 
     def reset(self) -> None:
         super().reset()
-        self.health.absence.forget_try()
+        self.health.calls.cancel_probe()
         self.answers.reset()
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, takewhile
 
+from kvstore.core.residency.breaker import Breaker
+
 __all__ = ["ASIDE_PAUSE", "RETRY_PAUSE", "STRIPE_CHUNKS", "ExtentAllocator", "Slots"]
 
 
@@ -163,7 +165,7 @@ class Slots:
         cannot_grow: growth failed, or does not end: new chunks displace old ones meanwhile.
         growing_slowly: growth takes too long: chunks without a free slot are not stored meanwhile.
         clearing: everything was forgotten, and no slot is assigned until that is durable.
-        retry_after: it is neither grown nor cleared before this time; 0 when neither failed.
+        upkeep: open while growth or clearing has failed: neither is tried again for a while.
 
     Args:
         segments: segments that are ready.
@@ -188,7 +190,7 @@ class Slots:
         self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
         self.growing = self.cannot_grow = self.growing_slowly = self.clearing = False
         self._growing_since = 0.0
-        self.retry_after = 0.0
+        self.upkeep = Breaker(RETRY_PAUSE)
         in_use = set(used)
         for segment in segments:
             first = segment * segment_slots
@@ -310,7 +312,7 @@ class Slots:
             and not self.clearing
             and self.segments < self.max_segments
             and self.short
-            and now >= self.retry_after
+            and self.upkeep.ready(now)
         )
 
     def begin_growth(self, now: float) -> None:
@@ -334,7 +336,7 @@ class Slots:
             self._give_segment(segment)
         if not segments:
             self.cannot_grow = True
-            self.retry_after = now + RETRY_PAUSE
+            self.upkeep.trip(now)
 
     def growth_overtaken(self, segments: Iterable[int]) -> None:
         """Add segments whose growth began before a reset: clearing will free their slots."""
@@ -348,7 +350,7 @@ class Slots:
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
         self._retired, self._retired_free, self._aside = -1, set(), {}
         self.clearing = True
-        self.retry_after = 0.0
+        self.upkeep.close()
 
     def cleared(self, segments: Iterable[int]) -> None:
         """Free all slots of `segments`, as the tier is cleared durably."""
@@ -359,7 +361,7 @@ class Slots:
 
     def not_cleared(self, now: float) -> None:
         """Note that clearing failed; it is tried again after a while."""
-        self.retry_after = now + RETRY_PAUSE
+        self.upkeep.trip(now)
 
     # -- emptying a segment ----------------------------------------------------------
 
