@@ -88,13 +88,10 @@ ENVIRONMENT = {
 def over_kvstore(options: dict[str, Any]) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine over kvstore with these options."""
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVStoreOffloadingSpec",
-            "spec_module_path": "kvstore.vllm",
-            **options,
-        },
+        "kv_connector_extra_config": dict(options),
     }
 
 

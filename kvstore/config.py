@@ -255,7 +255,9 @@ class Config:
         """Check `values` and build the configuration.
 
         Args:
-            values: as read from TOML or JSON; sizes may be text such as ``"64GiB"``.
+            values: as read from TOML or JSON; sizes may be text such as ``"64GiB"``. ``host``
+                is short for ``cpu_bytes_to_use``, and ``disk`` with ``disk_bytes`` for one disk
+                tier.
             ignore: keys that another component reads.
 
         Raises:
@@ -263,6 +265,7 @@ class Config:
         """
         if isinstance(values, Mapping):
             values = {key: value for key, value in values.items() if key not in ignore}
+            values = _spelled_out(values)
         return _build(cls, _CONFIG, values, "")
 
     @classmethod
@@ -279,6 +282,36 @@ class Config:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not TOML ({error})") from error
         return cls.from_mapping(values)
+
+
+_SHORT = ("host", "disk", "disk_bytes")
+"""Keys that are short for `cpu_bytes_to_use` and for one disk tier."""
+
+
+def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the keys of `_SHORT` by what they are short for."""
+    given = dict(values)
+    host, disk, size = (given.pop(key, None) for key in _SHORT)
+    if host is not None:
+        if "cpu_bytes_to_use" in given:
+            raise ConfigError("host is short for cpu_bytes_to_use: give one of them")
+        try:
+            given["cpu_bytes_to_use"] = parse_size(host)
+        except ValueError as error:
+            raise ConfigError(f"host = {shown(host)}: {error}") from error
+    if disk is None and size is None:
+        return given
+    if disk is None or size is None:
+        missing = "disk, a path" if disk is None else "disk_bytes, the most bytes to use there"
+        raise ConfigError(f"missing key {missing}: disk and disk_bytes describe one tier together")
+    if "tiers" in given:
+        raise ConfigError("disk is short for a tier of type disk: describe it in tiers instead")
+    try:
+        size = parse_size(size)
+    except ValueError as error:
+        raise ConfigError(f"disk_bytes = {shown(size)}: {error}") from error
+    given["tiers"] = [{"type": "disk", "path": disk, "capacity_bytes": size}]
+    return given
 
 
 def _build(

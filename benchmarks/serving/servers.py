@@ -56,10 +56,9 @@ def offload(name: str, host_bytes: int, disk_bytes: int, folder: Path) -> dict[s
         }
     if name == "kvstore":
         return {
-            "spec_name": "KVStoreOffloadingSpec",
-            "spec_module_path": "kvstore.vllm",
-            "cpu_bytes_to_use": host_bytes,
-            "tiers": [{"type": "disk", "path": str(folder), "capacity_bytes": disk_bytes}],
+            "host": host_bytes,
+            "disk": str(folder),
+            "disk_bytes": disk_bytes,
         }
     return None
 
@@ -99,8 +98,10 @@ class Server:
         command += ["--distributed-executor-backend", "uni"]
         command += ["--disable-uvicorn-access-log", *more]
         if extra is not None:
+            ours = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.vllm"}
+            theirs = {"kv_connector": "OffloadingConnector"}
             connector = {
-                "kv_connector": "OffloadingConnector",
+                **(theirs if "spec_name" in extra else ours),
                 "kv_role": "kv_both",
                 "engine_id": self._engine_id,
                 "kv_connector_extra_config": extra,

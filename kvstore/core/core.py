@@ -6,6 +6,7 @@ The core does no I/O and has no clock, lock, thread or await. Calls go in,
 seconds of any monotonic clock.
 
 This module has the calls for servers; `kvstore.core.step` has the order of a step.
+This module is long because all calls stand here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvstore.core.chunk import FILLING
 from kvstore.core.hints import Hints, read_hints
 from kvstore.core.removal import Removal
-from kvstore.core.request import Request
+from kvstore.core.request import Request, RequestState
 from kvstore.core.statistics import CoreStats
 from kvstore.core.step import MOST_HINTED, CoreSteps
 from kvstore.core.stores import StoreGrant
@@ -185,6 +186,19 @@ class Core(CoreSteps):
         if position is not None:
             self._requests.open(request_id).tell_positions(position, one_group=one_group)
 
+    def on_request_queued(self, request_id: str, keys: Sequence[bytes]) -> bool:
+        """Fetch the leading `keys` of a request that will ask for them later: see `Arrivals`.
+
+        Returns:
+            Whether they are fetched ahead; else they are when the request asks for them.
+        """
+        request = self._requests.open(request_id)
+        fresh = request.state is RequestState.SCANNING and not (request.keys or request.leases)
+        if keys and fresh and self._arrivals.add(request, keys):
+            return True
+        self._requests.drop_if_idle(request)
+        return False
+
     def on_request_finished(self, request_id: str, now: float | None = None) -> None:
         """End a request's wait and its leases. Loads under way go on.
 
@@ -338,6 +352,7 @@ class Core(CoreSteps):
         self._pins.reset()
         self._demotions.reset()
         self._prefetches.reset()
+        self._arrivals.reset()
         self._removals.reset()
         self._questions.reset()
         self._transfers.reset((row for _, row in late), close_tiers=close_tiers)
@@ -388,6 +403,8 @@ class Core(CoreSteps):
             pinned_rows=self._pins.rows,
             pins=len(self._pins),
             prefetched=self._prefetches.begun,
+            fetched_queued=self._arrivals.begun,
+            gave_way=self._arrivals.gave_way,
             demoted=self._demotions.demoted,
             hints=self._hints,
             hints_ignored=self._hints_ignored,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
@@ -219,6 +219,11 @@ class Room:
         self._cascades = cascades
         self._budget = budget
         self.demotes = bool(cascades.demoting)
+        self._give_way: Callable[[int], None] | None = None
+
+    def yield_by(self, give_way: Callable[[int], None]) -> None:
+        """Call this with the number of missing rows before a chunk leaves that waits for a copy."""
+        self._give_way = give_way
 
     @property
     def sure(self) -> int:
@@ -251,6 +256,9 @@ class Room:
             pool.reclaim(count, uncopied=False)
         if pool.free < count:
             self._evict(count, now, shed_unsaved=False, incoming=incoming)
+            if shed_unsaved and pool.free < count and self._give_way is not None:
+                self._give_way(count - pool.free)
+                self._evict(count, now, shed_unsaved=False, incoming=incoming)
             if shed_unsaved and pool.free < count:
                 pool.reclaim(count, uncopied=True)
                 self._evict(count, now, shed_unsaved=True, incoming=incoming)

@@ -278,12 +278,14 @@ class Lookups:
             request.ask(self._now, step)
             self._asking = request
             return request
-        if request is None or request.asked_step != step:
+        if request is None or request.queued or request.asked_step != step:
             self._looked_up += len(self._asking_keys)
             self._asking_keys = []
             request = request or self._requests.open(request_id)
             if self._looked_up >= self._budget.asked and not self._line.has(request):
                 return self._answer_later(request)
+            if request.queued:
+                request.leave_queue()
             self._line.take(request)
             self._asking_keys = request.keys
             request.ask(self._now, step)

@@ -14,6 +14,7 @@ but none that waits for a copy. Prefetched chunks are ordinary chunks: they are 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
@@ -145,13 +146,21 @@ class Grants:
                 break
         return grants
 
-    def ahead(self, request: Request, now: float) -> list[Grant]:
-        """Fetch for a prefetch's request, as far as rows allow without losing a copy."""
+    def ahead(self, request: Request, now: float, *, most: int) -> list[Grant]:
+        """Fetch up to `most` next keys of a request that does not wait, as far as rows allow.
+
+        Nothing that waits for a copy is displaced.
+        """
         if self._budget.granted <= 0:
             return []
-        grants = self._grant(request, now, unasked=True)
-        self._budget.grant(request.granted)
+        before = request.granted
+        grants = self._grant(request, now, unasked=True, most=most)
+        self._budget.grant(request.granted - before)
         return grants
+
+    def is_asked(self, key: bytes) -> bool:
+        """Whether a store that is worth waiting for is being asked for the chunk."""
+        return any(store.worth_asking and key in store.answers.asked for store in self._stores)
 
     def _truncate(self, request: Request) -> bool:
         """Abandon the rest of the prefix if no row held by others could become free for it.
@@ -175,9 +184,11 @@ class Grants:
         request.grant(len(request.keys), needs_rows=None, short_of_rows=request.short_of_rows)
         return True
 
-    def _grant(self, request: Request, now: float, *, unasked: bool = False) -> list[Grant]:
+    def _grant(
+        self, request: Request, now: float, *, unasked: bool = False, most: int = sys.maxsize
+    ) -> list[Grant]:
         pool = self._pool
-        end = min(len(request.keys), request.granted + self._budget.granted)
+        end = min(len(request.keys), request.granted + min(self._budget.granted, most))
         plan = self._plan(request, end, unasked, now)
         keys, missing, reach = request.keys, plan.missing, plan.reach
         room = 0
@@ -227,10 +238,9 @@ class Grants:
             if count > 0 and _all_there(asked[:count], first.entries, chunks):
                 # The same as the loop below, in one go.
                 plan.missing = [(position, first) for position in range(start, start + count)]
-                if count < len(asked) and count <= obtainable:
-                    plan.reach = start + count
-                    if count < free:
-                        plan.waits_for = first.number
+                plan.reach = start + count
+                if count < min(len(asked), free) and count <= obtainable:
+                    plan.waits_for = first.number
                 return plan
         missing = plan.missing
         for position, key in enumerate(asked, start):
@@ -252,7 +262,7 @@ class Grants:
                     plan.reach, plan.waits_for = position, tier.number
                     break
             if tier is None:
-                if now >= request.answer_by or not self._is_asked(key):
+                if now >= request.answer_by or not self.is_asked(key):
                     continue
                 # Keys behind this one are not fetched before it is known whether it arrives.
                 plan.reach, plan.awaits_answer = position, True
@@ -267,6 +277,7 @@ class Grants:
             missing.append((position, tier))
             if len(missing) > obtainable:
                 # No rows can be had for the keys behind this one.
+                plan.reach = position + 1
                 break
         return plan
 
@@ -282,10 +293,6 @@ class Grants:
         left = {tier.number: max(0, most - len(tier.index.reading)) for tier in tiers}
         left[-1] = max(0, rows - share - sum(len(tier.index.reading) for tier in tiers))
         return left
-
-    def _is_asked(self, key: bytes) -> bool:
-        """Whether a store that is worth waiting for is being asked for the chunk."""
-        return any(store.worth_asking and key in store.answers.asked for store in self._stores)
 
     def _overloaded_holder(self, key: bytes) -> TierView | None:
         """Return a tier that has the chunk but is too congested to begin to wait for."""
@@ -402,7 +409,7 @@ class Prefetches:
         portion.ask(now)
         portion.name_keys(islice(self._keys, size))
         self._pool.policy.link(portion.keys)
-        grants = self._grants.ahead(portion, now)
+        grants = self._grants.ahead(portion, now, most=size)
         self.drop(portion.keys[: portion.granted])
         self.begun += sum(len(chunks) for _, chunks, _ in grants)
         self._portion = portion

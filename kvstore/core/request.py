@@ -114,6 +114,8 @@ class Request:
         answer_by: until when it waits for answers of stores.
         short_of_rows: the keys that are not granted wait for rows.
         stuck: the last step in which nothing but its own leases blocked it.
+        queued: the server has named its keys, and will ask for them later; `keys` and `granted` are
+            those of its fetch until then.
         put_off: it was turned away by a full step, and waits for its turn.
         unseen: the last step that turned it away.
         linked: how many of `keys` the policies know as a chain, while it waits.
@@ -154,6 +156,7 @@ class Request:
         "pending",
         "position",
         "put_off",
+        "queued",
         "short_of_rows",
         "since",
         "state",
@@ -187,6 +190,7 @@ class Request:
         self.answer_by = math.inf
         self.short_of_rows = False
         self.stuck = -1
+        self.queued = False
         self.put_off = False
         self.unseen = -1
         self.linked = 0
@@ -208,15 +212,16 @@ class Request:
             and self.chain is None
             and self.position is None
             and self.hints is None
-            and not (self.keys or self.loading or self.storing or self.counted)
+            and not (self.keys or self.loading or self.storing or self.counted or self.leases)
             and self.store_deferred is None
-            and not (self.deferring or self.put_off)
+            and not (self.deferring or self.put_off or self.queued)
         )
 
     @property
     def busy(self) -> bool:
         """Whether something is under way for it."""
-        return bool(self.loading or self.storing) or self.state is RequestState.WAITING
+        under_way = self.loading or self.storing or self.queued
+        return bool(under_way) or self.state is RequestState.WAITING
 
     # -- asking ------------------------------------------------------------------------
 
@@ -245,6 +250,14 @@ class Request:
     def defer_store(self, when: float | None) -> None:
         """Note when its last store was deferred; None: no store of it is deferred."""
         self.store_deferred = when
+
+    def enqueue(self, keys: Iterable[bytes]) -> None:
+        """Begin to be queued in the server, with these keys in prompt order."""
+        self.keys, self.granted, self.queued = list(keys), 0, True
+
+    def leave_queue(self) -> None:
+        """Be asked for from now on; the leases stay."""
+        self.keys, self.granted, self.queued = [], 0, False
 
     def queue_up(self, step: int) -> None:
         """Wait for a turn, as this step has turned it away."""

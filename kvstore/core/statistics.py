@@ -209,6 +209,8 @@ class CoreStats:
         rows, free_rows, busy_rows, chunks: the host pool now. busy_rows are being filled or
             read, or pinned; pinned_rows are those that `pin` holds.
         pins: keys that are pinned now. prefetched: chunks whose fetch `prefetch` has begun.
+        fetched_queued: chunks whose fetch was begun for requests that the server had queued.
+            gave_way: how often such a request gave up its chunks for others.
         demoted: chunks that have left host memory on request.
         chunk_bytes: size of a chunk, where it is known. used_bytes, free_bytes: bytes of
             `chunks` and `free_rows`.
@@ -244,6 +246,8 @@ class CoreStats:
     pinned_rows: int = _now()
     pins: int = _now()
     prefetched: int = 0
+    fetched_queued: int = 0
+    gave_way: int = 0
     demoted: int = 0
     chunks: int = _now()
     waiting: int = _now()

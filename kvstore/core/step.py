@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from kvstore.core.arrivals import Arrivals
 from kvstore.core.async_lookup import Questions
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import Life
@@ -87,7 +88,7 @@ class CoreSteps:
         self._requests = Requests()
         self._spans = Spans()
         self._queue = WaitQueue(
-            pool, self._spans, deadline=deadline, max_wait=max_wait, lease=lease
+            pool, self._requests, self._spans, deadline=deadline, max_wait=max_wait, lease=lease
         )
         self._victims = Victims(pool, self._budget)
         self._uses = Uses(pool, self.tiers, self._victims, self._budget)
@@ -143,6 +144,8 @@ class CoreSteps:
             self._pins,
         )
         self._questions = Questions(pool, self.tiers, self._queue, self.hidden)
+        self._arrivals = Arrivals(pool, self.tiers, self._queue, self._grants, self._questions)
+        self._room.yield_by(self._arrivals.give_way)
         self._overtaken = Overtaken(pool)
         # A scheduler calls this for every key of every request.
         self.lookup = self._lookups.lookup
@@ -266,6 +269,7 @@ class CoreSteps:
             self._grants.link_some()
         moves: list[Move] = []
         if self._questions:
+            self._arrivals.ask(now, self.compute_pace)
             moves += [self._transfers.ask(*due, now) for due in self._questions.take()]
         if self.hidden:
             self._lookups.keep_hits()
@@ -277,6 +281,10 @@ class CoreSteps:
         if self._queue.waiting:
             self._lookups.keep_hits()
             for tier, chunks, slots in self._grants.grant(now):
+                moves += self._transfers.promote(tier, chunks, slots, now)
+        if self._arrivals:
+            self._lookups.keep_hits()
+            for tier, chunks, slots in self._arrivals.go_on(now):
                 moves += self._transfers.promote(tier, chunks, slots, now)
         if self._prefetches:
             self._lookups.keep_hits()
@@ -307,6 +315,9 @@ class CoreSteps:
                     self._questions.add(request, now, self.compute_pace)
             elif request.state is not RequestState.WAITING:
                 request.forget_keys()
+                if request.leases and request.state is RequestState.SCANNING:
+                    # It was queued. If it loads nothing, its leases lapse.
+                    self._queue.answer(request, now)
                 self._requests.drop_if_idle(request)
 
     @property
@@ -324,7 +335,7 @@ class CoreSteps:
     @property
     def wants_room(self) -> bool:
         """Whether a step could use rows that have become free, or make more of them free."""
-        if self.behind or self.hidden or self._prefetches or self._demotions:
+        if self.behind or self.hidden or self._arrivals or self.prefetching or self._demotions:
             return True
         return self.waiting > 0 or self.unsaved > 0 or self._room.demotes
 
@@ -388,6 +399,8 @@ class CoreSteps:
 
     def _end_request(self, request: Request) -> None:
         """End a request: it asks no more."""
+        if request.queued:
+            request.leave_queue()
         if self._chains.filters and request.keys:
             self._chains.count(request, request.keys)
         self._queue.remove(request)

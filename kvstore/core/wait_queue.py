@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from kvstore.core.chunk import FILLING, Chunk, wait_together
 from kvstore.core.host import HostPool
 from kvstore.core.reports import Outcome, Spans
-from kvstore.core.request import Request, RequestState
+from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.statistics import Durations
 
 __all__ = ["FORGET_AFTER", "WaitQueue"]
@@ -39,6 +39,7 @@ class WaitQueue:
     def __init__(
         self,
         pool: HostPool,
+        requests: Requests,
         spans: Spans,
         *,
         deadline: float,
@@ -46,6 +47,7 @@ class WaitQueue:
         lease: float,
     ) -> None:
         self._pool = pool
+        self._requests = requests
         self._spans = spans
         self.deadline = deadline
         self.max_wait = max_wait
@@ -98,7 +100,8 @@ class WaitQueue:
 
     def answer_if_complete(self, request: Request, now: float) -> None:
         """End the wait if everything that can arrive has arrived."""
-        if not request.pending and request.granted == len(request.keys):
+        waits = request.state is RequestState.WAITING
+        if waits and not request.pending and request.granted == len(request.keys):
             self.answer(request, now)
 
     def remove(self, request: Request) -> None:
@@ -106,19 +109,19 @@ class WaitQueue:
         if self.waiting.pop(request.id, None) is not None:
             self._spans.wait_ended(request.id, len(request.leases) - request.pending, Outcome.GONE)
         self.answered.pop(request.id, None)
-        self._release(request)
+        self.release(request)
         request.forget_wait()
 
     def lapse(self, request: Request) -> None:
         """End the leases of a request that was answered; it does not wait again."""
         if request.state is RequestState.ANSWERED and request.leases:
             self.lapses += 1
-            self._release(request)
+            self.release(request)
 
     def end_leases(self, keys: Collection[bytes]) -> None:
         """End all leases on chunks of these keys that are complete."""
         pool = self._pool
-        for request in (*self.waiting.values(), *self.answered.values()):
+        for request in [one for one in self._requests.values() if one.leases]:
             for key in request.leases.keys() & keys:
                 chunk = pool.chunks[key]
                 if chunk.state != FILLING:
@@ -252,7 +255,8 @@ class WaitQueue:
         self.moved = now
         self.answer_if_complete(request, now)
 
-    def _release(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
+        """End all leases of the request."""
         pool = self._pool
         leased = [pool.chunks[key] for key in request.leases]
         if request.pending:

@@ -19,13 +19,16 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvstore.types import about
 from kvstore.vllm.identity.fingerprint import Fingerprint, adapter_files, fingerprint
 from kvstore.vllm.version import keep_position
-from kvstore.vllm.vllm_internals import request_of
+
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
 
 __all__ = ["AdapterKeys", "Adapters", "Take", "Use"]
 
@@ -165,9 +168,9 @@ class AdapterKeys:
         self._reader = ThreadPoolExecutor(1, "kvstore-adapters")
         self._adapters = Adapters(self._take, settings, patience)
 
-    def arrived(self, req_context: ReqContext) -> None:
-        """A request has come; called by vLLM's scheduler, a frame or two further up."""
-        request = request_of(req_context.req_id)
+    def arrived(self, req_context: ReqContext, engine: Engine | None) -> None:
+        """Note that a request has come; `engine` knows it if `KVStoreConnector` opens it."""
+        request = None if engine is None else engine.opened(req_context.req_id)
         if request is None:
             req_context.set_state(self._adapters.unknown(req_context.req_id))
         elif request.lora_request is not None:

@@ -9,35 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.types import about
 from kvstore.vllm.identity.identity import plain, shortened
 from kvstore.vllm.version import group_number
 
 __all__ = ["layers_of_worker", "page_formats"]
 
-logger = logging.getLogger("kvstore")
-
 OF_ONE_RANK = frozenset({"num_kv_heads", "num_head_slots", "max_tp_shards", "page_size_padded"})
 """Fields that tell the parallel shape, which does not show in canonical pages."""
 
 
-def page_formats(config: Any, kv_cache_config: Any, executor: Any) -> dict[str, Any]:
+def page_formats(
+    config: Any, kv_cache_config: Any, layers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the facts that decide the order and meaning of bytes in each group's pages, flat.
 
     Args:
         config: vLLM's `OffloadingConfig`.
         kv_cache_config: the scheduler's `KVCacheConfig`.
-        executor: asks the workers; None where there is no engine.
+        layers: what the workers told of each: see `layers_of_worker`.
 
     Raises:
         ConfigError: for a field that says nothing about itself.
     """
     ignored = OF_ONE_RANK if getattr(config, "canonical_layout", False) else frozenset()
-    layers = _layers(executor)
     facts: dict[str, Any] = {}
     for place, group in enumerate(config.groups):
         number = group_number(group, place)
@@ -71,22 +68,6 @@ def layers_of_worker(worker: Any) -> dict[str, dict[str, Any]]:
         for name, spec in specs.items():
             told.setdefault(name, {}).update(_told(spec, name))
     return told
-
-
-def _layers(executor: Any) -> dict[str, dict[str, Any]]:
-    """Return the workers' facts on layers; none if they have none, which separates the caches."""
-    if executor is None:
-        return {}
-    merged: dict[str, dict[str, Any]] = {}
-    try:
-        for told in executor.collective_rpc(layers_of_worker):
-            merged |= told
-    except Exception:
-        logger.exception(
-            "the workers do not tell their attention backends: they are not in the identity",
-            extra=about("server.backends_unknown"),
-        )
-    return merged
 
 
 def _name(kind: type) -> str:

@@ -21,7 +21,7 @@ import contextlib
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
@@ -37,6 +37,9 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 from kvstore.tiers.rendezvous import OtherShapeError
 from kvstore.vllm.version import CANONICAL_FORMAT, group_number
+
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
 
 __all__ = [
     "EngineShape",
@@ -129,6 +132,7 @@ class EngineShape(Protocol):
         region_shape: of host memory.
         identity: what must be equal for chunks to be exchanged.
         worker_apart: whether a worker has a process of its own, whatever that is called.
+        engine: what vLLM gave to a connector; None behind vLLM's own.
     """
 
     config: Any
@@ -137,6 +141,7 @@ class EngineShape(Protocol):
     region_shape: RegionShape
     identity: Mapping[str, Any]
     worker_apart: bool
+    engine: Engine | None
 
 
 def _canonical(config: Any) -> bool:

@@ -31,7 +31,7 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         self._adapters = AdapterKeys(settings, spec.store_config.deadline_s)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._adapters.arrived(req_context)
+        self._adapters.arrived(req_context, self._spec.engine)
         return super().on_new_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -47,8 +47,10 @@ from kvstore.vllm.version import (
     mediums,
     position_of,
 )
-from kvstore.vllm.vllm_internals import executor_of, request_of, resets_for_pause
 from kvstore.vllm.weights import LiveWeights
+
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
 
 __all__ = ["KVStoreOffloadingManager", "Scans"]
 
@@ -101,6 +103,10 @@ class KVStoreOffloadingManager(OffloadingManager):
     """`kvstore.connector`'s manager in vLLM's words.
 
     A step of the core begins with the first call after `on_schedule_end`.
+
+    Attributes:
+        pauses: the next reset is that of an engine that pauses: if it goes on with the same
+            weights, its chunks are kept.
     """
 
     def __init__(self, spec: EngineShape) -> None:
@@ -156,8 +162,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Steps whose orders have gone to the workers."""
         self._reported = 0
         """Steps that the workers have reported."""
-        executor = executor_of()
-        self._weights = None if executor is None else LiveWeights(executor)
+        self._weights = _weights_of(spec.engine)
+        self.pauses = False
         self._unsure = False
         """The engine has paused or was reset, and its weights are not known since."""
         self._asked = False
@@ -251,7 +257,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._requests[name] = False
         headers = None
         if self._traced:
-            headers = getattr(request_of(name), "trace_headers", None)
+            engine = self._spec.engine
+            request = None if engine is None else engine.opened(name)
+            headers = getattr(request, "trace_headers", None)
         place = _place_in(req_context)
         self._manager.on_new_request(Request(name, place, params, envelope, headers))
         if self._core.wants_all(name):
@@ -298,7 +306,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         # Weights may change between a reset and the next step, as they do in a pause.
         self._unsure = self._weights is not None
         self._asked = False
-        self._kept = self._unsure and resets_for_pause()
+        self._kept = self._unsure and self.pauses
         if self._kept:
             self._manager.abandon_transfers()
         else:
@@ -323,6 +331,19 @@ class KVStoreOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
         self._manager.shutdown()
+
+    # -- weights -------------------------------------------------------------------------------
+
+    @property
+    def look(self) -> int:
+        """Number of the look at the weights that the workers shall take; 0 for none."""
+        waits = self._weights is not None and self._unsure and self._asked
+        return self._weights.look if waits and self._weights is not None else 0
+
+    def weights_told(self, look: int, digests: Mapping[int, str | None]) -> None:
+        """Take in digests of the weights, by worker."""
+        if self._weights is not None:
+            self._weights.told(look, digests)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -365,6 +386,15 @@ class KVStoreOffloadingManager(OffloadingManager):
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         medium = MEDIUM.CPU if key in self._core.chunks else MEDIUM.STORAGE
         return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
+
+
+def _weights_of(engine: Engine | None) -> LiveWeights | None:
+    """The weights of an engine whose workers have told theirs; None where nobody tells."""
+    if engine is None or not engine.workers:
+        return None
+    parallel = getattr(engine.vllm_config, "parallel_config", None)
+    told = [engine.workers[place].weights for place in sorted(engine.workers)]
+    return LiveWeights(told, moving=bool(getattr(parallel, "enable_eplb", False)))
 
 
 def _place_in(context: ReqContext) -> Callable[[bytes], int] | None:

@@ -1,7 +1,12 @@
 """Secondary tier: kvstore's disk tier below vLLM's own `TieringOffloadingSpec`.
 
-    "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.vllm",
-                         "path": "/nvme/kv", "capacity_bytes": "2TiB"}]
+    "kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.vllm",
+    "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
+      "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.vllm",
+                           "path": "/nvme/kv", "capacity_bytes": "2TiB"}]}
+
+Behind vLLM's own `OffloadingConnector` it works as well, but knows nothing of the engine there: the
+operator names the identity.
 
 How vLLM's tiering calls it, as of 0.32 and 0.33; all calls are made in the scheduler's process, one
 at a time:
@@ -52,13 +57,13 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapters import AdapterKeys
+from kvstore.vllm.engine import current_engine
 from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.spec import check_engine_with_tiers
 from kvstore.vllm.version import join_server_log
-from kvstore.vllm.vllm_internals import vllm_config_of
 
 __all__ = ["KVStoreTier", "TierOptions"]
 
@@ -208,11 +213,12 @@ class KVStoreTier(SecondaryTierManager):
                 "store a part of a chunk as the whole. Let chunks be of one block, or use "
                 "KVStoreOffloadingSpec"
             )
-        vllm_config = vllm_config_of(spec.extra_config)
+        self._engine = engine = current_engine()
+        vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config)
         identity = {
             **layout.identity,
-            **told.naming.engine_identity(spec.config, vllm_config, config.identity or {}),
+            **told.naming.engine_identity(spec.config, engine, config.identity or {}),
             **(config.identity or {}),
         }
         for line in siblings(identity, config.tiers[0].paths):
@@ -285,7 +291,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._adapters is not None:
-            self._adapters.arrived(req_context)
+            self._adapters.arrived(req_context, self._engine)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -24,7 +24,9 @@ from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_log
-from kvstore.vllm.vllm_internals import vllm_config_of
+
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
 
 __all__ = ["KVStoreOffloadingSpec", "check_continues", "check_engine_with_tiers"]
 
@@ -56,7 +58,13 @@ HASHES_CHANGE = (
 
 
 class KVStoreOffloadingSpec(OffloadingSpec):
-    """kvstore behind vLLM's OffloadingConnector; see `kvstore.config` for the keys."""
+    """kvstore behind vLLM's OffloadingConnector; see `kvstore.config` for the keys.
+
+    `KVStoreConnector` builds it, too, and says what vLLM has given to it.
+
+    Attributes:
+        engine: what vLLM gave; None behind vLLM's own connector, which keeps it to itself.
+    """
 
     @classmethod
     def build_metric_definitions(
@@ -69,8 +77,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         """Read by vLLM from 0.33 on, as is `config_info` of the manager."""
         return LABELS
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    def __init__(self, config: OffloadingConfig, engine: Engine | None = None) -> None:
         super().__init__(config)
+        self.engine = engine
         join_server_log()
         values = dict(config.extra_config)
         for key in ENGINE_KEYS & values.keys():
@@ -78,7 +87,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         _check_budget(values.pop(BUDGET_KEY, None))
         self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=CONNECTOR_KEYS)
-        vllm_config = vllm_config_of(config.extra_config)
+        vllm_config = None if engine is None else engine.vllm_config
         self.layout = Layout(config, _kv_heads(config, vllm_config))
         self.worker_apart = _is_apart(vllm_config)
         self.identity: Mapping[str, Any] = self.layout.identity
@@ -98,13 +107,13 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         from kvstore.vllm.identity.naming import siblings
         from kvstore.vllm.manager import KVStoreOffloadingManager
 
-        vllm_config = vllm_config_of(self.config.extra_config)
+        vllm_config = None if self.engine is None else self.engine.vllm_config
         check_continues(vllm_config)
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config)
         self.identity = {
             **self.layout.identity,
-            **self._engine_identity(vllm_config),
+            **self._engine_identity(),
             **(self.store_config.identity or {}),
         }
         cache = getattr(vllm_config, "cache_config", None)
@@ -138,12 +147,12 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             extra=about("server.data_parallel", engine=parallel.data_parallel_index),
         )
 
-    def _engine_identity(self, vllm_config: Any) -> dict[str, Any]:
+    def _engine_identity(self) -> dict[str, Any]:
         if not self.store_config.tiers:
             # Nothing outlives the process.
             return {}
         given = self.store_config.identity or {}
-        return self._naming.engine_identity(self.config, vllm_config, given)
+        return self._naming.engine_identity(self.config, self.engine, given)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -3,21 +3,16 @@
 An engine that sleeps, or pauses to take new weights, asks its connector to forget everything. What
 is kept outside of the device is as right as before, unless the weights have become others. vLLM
 does not say; so the workers tell a digest of the weights in memory, at the start and when the
-engine goes on.
-
-At the start the engine waits for them. Later it does not: a call of the scheduler requests the
-digests, they come with the output of the next step, and until then nothing is served or stored.
+engine goes on: the metadata of a step asks for it, and it comes with the output of that step. Until
+then nothing is served or stored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,88 +29,68 @@ PIECE = 2**19
 PATIENCE_S = 60.0
 """So long digests may take that the scheduler has ordered; then the weights are unknown."""
 
-Digests = list[tuple[str, float]]
-"""Of each worker, and the seconds that it took."""
-
 
 class LiveWeights:
     """The digests of the weights in use: see the module's text.
 
+    Attributes:
+        look: number of the last look at the weights that was asked for; 0 if there was none.
+
     Args:
-        executor: the engine's, held weakly; it asks all workers.
+        known: the digests that the workers told at the start; None for one that could not.
+        moving: EPLB moves weights between workers, so that no digest says anything.
     """
 
-    def __init__(self, executor: Any) -> None:
-        self._executor: Callable[[], Any] = weakref.ref(executor)
-        self._known: list[str] | None = None
-        self._asked: Future[Digests] | None = None
+    def __init__(self, known: Sequence[str | None], *, moving: bool = False) -> None:
+        self.look = 0
+        self._workers = len(known)
+        self._readable = not moving
+        self._known = self._whole(known)
+        # What the workers have told in the last look.
+        self._told: dict[int, str | None] = {}
         self._until = 0.0
-        parallel = getattr(executor, "parallel_config", None)
-        self._readable = not getattr(parallel, "enable_eplb", False)
-        if not self._readable:
+        if moving:
             logger.info(
                 "EPLB moves weights between workers, so it is unknown whether they have "
                 "changed: tiers are used until the first reset or pause",
                 extra=about("weights.moving"),
             )
-            return
-        self.ask()
-        if self._asked is not None:
-            with contextlib.suppress(Exception):
-                self._asked.result()
-            # Later there is no wait, so an answer must say by itself whether it has arrived.
-            self._readable = self._asked.done()
-        self._known = self._answer()
 
     def ask(self) -> None:
-        """Request the digests; an earlier request is dropped."""
-        executor = self._executor()
-        self._asked = None
-        if executor is None or not self._readable:
-            return
-        self._until = time.monotonic() + PATIENCE_S
-        try:
-            self._asked = executor.collective_rpc(_timed_digest, non_block=True)
-        except Exception as error:
-            self._asked = Future()
-            self._asked.set_exception(error)
+        """Begin a look; an earlier one is dropped."""
+        self._told = {}
+        if self._readable:
+            self.look += 1
+            self._until = time.monotonic() + PATIENCE_S
+
+    def told(self, look: int, digests: Mapping[int, str | None]) -> None:
+        """Take in the digests of some workers, by rank."""
+        if look == self.look:
+            self._told.update(digests)
 
     def same(self) -> bool | None:
         """Whether the weights are those of the look before; None while the workers have not told.
 
         False, too, if they cannot be read or the workers take too long.
         """
-        if self._asked is not None and not self._asked.done() and time.monotonic() < self._until:
+        missing = self._readable and len(self._told) < self._workers
+        if missing and time.monotonic() < self._until:
             return None
-        before, self._known = self._known, self._answer()
+        if missing:
+            logger.warning(
+                "the workers have not told their weights within %g s: they count as others",
+                PATIENCE_S,
+                extra=about("weights.late"),
+            )
+        before, self._known = self._known, None
+        if self._readable and not missing:
+            self._known = self._whole([self._told[rank] for rank in sorted(self._told)])
         return before is not None and self._known == before
 
-    def _answer(self) -> list[str] | None:
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return None
-        try:
-            if not asked.done():
-                raise TimeoutError("the workers have not told them in time")
-            told = asked.result()
-        except Exception:
-            logger.exception(
-                "the weights in memory cannot be read: no pause keeps the cache, and slower tiers "
-                "are not used after it",
-                extra=about("weights.unreadable"),
-            )
-            return None
-        logger.info(
-            "the weights in memory were read in %.2f s",
-            max(seconds for _, seconds in told),
-            extra=about("weights.read"),
-        )
-        return [digest for digest, _ in told]
-
-
-def _timed_digest(worker: Any) -> tuple[str, float]:
-    began = time.monotonic()
-    return digest_of_worker(worker), time.monotonic() - began
+    def _whole(self, digests: Sequence[str | None]) -> list[str] | None:
+        known = [digest for digest in digests if digest is not None]
+        whole = self._readable and known and len(known) == self._workers
+        return known if whole else None
 
 
 def digest_of_worker(worker: Any) -> str:

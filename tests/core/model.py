@@ -315,6 +315,11 @@ class World:
                 # What is not there when the wait ends is not kept for it.
                 client = self.clients[name]
                 client.granted = min(client.granted, self._ready(client.keys))
+                if self.asked >= 0:
+                    # Nor is what it passed over before the store had it, and another fetched.
+                    its = request.leases
+                    passed = (n for n, key in enumerate(client.keys) if key not in its)
+                    client.granted = min(client.granted, next(passed, client.granted))
         self.hits_this_step.clear()
         self.listen()
 
@@ -362,10 +367,12 @@ class World:
             self.moved = self.now
         self.core.absorb(done)
 
-    def arrive(self, name: str, prompt: int, length: int) -> Client:
+    def arrive(self, name: str, prompt: int, length: int, *, queued: bool = False) -> Client:
         client = Client(name, chain(prompt, length))
         self.clients[client.id] = client
         self.core.on_new_request(client.id)
+        if queued:
+            self.core.on_request_queued(client.id, client.keys)
         return client
 
     def ask(self, client: Client, one_by_one: bool = False) -> int | None:
@@ -1043,7 +1050,9 @@ class World:
             for key in request.leases:
                 assert key in core._pool.chunks, "a lease on a chunk that is gone"
                 chunk = core._pool.chunks[key]
-                assert request.state is not RequestState.SCANNING, "leases without a wait"
+                scanning = request.state is RequestState.SCANNING
+                asks = request.queued or request in core._lookups._asked
+                assert asks or not scanning, "leases without a wait"
                 if chunk.state == FILLING:
                     pending += 1
                 else:
@@ -1056,8 +1065,9 @@ class World:
             filling = [k for k in portion.leases if core._pool.chunks[k].state == FILLING]
             assert portion.pending == len(filling)
         pins.update(core._pins._held.keys())
-        ours = portion is not None and portion.id in line.answered
-        assert len(line.waiting) + len(line.answered) - ours <= len(core._requests)
+        assert len(line.waiting) + len(line.answered) <= len(core._requests)
+        queued = [request for request in core._requests.values() if request.queued]
+        assert sum(len(request.leases) for request in queued) <= core._pool.rows // 2
         for id, move in core._transfers.moves.items():
             if move.op is Op.CASCADE and id not in core._transfers.orphans:
                 pins.update(move.keys)
@@ -1145,6 +1155,7 @@ class World:
         assert not core.hidden, "a removal that never ends"
         assert core.waiting == 0
         assert not core._prefetches, "a prefetch that never ends"
+        assert not core._arrivals, "a request that is queued for ever"
         assert not core._demotions, "a demotion that never ends"
         assert core.unsaved == 0, "chunks wait for a copy that nobody makes"
         assert core._pool.busy == 0, "a pin leaked"
@@ -1277,7 +1288,9 @@ def random_act(world: World, rng: random.Random) -> None:
     able = [i for i, move in enumerate(world.moves) if move.tier not in world.silent]
     if roll < 0.06 and len(clients) < 8:
         free = [name for name in "abcdefghijkl" if name not in world.clients]
-        world.arrive(rng.choice(free), rng.randrange(64), rng.randrange(1, 2 * len(world.rows) + 2))
+        length = rng.randrange(1, 2 * len(world.rows) + 2)
+        queued = rng.random() < 0.5
+        world.arrive(rng.choice(free), rng.randrange(64), length, queued=queued)
     elif 0.06 <= roll < 0.55 and clients:
         act_of_client(world, rng.choice(clients), rng)
     elif 0.55 <= roll < 0.75 and able:

@@ -181,7 +181,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("leases end")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitQueue, "_release", lambda self, request: request.leases.clear())
+    patch.setattr(WaitQueue, "release", lambda self, request: request.leases.clear())
 
 
 @breaks("what is granted is leased")
@@ -201,7 +201,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def impatient(self: WaitQueue, now: float) -> list[Request]:
         for request in self.answered.values():
-            self._release(request)
+            self.release(request)
         return expire(self, now)
 
     patch.setattr(WaitQueue, "expire", impatient)

@@ -82,10 +82,13 @@ def kv_cache_config(spec: Any = None, layers: tuple[str, ...] = ("layer-0",)) ->
     return KVCacheConfig(1, [], [KVCacheGroupSpec(list(layers), spec or plain)])
 
 
-def make_spec(extra_config: dict[str, Any], block_bytes: int, **shape: Any) -> Any:
+def make_spec(
+    extra_config: dict[str, Any], block_bytes: int, *, engine: Any = None, **shape: Any
+) -> Any:
     """`KVStoreOffloadingSpec` for a model with blocks of `block_bytes` in each worker.
 
     Args:
+        engine: what vLLM's connector class was given.
         shape: as of `offloading_config`.
     """
     from kvstore.vllm import KVStoreOffloadingSpec
@@ -93,4 +96,24 @@ def make_spec(extra_config: dict[str, Any], block_bytes: int, **shape: Any) -> A
     # There is no engine that could tell.
     extra_config = {"automatic_identity": False, "identity": {"model": "test"}, **extra_config}
     name = f"test-{next(_engines)}"
-    return KVStoreOffloadingSpec(offloading_config(extra_config, block_bytes, name, **shape))
+    return KVStoreOffloadingSpec(
+        offloading_config(extra_config, block_bytes, name, **shape), engine
+    )
+
+
+def engine_like(
+    groups: Any = None, *, lora: Any = None, parallel: Any = None, **workers: Any
+) -> Any:
+    """An engine, as far as it matters here.
+
+    Args:
+        groups: the `KVCacheConfig`; of one group of plain attention by default.
+        workers: of its one worker what `WorkerFacts` has; none has told anything by default.
+    """
+    from types import SimpleNamespace
+
+    from kvstore.vllm.engine import Engine, WorkerFacts
+
+    told = {(0, 0): WorkerFacts(**{"layers": {}, "weights": None, **workers})} if workers else {}
+    config = SimpleNamespace(lora_config=lora, parallel_config=parallel)
+    return Engine(config, groups or kv_cache_config(), told)

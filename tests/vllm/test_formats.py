@@ -25,38 +25,34 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.formats import page_formats
-from tests.vllm.parts import kv_cache_config, make_spec, offloading_config
+from kvstore.vllm.formats import layers_of_worker, page_formats
+from tests.vllm.parts import engine_like, kv_cache_config, make_spec, offloading_config
 
 BLOCK = 4096
 PLAIN = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
 
-class Executor:
-    """Asks one worker, whose layers have these backends."""
-
-    def __init__(self, backends: dict[str, Any], groups: Any = None) -> None:
-        layers = {
-            name: SimpleNamespace(get_attn_backend=lambda found=backend: found)
-            for name, backend in backends.items()
-        }
-        compilation = SimpleNamespace(static_forward_context={**layers, "moe": object()})
-        self.worker = SimpleNamespace(
-            vllm_config=SimpleNamespace(compilation_config=compilation),
-            model_runner=SimpleNamespace(kv_cache_config=groups),
-        )
-
-    def collective_rpc(self, ask: Any) -> list[Any]:
-        return [ask(self.worker)]
+def told(backends: dict[str, Any], groups: Any = None) -> dict[str, dict[str, Any]]:
+    """What a worker tells of its layers, which have these backends."""
+    layers = {
+        name: SimpleNamespace(get_attn_backend=lambda found=backend: found)
+        for name, backend in backends.items()
+    }
+    compilation = SimpleNamespace(static_forward_context={**layers, "moe": object()})
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+        model_runner=SimpleNamespace(kv_cache_config=groups),
+    )
+    return layers_of_worker(worker)
 
 
 def formats(
-    spec: Any = PLAIN, executor: Any = None, layers: tuple[str, ...] = ("layer-0",), **more: Any
+    spec: Any = PLAIN, told: Any = None, layers: tuple[str, ...] = ("layer-0",), **more: Any
 ) -> dict[str, Any]:
     config = offloading_config(more, BLOCK, "engine")
     group = dataclasses.replace(config.groups[0], layer_names=layers)
     return page_formats(
-        dataclasses.replace(config, groups=(group,)), kv_cache_config(spec, layers), executor
+        dataclasses.replace(config, groups=(group,)), kv_cache_config(spec, layers), told or {}
     )
 
 
@@ -109,7 +105,7 @@ def test_a_field_that_says_nothing_about_itself_is_refused() -> None:
 
 def test_the_backend_that_a_group_uses_parts_engines() -> None:
     cpu, triton = (
-        formats(executor=Executor({"layer-0": backend}))
+        formats(told=told({"layer-0": backend}))
         for backend in (CPUAttentionBackend, TritonAttentionBackend)
     )
     assert cpu["group.0.backend"].endswith(".CPUAttentionBackend")
@@ -120,7 +116,7 @@ def test_which_layer_uses_which_backend_counts() -> None:
     a, b = CPUAttentionBackend, TritonAttentionBackend
     layers = ("one", "two")
     first, second, same = (
-        formats(executor=Executor(dict(zip(layers, its, strict=True))), layers=layers)
+        formats(told=told(dict(zip(layers, its, strict=True))), layers=layers)
         for its in ((a, b), (b, a), (a, a))
     )
     assert differs(first, second) == {"group.0.layers"}
@@ -130,14 +126,14 @@ def test_which_layer_uses_which_backend_counts() -> None:
 def test_layers_of_one_group_count_each_with_its_own_spec() -> None:
     """The scheduler's configuration has one spec for all of them."""
 
-    def told(head_size: int) -> dict[str, Any]:
+    def its(head_size: int) -> dict[str, Any]:
         specs = {"one": PLAIN, "two": dataclasses.replace(PLAIN, head_size=head_size)}
         uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
         worker = kv_cache_config(uniform, ("one", "two"))
         backends = dict.fromkeys(specs, CPUAttentionBackend)
-        return formats(executor=Executor(backends, worker), layers=("one", "two"))
+        return formats(told=told(backends, worker), layers=("one", "two"))
 
-    assert differs(told(32), told(128)) == {"group.0.layers"}
+    assert differs(its(32), its(128)) == {"group.0.layers"}
 
 
 def test_canonical_pages_do_not_tell_how_many_ranks_there_are() -> None:
@@ -146,51 +142,27 @@ def test_canonical_pages_do_not_tell_how_many_ranks_there_are() -> None:
     assert formats(canonical_layout=True) == formats(half, canonical_layout=True)
 
 
-def test_workers_that_do_not_tell_are_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    class Silent:
-        def collective_rpc(self, ask: Any) -> list[Any]:
-            raise RuntimeError("a worker is gone")
+@contextmanager
+def manager(folder: Path, engine: Any) -> Iterator[Any]:
+    from kvstore.vllm.layout import worker_region
 
-    assert formats(executor=Silent()) == formats()
-    assert "attention backends" in caplog.text
-
-
-class Engine:
-    """Has an executor, and builds the manager where vLLM's connector has its configuration."""
-
-    def __init__(self, executor: Any) -> None:
-        self.model_executor = executor
-
-    @contextmanager
-    def manager(self, folder: Path, groups: Any) -> Iterator[Any]:
-        from kvstore.vllm.layout import worker_region
-
-        disk = {"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}
-        extra = {"cpu_bytes_to_use": 64 * BLOCK, "tiers": [disk], "automatic_identity": True}
-        spec = make_spec({**extra, "identity": {}}, BLOCK)
-        transfer = SimpleNamespace(kv_connector_extra_config=spec.config.extra_config)
-        vllm_config = SimpleNamespace(kv_transfer_config=transfer, lora_config=None)
-        kv_cache_config = groups
-        worker_region(spec.config.engine_id, 1, spec.region_shape)
-        manager = spec.get_manager()
-        assert vllm_config.kv_transfer_config is transfer
-        assert kv_cache_config is not None
-        try:
-            yield manager
-        finally:
-            manager.shutdown()
+    disk = {"type": "disk", "path": str(folder), "capacity_bytes": "300MiB"}
+    extra = {"cpu_bytes_to_use": 64 * BLOCK, "tiers": [disk], "automatic_identity": True}
+    spec = make_spec({**extra, "identity": {}}, BLOCK, engine=engine)
+    worker_region(spec.config.engine_id, 1, spec.region_shape)
+    found = spec.get_manager()
+    try:
+        yield found
+    finally:
+        found.shutdown()
 
 
-@pytest.fixture
-def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is asked for is the same."""
+def test_engines_with_equal_settings_and_other_pages_have_a_namespace_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "kvstore.vllm.identity.identity.engine_identity", lambda config, **more: {"a": 1}
     )
-
-
-@pytest.mark.usefixtures("one_configuration")
-def test_engines_with_equal_settings_and_other_pages_have_a_namespace_each(tmp_path: Path) -> None:
     quantised = dataclasses.replace(PLAIN, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     for spec, backend in (
         (PLAIN, CPUAttentionBackend),
@@ -198,15 +170,7 @@ def test_engines_with_equal_settings_and_other_pages_have_a_namespace_each(tmp_p
         (quantised, CPUAttentionBackend),
         (PLAIN, CPUAttentionBackend),
     ):
-        with Engine(Executor({"layer-0": backend})).manager(tmp_path, kv_cache_config(spec)):
+        engine = engine_like(kv_cache_config(spec), layers=told({"layer-0": backend}))
+        with manager(tmp_path, engine):
             pass
     assert len([each for each in tmp_path.iterdir() if each.is_dir()]) == 3
-
-
-@pytest.mark.usefixtures("one_configuration")
-def test_without_the_groups_of_the_kv_cache_nothing_starts(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="automatic_identity = false"),
-        Engine(None).manager(tmp_path, None),
-    ):
-        pass

@@ -36,6 +36,7 @@ class Server:
         rows: int,
         groups: int = 1,
         windows: tuple[int | None, ...] = (),
+        engine: Any = None,
         **extra: Any,
     ) -> None:
         from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
@@ -60,6 +61,7 @@ class Server:
             BLOCK,
             groups=groups,
             windows=windows,
+            engine=engine,
         )
         self.region = worker_region(spec.config.engine_id, 1, spec.region_shape)
         self.manager = spec.get_manager()

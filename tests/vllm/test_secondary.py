@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.vllm.engine import building
 from tests.exported import Exported
 from tests.patience import PATIENCE
 from tests.vllm import parts
@@ -233,25 +234,12 @@ def test_the_identity_is_found_at_the_caller(
 
 
 class Connector(Server):
-    """Builds its manager where a `vllm_config` is at hand, and tells requests as vLLM does."""
+    """Builds its manager for an engine, and tells requests, as `KVStoreConnector` does."""
 
     def __init__(self, tier: dict[str, Any], weights: str, lora: Any = None) -> None:
-        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-        built = TieringOffloadingSpec.get_manager
-
-        def get_manager(spec: Any) -> Any:
-            transfer = SimpleNamespace(kv_connector_extra_config=spec.extra_config)
-            vllm_config = SimpleNamespace(
-                kv_transfer_config=transfer, weights=weights, lora_config=lora
-            )
-            kv_cache_config = parts.kv_cache_config()
-            assert vllm_config.weights == weights
-            assert kv_cache_config.kv_cache_groups
-            return built(spec)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TieringOffloadingSpec, "get_manager", get_manager)
+        self.engine = parts.engine_like(lora=lora)
+        self.engine.vllm_config.weights = weights
+        with building(self.engine):
             super().__init__(tier)
         self.adapter: Path | None = None
 
@@ -264,7 +252,9 @@ class Connector(Server):
         name = f"r{next(self._requests)}"
         request = SimpleNamespace(request_id=name, lora_request=lora)
         context = ReqContext(request.request_id)
+        self.engine.request = request
         self.manager.on_new_request(context)
+        self.engine.request = None
         end = time.monotonic() + PATIENCE
         while lora is not None and time.monotonic() < end:
             # Its files are read elsewhere.
@@ -532,7 +522,8 @@ def engine(folder: Path, cache: Path, rounds: list[dict[str, Any]], launcher: in
     }
     scenario = {
         "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.vllm",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "HostTieringOffloadingSpec",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,90 +84,82 @@ def test_the_weights_of_a_model_that_drafts_count() -> None:
     assert len(digests) == 3
 
 
-class Executor:
-    """Asks two workers; they answer when a step's output is awaited, or fail."""
+class Workers:
+    """Two workers, whose digests come when a step's output is there."""
 
-    def __init__(self, *, eplb: bool = False) -> None:
+    def __init__(self, *, moving: bool = False, broken: bool = False) -> None:
         self.models = [Model(0), Model(1)]
-        self.broken = False
-        self.prompt = True
-        self.parallel_config = SimpleNamespace(enable_eplb=eplb)
-        self.asked: list[tuple[Any, Future[Any]]] = []
+        self.broken = broken
+        self.live = LiveWeights(list(self.digests().values()), moving=moving)
 
-    def collective_rpc(self, method: Any, non_block: bool = False) -> Future[Any]:
-        assert non_block
-        self.asked.append((method, Future()))
-        future = self.asked[-1][1]
-        if self.prompt:
-            self.step()
-        return future
+    def digests(self) -> dict[int, str | None]:
+        """Of each worker; of one that is broken None."""
+        digests = [digest_of_worker(worker(model)) for model in self.models]
+        return {n: None if self.broken and n else digest for n, digest in enumerate(digests)}
 
-    def step(self) -> None:
-        asked, self.asked = self.asked, []
-        for method, future in asked:
-            if self.broken:
-                future.set_exception(RuntimeError("a worker is gone"))
-            else:
-                future.set_result([method(worker(model)) for model in self.models])
+    def step(self, look: int | None = None) -> None:
+        self.live.told(self.live.look if look is None else look, self.digests())
 
-
-def same(weights: LiveWeights) -> bool | None:
-    weights.ask()
-    return weights.same()
+    def same(self) -> bool | None:
+        self.live.ask()
+        self.step()
+        return self.live.same()
 
 
 def test_a_change_on_any_worker_counts_once() -> None:
-    executor = Executor()
-    weights = LiveWeights(executor)
-    assert same(weights)
-    executor.models[1].short.data[0, 0] += 1
-    assert same(weights) is False
-    assert same(weights)
+    workers = Workers()
+    assert workers.same()
+    workers.models[1].short.data[0, 0] += 1
+    assert workers.same() is False
+    assert workers.same()
 
 
 def test_weights_that_cannot_be_read_are_others() -> None:
-    executor = Executor()
-    weights = LiveWeights(executor)
-    executor.broken = True
-    assert same(weights) is False
-    executor.broken = False
-    assert same(weights) is False, "nobody knows what came between"
-    assert same(weights)
+    workers = Workers()
+    workers.broken = True
+    assert workers.same() is False
+    workers.broken = False
+    assert workers.same() is False, "nobody knows what came between"
+    assert workers.same()
 
 
 def test_weights_that_cannot_be_read_at_the_start_are_not_known() -> None:
-    executor = Executor()
-    executor.broken = True
-    weights = LiveWeights(executor)
-    executor.broken = False
-    assert same(weights) is False
+    workers = Workers(broken=True)
+    workers.broken = False
+    assert workers.same() is False
+
+
+def test_an_answer_counts_when_all_workers_have_told_and_only_for_the_last_look() -> None:
+    workers = Workers()
+    workers.live.ask()
+    workers.live.ask()
+    workers.step(look=1)
+    assert workers.live.same() is None
+    workers.live.told(2, {1: workers.digests()[1]})
+    assert workers.live.same() is None
+    workers.live.told(2, {0: workers.digests()[0]})
+    assert workers.live.same()
 
 
 def test_nobody_waits_for_workers_and_after_a_while_the_weights_are_unknown(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = Executor()
-    weights = LiveWeights(executor)
-    executor.prompt = False
-    assert same(weights) is None
-    assert weights.same() is None
-    executor.step()
-    assert weights.same()
+    workers = Workers()
     monkeypatch.setattr("kvstore.vllm.weights.PATIENCE_S", 0.0)
-    assert same(weights) is False
-    executor.step()
-    assert same(weights) is False
+    workers.live.ask()
+    assert workers.live.same() is False
+    assert "have not told" in caplog.text
+    assert workers.same() is False
+    assert workers.same()
 
 
 def test_with_eplb_the_weights_are_never_read(caplog: pytest.LogCaptureFixture) -> None:
     """It moves experts between workers, so any look would find others."""
-    executor = Executor(eplb=True)
-    executor.prompt = False
     with caplog.at_level(logging.INFO, "kvstore"):
-        weights = LiveWeights(executor)
+        workers = Workers(moving=True)
     assert "EPLB" in caplog.text
-    assert same(weights) is False
-    assert executor.asked == []
+    assert workers.same() is False
+    assert workers.live.look == 0
 
 
 class Copies(TorchDispatchMode):  # type: ignore[misc]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,57 +13,58 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_offload.base import LookupResult
 
+from kvstore.vllm.weights import digest_of_worker
 from tests.patience import until
+from tests.vllm.parts import engine_like
 from tests.vllm.test_manager import Server, keys_of
 
 KEYS, OTHERS = keys_of("a", 4), keys_of("b", 4)
 FIRST, OTHER = 1, 2
 """Weights, and what is computed with them."""
 
-_names: dict[str, Any] = {"__name__": "vllm.v1.engine.core"}
-exec("def _reset_caches(manager): manager.reset_cache()", _names)
-pause: Callable[[Any], None] = _names["_reset_caches"]
 
-
-def reset(manager: Any) -> None:
+def pause(manager: Any) -> None:
+    manager.pauses = True
     manager.reset_cache()
 
 
-class Executor:
-    """What asks the workers; here it is the worker, too, which may be `slow` to answer."""
-
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(8, 8, bias=False)
-        self.load(FIRST)
-        self.slow = False
-        self.asked: list[tuple[Callable[[Any], Any], Future[Any]]] = []
-
-    def load(self, weights: int) -> None:
-        self.model.weight.data.fill_(weights)
-
-    def collective_rpc(self, ask: Callable[[Any], Any], *, non_block: bool = False) -> Any:
-        assert non_block, "a scheduler never waits for its workers"
-        self.asked.append((ask, Future()))
-        future = self.asked[-1][1]
-        if not self.slow:
-            self.answer()
-        return future
-
-    def answer(self) -> None:
-        runner = SimpleNamespace(get_model=lambda: self.model, drafter=None)
-        asked, self.asked = self.asked, []
-        for ask, future in asked:
-            future.set_result([ask(SimpleNamespace(model_runner=runner))])
+def reset(manager: Any) -> None:
+    manager.pauses = False
+    manager.reset_cache()
 
 
 class Engine:
-    """The manager finds the executor where vLLM's engine has it."""
+    """A scheduler and one worker, which may be `slow` to tell its weights."""
+
+    parallel: Any = None
 
     def __init__(self, folder: Path, **more: Any) -> None:
-        self.model_executor = Executor()
-        self.server = Server(folder, rows=64, **more)
+        self.model = torch.nn.Linear(8, 8, bias=False)
+        self.change(FIRST)
+        self.slow = False
+        self.asked: set[int] = set()
+        engine = engine_like(weights=self.digest(), parallel=self.parallel)
+        self.server = Server(folder, rows=64, engine=engine, **more)
         self.manager = self.server.manager
         self.requests = 0
+        step = self.server.step
+
+        def step_and_tell() -> None:
+            step()
+            look = self.manager.look
+            if look:
+                self.asked.add(look)
+            if look and not self.slow:
+                self.manager.weights_told(look, {0: self.digest()})
+
+        setattr(self.server, "step", step_and_tell)  # noqa: B010
+
+    def digest(self) -> str:
+        runner = SimpleNamespace(get_model=lambda: self.model, drafter=None)
+        return digest_of_worker(SimpleNamespace(model_runner=runner))
+
+    def change(self, weights: int) -> None:
+        self.model.weight.data.fill_(weights)
 
     def steps(self) -> None:
         for _ in range(3):
@@ -79,18 +78,18 @@ class Engine:
 
         until(cleared)
 
-    def change(self, weights: int) -> None:
-        self.model_executor.load(weights)
-
     def compute(self, keys: list[Any]) -> None:
         """What these weights compute is stored."""
         self.requests += 1
         context = self.server.context(f"storing-{self.requests}")
         self.manager.on_new_request(context)
-        self.server.step()
-        out = self.manager.prepare_store(keys, context)
+        out = None
+        for _ in range(3):
+            # vLLM offers them again in each step, and the workers' answer takes one.
+            self.server.step()
+            out = out or self.manager.prepare_store(keys, context)
         assert out is not None
-        weights = int(self.model_executor.model.weight[0, 0].item())
+        weights = int(self.model.weight[0, 0].item())
         for row in out.store_spec.block_ids:
             self.server.region.row(int(row))[:1] = bytes([weights])
         self.manager.complete_store(set(out.keys_to_store), context)
@@ -167,7 +166,7 @@ def test_until_the_workers_have_told_their_weights_nothing_is_served_or_stored(
 ) -> None:
     engine = Engine(tmp_path / "cache")
     engine.compute(KEYS)
-    engine.model_executor.slow = True
+    engine.slow = True
     pause(engine.manager)
     engine.change(weights)
     context = engine.server.context("asking")
@@ -176,8 +175,8 @@ def test_until_the_workers_have_told_their_weights_nothing_is_served_or_stored(
         assert {engine.manager.lookup(key, context) for key in KEYS} == {LookupResult.RETRY}
         assert engine.manager.prepare_store(OTHERS, context) is None
         engine.server.step()
-    assert len(engine.model_executor.asked) == 1
-    engine.model_executor.answer()
+    assert len(engine.asked) == 1
+    engine.slow = False
     assert engine.served(KEYS) == ([FIRST] * 4 if weights == FIRST else [])
     engine.server.close()
 
@@ -187,7 +186,7 @@ def test_when_the_workers_never_tell_their_weights_the_disk_is_closed(
 ) -> None:
     engine = Engine(tmp_path / "cache")
     engine.compute(KEYS)
-    engine.model_executor.slow = True
+    engine.slow = True
     monkeypatch.setattr("kvstore.vllm.weights.PATIENCE_S", 0.0)
     pause(engine.manager)
     assert engine.served(KEYS) == []
@@ -204,7 +203,7 @@ def test_with_eplb_a_pause_closes_the_disk_and_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moving = SimpleNamespace(enable_eplb=True)
-    monkeypatch.setattr(Executor, "parallel_config", moving, raising=False)
+    monkeypatch.setattr(Engine, "parallel", moving)
     engine = Engine(tmp_path / "cache")
     engine.compute(KEYS)
     pause(engine.manager)

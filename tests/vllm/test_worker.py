@@ -117,15 +117,12 @@ WORKER = """
 import sys, time
 from types import SimpleNamespace
 from kvstore.vllm import KVStoreOffloadingSpec
-from tests.vllm.parts import offloading_config
+from tests.vllm.parts import engine_like, offloading_config
 from tests.vllm.test_worker import caches
 
 config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, sys.argv[1])
-vllm_config = SimpleNamespace(
-    kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config.extra_config),
-    parallel_config=SimpleNamespace(distributed_executor_backend="ray"),
-)
-worker = KVStoreOffloadingSpec(config).get_worker(caches(256))
+parallel = SimpleNamespace(distributed_executor_backend="ray")
+worker = KVStoreOffloadingSpec(config, engine_like(parallel=parallel)).get_worker(caches(256))
 print("ready", flush=True)
 sys.stdin.readline()
 """

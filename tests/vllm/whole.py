@@ -25,7 +25,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -41,6 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvstore.vllm.connector import KVStoreConnector
 from kvstore.vllm.version import VERSION
 from tests.vllm.tiny import MODEL
 
@@ -98,7 +98,7 @@ class Server:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         # Workers come first, as in vLLM.
-        workers = OffloadingConnector(config, KVConnectorRole.WORKER, groups)
+        workers = KVStoreConnector(config, KVConnectorRole.WORKER, groups)
         self.pages = [torch.zeros((blocks, PAGE), dtype=torch.int8) for _ in windows]
         worker = workers.connector_worker
         assert worker is not None
@@ -118,7 +118,7 @@ class Server:
             hash_block_size=BLOCK,
         )
         connector = self.scheduler.connector
-        assert isinstance(connector, OffloadingConnector)
+        assert isinstance(connector, KVStoreConnector)
         self.connector = connector
         self._watch(connector)
         assert connector.connector_scheduler is not None
@@ -127,7 +127,7 @@ class Server:
         self.served: dict[str, Served] = {}
         self.steps = 0
 
-    def _watch(self, connector: OffloadingConnector) -> None:
+    def _watch(self, connector: KVStoreConnector) -> None:
         """Keep what the scheduler's half reports."""
         stats, events = connector.get_kv_connector_stats, connector.take_events
 
@@ -170,13 +170,10 @@ class Server:
                 disable_hybrid_kv_cache_manager=False,
             ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector",
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="kvstore.vllm",
                 kv_role="kv_both",
-                kv_connector_extra_config={
-                    "spec_name": "KVStoreOffloadingSpec",
-                    "spec_module_path": "kvstore.vllm",
-                    **options,
-                },
+                kv_connector_extra_config=dict(options),
             ),
         )
         config.scheduler_config.async_scheduling = False

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.disk.namespace import read_namespace
 
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
+
 __all__ = ["Naming", "siblings"]
 
 UNSEEN = (
-    "this vLLM does not let kvstore see its configuration, so nobody can tell whose chunks may "
-    "be used"
+    "the configuration of the engine is not known here, so nobody can tell whose chunks may be used"
 )
 BY_HAND = (
-    "Set automatic_identity = false and name in identity what engines must have in common, such "
-    'as {"model": "m", "weights": "v1"}'
+    'Use the connector KVStoreConnector, which is given it ("kv_connector": "KVStoreConnector", '
+    '"kv_connector_module_path": "kvstore.vllm"); or set automatic_identity = false and name in '
+    'identity what engines must have in common, such as {"model": "m", "weights": "v1"}'
 )
 
 
@@ -54,13 +57,13 @@ class Naming:
         return cls(*switches)
 
     def engine_identity(
-        self, config: Any, vllm_config: Any, told: Mapping[str, Any]
+        self, config: Any, engine: Engine | None, told: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the facts that, besides the layout, decide the bytes of persistent chunks.
 
         Args:
             config: vLLM's `OffloadingConfig`.
-            vllm_config: the engine's, where it was found.
+            engine: what vLLM gave, if it gave anything.
             told: the identity that the operator has written.
 
         Raises:
@@ -68,7 +71,6 @@ class Naming:
         """
         from kvstore.vllm.formats import page_formats
         from kvstore.vllm.identity.identity import engine_identity
-        from kvstore.vllm.vllm_internals import executor_of, kv_cache_config_of
 
         if not self.automatic:
             if not told:
@@ -77,16 +79,15 @@ class Naming:
                     'common to share chunks, such as {"model": "m", "weights": "v1"}'
                 )
             return {}
-        kv_cache_config = kv_cache_config_of(config.extra_config)
-        if vllm_config is not None and kv_cache_config is not None:
-            try:
-                return {
-                    **engine_identity(vllm_config, fingerprint_weights=self.fingerprint),
-                    **page_formats(config, kv_cache_config, executor_of()),
-                }
-            except (AttributeError, TypeError) as error:
-                raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
-        raise ConfigError(f"{UNSEEN}. {BY_HAND}")
+        if engine is None:
+            raise ConfigError(f"{UNSEEN}. {BY_HAND}")
+        try:
+            return {
+                **engine_identity(engine.vllm_config, fingerprint_weights=self.fingerprint),
+                **page_formats(config, engine.kv_cache_config, engine.layers),
+            }
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"{UNSEEN} ({error}). {BY_HAND}") from error
 
 
 MAX_TOLD = 6

@@ -1,10 +1,10 @@
-"""Whose engine it is, and whose request, is found at the caller, or nothing is guessed."""
+"""What a connector class is given: the engine's configuration, and the adapter of each request."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config.lora import LoRAConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.vllm_internals import request_of, vllm_config_of
-from tests.vllm import parts
-from tests.vllm.parts import make_spec
+from tests.vllm.parts import engine_like, make_spec
 
 BLOCK = 4096
 ANSWERS = {"model.name": "m"}
@@ -36,23 +34,6 @@ def extra(folder: Path | None, **more: Any) -> dict[str, Any]:
     }
 
 
-def engine_of(spec: Any, lora_config: Any = None) -> Any:
-    """A `VllmConfig`, as far as it says that it is this engine's."""
-    transfer = SimpleNamespace(kv_connector_extra_config=spec.config.extra_config)
-    return SimpleNamespace(kv_transfer_config=transfer, lora_config=lora_config)
-
-
-def built_by_connector(vllm_config: Any, build: Callable[[], Any]) -> Any:
-    kv_cache_config = parts.kv_cache_config()
-
-    def further_in() -> Any:
-        return build()
-
-    found = further_in()
-    assert kv_cache_config.kv_cache_groups
-    return found
-
-
 @pytest.fixture(autouse=True)
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -61,11 +42,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def manager(spec: Any, vllm_config: Any = None) -> Iterator[Any]:
+def manager(spec: Any) -> Iterator[Any]:
     from kvstore.vllm.layout import worker_region
 
     region = worker_region(spec.config.engine_id, 1, spec.region_shape)
-    found = built_by_connector(vllm_config, spec.get_manager)
+    found = spec.get_manager()
     found.region = region
     try:
         yield found
@@ -73,33 +54,11 @@ def manager(spec: Any, vllm_config: Any = None) -> Iterator[Any]:
         found.shutdown()
 
 
-def test_the_engine_is_found_by_the_very_table_of_its_options(tmp_path: Path) -> None:
-    spec, other = make_spec(extra(tmp_path), BLOCK), make_spec(extra(tmp_path), BLOCK)
-    config = engine_of(spec)
-
-    def find() -> Any:
-        return vllm_config_of(spec.config.extra_config)
-
-    assert built_by_connector(config, find) is config
-    assert built_by_connector(engine_of(other), find) is None
-    assert built_by_connector(None, find) is None
-
-
-def test_the_engine_that_vllm_says_is_the_current_one_is_taken_if_it_is_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, other = make_spec(extra(tmp_path), BLOCK), make_spec(extra(tmp_path), BLOCK)
-    current = engine_of(spec)
-    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: current)
-    assert vllm_config_of(spec.config.extra_config) is current
-    assert vllm_config_of(other.config.extra_config) is None
-
-
 def test_what_the_engine_says_is_in_the_identity_on_disk(tmp_path: Path) -> None:
     from kvstore.tiers.disk.namespace import read_namespace
 
-    spec = make_spec(extra(tmp_path, identity={"build": "b"}), BLOCK)
-    with manager(spec, engine_of(spec)):
+    spec = make_spec(extra(tmp_path, identity={"build": "b"}), BLOCK, engine=engine_like())
+    with manager(spec):
         (folder,) = tmp_path.iterdir()
         identity = read_namespace(folder)["identity"]
     assert identity["model.name"] == "m"
@@ -111,9 +70,9 @@ def test_a_cold_start_says_what_parts_the_engine_from_what_is_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start(build: str) -> list[str]:
-        spec = make_spec(extra(tmp_path, identity={"build": build}), BLOCK)
+        spec = make_spec(extra(tmp_path, identity={"build": build}), BLOCK, engine=engine_like())
         caplog.clear()
-        with caplog.at_level(logging.INFO, "kvstore"), manager(spec, engine_of(spec)):
+        with caplog.at_level(logging.INFO, "kvstore"), manager(spec):
             pass
         return [line for line in caplog.messages if "differs" in line]
 
@@ -123,9 +82,9 @@ def test_a_cold_start_says_what_parts_the_engine_from_what_is_there(
     assert start("a") == start("b") == []
 
 
-def test_an_engine_that_cannot_be_seen_is_refused_and_the_way_out_is_named(tmp_path: Path) -> None:
+def test_an_engine_that_is_not_given_is_refused_and_the_ways_out_are_named(tmp_path: Path) -> None:
     spec = make_spec(extra(tmp_path), BLOCK)
-    with pytest.raises(ConfigError, match="automatic_identity = false.*identity"):
+    with pytest.raises(ConfigError, match="KVStoreConnector.*automatic_identity = false.*identity"):
         spec.get_manager()
     assert list(tmp_path.iterdir()) == []
 
@@ -137,17 +96,18 @@ def test_an_engine_of_another_shape_is_refused_and_the_way_out_is_named(
         return vllm_config.model_config
 
     monkeypatch.setattr("kvstore.vllm.identity.identity.engine_identity", other_shape)
-    spec = make_spec(extra(tmp_path), BLOCK)
+    spec = make_spec(extra(tmp_path), BLOCK, engine=engine_like())
     with pytest.raises(ConfigError, match=r"model_config.*automatic_identity = false"):
-        built_by_connector(engine_of(spec), spec.get_manager)
+        spec.get_manager()
 
 
 def test_without_an_automatic_identity_one_by_hand_is_required(tmp_path: Path) -> None:
-    spec = make_spec(extra(tmp_path, automatic_identity=False), BLOCK)
+    spec = make_spec(extra(tmp_path, automatic_identity=False), BLOCK, engine=engine_like())
     with pytest.raises(ConfigError, match="automatic_identity = false: name in identity"):
         spec.get_manager()
-    spec = make_spec(extra(tmp_path, automatic_identity=False, identity={"weights": "1"}), BLOCK)
-    with manager(spec, engine_of(spec)):
+    told = extra(tmp_path, automatic_identity=False, identity={"weights": "1"})
+    spec = make_spec(told, BLOCK, engine=engine_like())
+    with manager(spec):
         assert spec.identity["weights"] == "1"
         assert "model.name" not in spec.identity
 
@@ -164,29 +124,21 @@ def test_switches_are_true_or_false(tmp_path: Path, key: str, value: Any) -> Non
         make_spec(extra(tmp_path, **{key: value}), BLOCK)
 
 
-def test_a_request_is_found_by_its_id() -> None:
-    def told(request: Any, name: str) -> Any:
-        return request_of(name)
-
-    one = SimpleNamespace(request_id="r1", lora_request=None)
-    assert told(one, "r1") is one
-    assert told(one, "r2") is None
-    assert told(None, "r1") is None
-
-
 class Server:
     """A scheduler over a manager that knows LoRA."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, engine: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
-        self.manager, self.region = manager, manager.region
+        self.manager, self.region, self.engine = manager, manager.region, engine
         self.context, self.end = ReqContext, ScheduleEndContext
         self.count = 0
 
     def on_new_request(self, request: Any) -> Any:
         context = self.context(request.request_id)
+        self.engine.request = request
         self.manager.on_new_request(context)
+        self.engine.request = None
         return context
 
     def arrive(self, path: Path | None = None, adapter: int = 1, inplace: bool = False) -> Any:
@@ -240,9 +192,9 @@ def adapter(folder: Path, content: bytes) -> Path:
 
 @contextmanager
 def server(cache: Path) -> Iterator[Server]:
-    spec = make_spec(extra(cache), BLOCK)
-    with manager(spec, engine_of(spec, lora_config=LoRAConfig())) as found:
-        yield Server(found)
+    engine = engine_like(lora=LoRAConfig())
+    with manager(make_spec(extra(cache), BLOCK, engine=engine)) as found:
+        yield Server(found, engine)
 
 
 def test_adapters_and_the_base_model_share_no_chunk(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Arrivals: fetch chunks for requests that the server has queued, before it asks for them.
+
+A server names the keys of a request when it arrives (`add`). Queued requests are served in the
+order of their arrival, while no request that was asked for lacks chunks. Their chunks are leased,
+the ones that are in host memory already included, so each finds them when its turn comes. Together
+they lease at most half of host memory. When a request that was asked for lacks rows, the last of
+the queued requests give up theirs, and are served again later.
+
+A request leaves the queue with its first lookup, and keeps its leases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvstore.core.async_lookup import Questions
+from kvstore.core.host import HostPool
+from kvstore.core.promotion import MOST_PORTION, MOST_SHARE, PORTION_SHARE, Grant, Grants
+from kvstore.core.request import Request
+from kvstore.core.residency.base import TierView
+from kvstore.core.wait_queue import WaitQueue
+
+__all__ = ["MOST_KEYS", "MOST_QUEUED", "Arrivals"]
+
+MOST_QUEUED = 4096
+"""Most requests that are queued; later ones are fetched for when they are asked for."""
+
+MOST_KEYS = 2**20
+"""Most keys that queued requests may name together."""
+
+
+class Arrivals:
+    """The queued requests: see the module's text.
+
+    Attributes:
+        begun: chunks whose fetch was begun for queued requests.
+        gave_way: how often a queued request gave up its leases to others.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        queue: WaitQueue,
+        grants: Grants,
+        questions: Questions,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._queue = queue
+        self._grants = grants
+        self._questions = questions
+        self.begun = self.gave_way = 0
+        # Oldest first; some are not queued any more.
+        self._line: deque[Request] = deque()
+        self._keys = 0
+        # Those about whose keys no store was asked yet.
+        self._unasked: list[Request] = []
+
+    def __bool__(self) -> bool:
+        """Whether a request is queued."""
+        return bool(self._line)
+
+    def add(self, request: Request, keys: Sequence[bytes]) -> bool:
+        """Queue a request with these keys, in prompt order; False if too much is queued."""
+        if len(self._line) >= MOST_QUEUED or self._keys + len(keys) > MOST_KEYS:
+            self._forget_left()
+        if len(self._line) >= MOST_QUEUED or self._keys + len(keys) > MOST_KEYS:
+            return False
+        request.enqueue(keys)
+        self._line.append(request)
+        self._keys += len(keys)
+        if self._questions:
+            self._unasked.append(request)
+        return True
+
+    def ask(self, now: float, compute: float) -> None:
+        """Prepare questions to stores about the keys of requests that have come since.
+
+        Args:
+            compute: seconds that the server takes to compute a chunk; 0 if not known.
+        """
+        unasked, self._unasked = self._unasked, []
+        for request in unasked:
+            if request.queued:
+                self._questions.add(request, now, compute)
+
+    def go_on(self, now: float) -> list[Grant]:
+        """Fetch the next portion for the first request that is not complete, if there is room."""
+        self._forget_left()
+        if not self._line or self._queue.has_wishes:
+            return []
+        rows = self._pool.rows
+        left = rows // MOST_SHARE
+        portion = max(1, min(rows // PORTION_SHARE, MOST_PORTION))
+        for request in self._line:
+            left -= len(request.leases)
+            if left <= 0 or request.pending:
+                break
+            if request.granted == len(request.keys):
+                continue
+            count = self._count_known(request, min(left, portion))
+            if count:
+                start = request.granted
+                self._pool.policy.link(request.keys[max(0, start - 1) : start + count])
+                grants = self._grants.ahead(request, now, most=count)
+                self.begun += sum(len(chunks) for _, chunks, _ in grants)
+                return grants
+            if request.granted < len(request.keys):
+                # A store is being asked about the next key.
+                break
+        return []
+
+    def give_way(self, rows: int) -> None:
+        """Let the last of the queued requests end their leases, so that `rows` may become free."""
+        for request in reversed(self._line):
+            if rows <= 0:
+                break
+            if request.queued and request.leases:
+                rows -= len(request.leases)
+                self._queue.release(request)
+                request.grant(0, needs_rows=None, short_of_rows=False)
+                self.gave_way += 1
+
+    def reset(self) -> None:
+        """Forget all queued requests."""
+        for request in self._line:
+            if request.queued:
+                request.leave_queue()
+        self._line.clear()
+        self._unasked.clear()
+        self._keys = 0
+
+    def _count_known(self, request: Request, most: int) -> int:
+        """Count the next keys that are in host memory or on a tier; cut the request at a gap."""
+        readable = [tier.entries for tier in self._tiers if tier.health.readable]
+        chunks, keys, start = self._pool.chunks, request.keys, request.granted
+        for place in range(start, min(start + most, len(keys))):
+            key = keys[place]
+            if key in chunks or any(key in entries for entries in readable):
+                continue
+            if place == start and not self._grants.is_asked(key):
+                request.name_keys(keys[:place])
+            return place - start
+        return min(most, len(keys) - start)
+
+    def _forget_left(self) -> None:
+        """Forget the requests that are not queued any more."""
+        if all(request.queued for request in self._line):
+            return
+        self._line = deque(request for request in self._line if request.queued)
+        self._keys = sum(len(request.keys) for request in self._line)

@@ -1,0 +1,199 @@
+"""Connector: kvstore as a connector class of vLLM.
+
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector",
+      "kv_connector_module_path": "kvstore.vllm", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"host": "64GiB", "disk": "/nvme/kv", "disk_bytes": "2TiB"}}'
+
+It is vLLM's `OffloadingConnector`, with parts that know the engine: its configuration, its requests
+and its resets come by the calls that vLLM makes, and what the workers know comes from their half.
+
+Order of calls: workers register their KV caches. Then the engine passes what each of them returned
+from `get_handshake_metadata` to the scheduler's half, which opens host memory and tiers only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from kvstore.vllm.engine import Engine, WorkerFacts, building, has_paused, weights_of, worker_facts
+from kvstore.vllm.manager import KVStoreOffloadingManager
+from kvstore.vllm.spec import KVStoreOffloadingSpec
+
+__all__ = ["KVStoreConnector"]
+
+OUR_SPEC = {"spec_name": KVStoreOffloadingSpec.__name__, "spec_module_path": "kvstore.vllm"}
+
+
+@dataclass
+class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]
+    """A step's orders, and `look`: the number of a look at the weights that workers shall take."""
+
+    look: int = 0
+
+
+@dataclass
+class StepReport(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What workers report of a step.
+
+    Attributes:
+        look: number of the look at the weights that they took; 0 for none.
+        weights: the digests that they found, by rank.
+    """
+
+    look: int = 0
+    weights: dict[int, str | None] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> StepReport:
+        """Merge the reports of two workers."""
+        merged = _values(super().aggregate(other))
+        look = getattr(other, "look", 0)
+        weights = getattr(other, "weights", {})
+        return StepReport(**merged, look=self.look or look, weights=self.weights | weights)
+
+
+class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
+    """See the module's text; for the keys of its configuration `kvstore.config`.
+
+    With `spec_name` it drives another offloading spec, such as vLLM's tiering over `KVStoreTier`,
+    which then knows the engine, too.
+
+    Raises:
+        ConfigError: for a key or a value that cannot be used.
+        KVStoreError: if memory or a path is not available.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        # Not of OffloadingConnector, which would build its parts at once.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        _name_spec(vllm_config)
+        self._vllm_config, self._groups = vllm_config, kv_cache_config
+        self._engine = Engine(vllm_config, kv_cache_config)
+        config = build_offloading_config(vllm_config, kv_cache_config)
+        self._canonical_layout = getattr(config, "canonical_layout", False)
+        self._rank = int(config.parallel.rank)
+        self._spec = _spec(config, self._engine)
+        self._scheduler: OffloadingConnectorScheduler | None = None
+        self._look = 0
+        self.connector_worker: OffloadingConnectorWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            self.connector_worker = OffloadingConnectorWorker(
+                self._spec, vllm_config, kv_cache_config
+            )
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        _name_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+    # -- the worker's half ---------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> WorkerFacts | None:
+        """Return what the scheduler's half has to know about this worker."""
+        return worker_facts(self._vllm_config)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._look = getattr(self._connector_metadata, "look", 0)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        told = super().build_connector_worker_meta()
+        look, self._look = self._look, 0
+        if not look:
+            return told
+        values = {} if told is None else _values(told)
+        return StepReport(**values, look=look, weights={self._rank: weights_of(self._vllm_config)})
+
+    # -- the scheduler's half --------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Take in what the workers tell; with the first call memory and tiers are opened.
+
+        Later calls, which vLLM makes when an engine wakes up, change nothing: a look at the weights
+        comes with the next step.
+        """
+        if self._scheduler is None:
+            self._engine.workers = dict(metadata)
+            self._open()
+
+    @property
+    def connector_scheduler(self) -> OffloadingConnectorScheduler | None:
+        """The scheduler's half; None in a worker."""
+        if self._scheduler is None and self.role is KVConnectorRole.SCHEDULER:
+            # No worker has told anything.
+            self._open()
+        return self._scheduler
+
+    def _open(self) -> None:
+        with building(self._engine):
+            self._scheduler = OffloadingConnectorScheduler(
+                self._spec, self._vllm_config, self._groups
+            )
+
+    @property
+    def _manager(self) -> KVStoreOffloadingManager | None:
+        """The manager, if it is ours."""
+        manager = self.scheduler.manager
+        return manager if isinstance(manager, KVStoreOffloadingManager) else None
+
+    def on_new_request(self, request: Any) -> None:
+        self._engine.request = request
+        try:
+            super().on_new_request(request)
+        finally:
+            self._engine.request = None
+
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
+        orders = super().build_connector_meta(scheduler_output)
+        look = 0 if self._manager is None else self._manager.look
+        return StepMetadata(**_values(orders), look=look) if look else orders
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport) and self._manager is not None:
+            self._manager.weights_told(report.look, report.weights)
+        super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> Any:
+        if self._manager is not None:
+            self._manager.pauses = has_paused(self)
+        return super().reset_cache()
+
+    def shutdown(self) -> None:
+        # Nothing to release where nothing was opened.
+        if self.connector_worker is not None or self._scheduler is not None:
+            super().shutdown()
+
+
+def _name_spec(vllm_config: Any) -> None:
+    """Name our spec in the options, where vLLM looks for the spec's metrics."""
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "spec_name" not in options:
+        options.update(OUR_SPEC)
+
+
+def _spec(config: Any, engine: Engine) -> OffloadingSpec:
+    if config.extra_config["spec_name"] == KVStoreOffloadingSpec.__name__:
+        return KVStoreOffloadingSpec(config, engine)
+    with building(engine):
+        return OffloadingSpecFactory.create_spec(config)
+
+
+def _values(of: Any) -> dict[str, Any]:
+    return {each.name: getattr(of, each.name) for each in fields(of)}

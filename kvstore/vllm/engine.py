@@ -1,0 +1,155 @@
+"""Engine: what vLLM gives to a connector class, and what the engine's workers tell.
+
+A connector class gets the configuration of the engine. What only the workers know (the attention
+backend of each layer, the weights in memory) their half of the connector reads and tells: at the
+start as handshake metadata, later beside the outputs of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.worker.worker_base import WorkerBase
+
+from kvstore.types import about
+from kvstore.vllm.formats import layers_of_worker
+from kvstore.vllm.weights import digest_of_worker
+
+__all__ = [
+    "Engine",
+    "WorkerFacts",
+    "building",
+    "current_engine",
+    "has_paused",
+    "weights_of",
+    "worker_facts",
+]
+
+logger = logging.getLogger("kvstore")
+
+
+@dataclass(frozen=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one worker tells at the start.
+
+    Attributes:
+        layers: by layer what decides the bytes of its pages: see `formats.layers_of_worker`.
+        weights: digest of the weights in memory; None if they cannot be read.
+    """
+
+    layers: Mapping[str, Mapping[str, Any]]
+    weights: str | None
+
+
+@dataclass
+class Engine:
+    """One engine, as the scheduler's half of a connector knows it.
+
+    Attributes:
+        vllm_config: the `VllmConfig`. kv_cache_config: the `KVCacheConfig`.
+        workers: what each worker has told, by its place; empty until then.
+        request: vLLM's `Request` that is being opened.
+    """
+
+    vllm_config: Any
+    kv_cache_config: Any
+    workers: Mapping[tuple[int, int], WorkerFacts] = field(default_factory=dict)
+    request: Any = None
+
+    def opened(self, name: str) -> Any:
+        """Return the request that is being opened if it has this name, otherwise None."""
+        found = self.request
+        return found if found is not None and found.request_id == name else None
+
+    @property
+    def layers(self) -> dict[str, Mapping[str, Any]]:
+        """The layers of all workers."""
+        return {name: its for told in self.workers.values() for name, its in told.layers.items()}
+
+
+_building: ContextVar[Engine | None] = ContextVar("kvstore-engine", default=None)
+
+
+def current_engine() -> Engine | None:
+    """Return the engine whose `KVStoreConnector` builds a part right now; None in any other case.
+
+    For parts that vLLM's own spec builds, such as tiers.
+    """
+    return _building.get()
+
+
+@contextlib.contextmanager
+def building(engine: Engine) -> Iterator[None]:
+    """Let `current_engine` return this engine meanwhile."""
+    token = _building.set(engine)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def worker_facts(vllm_config: Any) -> WorkerFacts:
+    """Return what the worker of this process tells at the start."""
+    worker = _worker_of(vllm_config)
+    layers: Mapping[str, Mapping[str, Any]] = {}
+    try:
+        layers = layers_of_worker(worker)
+    except Exception:
+        logger.exception(
+            "this worker does not tell its attention backends: they are not in the identity",
+            extra=about("server.backends_unknown"),
+        )
+    return WorkerFacts(layers, weights_of(vllm_config, worker))
+
+
+def weights_of(vllm_config: Any, worker: Any = None) -> str | None:
+    """Return the digest of the weights of this process's worker; None if they cannot be read."""
+    began = time.monotonic()
+    try:
+        digest = digest_of_worker(worker or _worker_of(vllm_config))
+    except Exception:
+        logger.exception(
+            "the weights in memory cannot be read: no pause keeps the cache, and slower tiers "
+            "are not used after it",
+            extra=about("weights.unreadable"),
+        )
+        return None
+    logger.info(
+        "the weights in memory were read in %.2f s",
+        time.monotonic() - began,
+        extra=about("weights.read"),
+    )
+    return digest
+
+
+def has_paused(connector: Any) -> bool:
+    """Whether the scheduler over this connector has paused, to sleep or to get other weights."""
+    scheduler = _holder(connector, SchedulerInterface)
+    return scheduler is not None and scheduler.pause_state is not PauseState.UNPAUSED
+
+
+def _worker_of(vllm_config: Any) -> Any:
+    """Return the worker of this process whose engine this is; None if there is none."""
+    return _holder(vllm_config, WorkerBase)
+
+
+def _holder(held: Any, kind: type) -> Any:
+    """Return the object of this kind that has `held` as an attribute; None if there is none.
+
+    vLLM gives a connector no reference to the object that owns it.
+    """
+    for one in gc.get_referrers(held):
+        owners = gc.get_referrers(one) if type(one) is dict else [one]
+        for owner in owners:
+            if isinstance(owner, kind) and any(value is held for value in vars(owner).values()):
+                return owner
+    return None

@@ -1,0 +1,193 @@
+"""Chunks are fetched for requests that the server has queued, before it asks for them."""
+
+from __future__ import annotations
+
+from kvstore.core.residency.base import TierView
+from kvstore.core.residency.remote_answers import Answers
+from kvstore.types import Op
+from tests.core.rig import Rig, chain
+
+A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
+
+
+def queue(rig: Rig, name: str, keys: list[bytes]) -> bool:
+    rig.core.on_new_request(name)
+    return rig.core.on_request_queued(name, keys)
+
+
+def fetched(rig: Rig) -> list[str]:
+    """First letters of what is in host memory or on its way there, in order."""
+    return [chr(key[0]) for key in rig.core.chunks]
+
+
+def test_a_queued_request_finds_its_chunks_when_its_turn_comes() -> None:
+    rig = Rig(rows=64, on=[A])
+    assert queue(rig, "r", A)
+    rig.settle()
+    assert rig.ask(A, "r") == 4
+    rig.load(A, "r")
+    rig.core.complete_load(A, "r")
+    rig.core.on_request_finished("r")
+    assert (rig.stats.fetched_queued, rig.stats.deferrals, rig.stats.busy_rows) == (4, 0, 0)
+
+
+def test_requests_are_served_in_the_order_of_their_arrival() -> None:
+    rig = Rig(rows=64, on=[[*A, *B, *C]])
+    for name, keys in (("c", C), ("a", A), ("b", B)):
+        assert queue(rig, name, keys)
+    rig.settle()
+    assert fetched(rig) == [*"cccc", *"aaaa", *"bbbb"]
+
+
+def test_only_the_leading_keys_that_are_somewhere_are_fetched() -> None:
+    rig = Rig(rows=64, on=[[A[0], A[1], A[3], *B]])
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.settle()
+    assert fetched(rig) == [*"aa", *"bbbb"]
+
+
+def test_queued_requests_lease_at_most_half_of_host_memory() -> None:
+    rig = Rig(rows=16, on=[[*A, *B, *C]])
+    for name, keys in (("a", A), ("b", B), ("c", C)):
+        queue(rig, name, keys)
+    rig.settle()
+    assert fetched(rig) == [*"aaaa", *"bbbb"]
+    # When the first has had its turn, the third is served.
+    assert rig.ask(A, "a") == 4
+    rig.load(A, "a")
+    rig.settle()
+    assert fetched(rig) == [*"aaaa", *"bbbb", *"cccc"]
+
+
+def test_what_is_in_host_memory_already_is_kept_for_a_queued_request() -> None:
+    rig = Rig(rows=8, on=[[]])
+    rig.put(A)
+    rig.settle()
+    queue(rig, "a", A)
+    rig.settle()
+    for name in "xyz":
+        rig.put(chain(name, 4))
+        rig.settle()
+    assert all(rig.in_host(key) for key in A)
+    assert rig.ask(A, "a") == 4
+
+
+def test_a_request_that_is_asked_for_is_served_first() -> None:
+    rig = Rig(rows=64, on=[[*A, *B]])
+    queue(rig, "a", A)
+    assert rig.ask(B, "b") is None
+    assert [move.keys for move in rig.step()] == [B, A]
+    rig.settle()
+    assert fetched(rig) == [*"bbbb", *"aaaa"]
+
+
+def test_the_last_of_the_queued_requests_give_way_to_one_that_is_asked_for() -> None:
+    long = chain("l", 12)
+    rig = Rig(rows=16, on=[[*A, *B, *long]])
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.settle()
+    assert rig.resolve(long, "l") == 12
+    assert rig.stats.gave_way == 1
+    assert rig.stats.timeouts == rig.stats.truncations == 0
+    assert all(rig.in_host(key) for key in A)
+    # It is served again once there is room.
+    rig.load(long, "l")
+    rig.core.complete_load(long, "l")
+    rig.core.on_request_finished("l")
+    rig.step()
+    rig.settle()
+    assert rig.ask(B, "b") == 4
+
+
+def test_an_abort_ends_the_leases_and_the_fetch() -> None:
+    rig = Rig(rows=16, on=[[*A, *B]])
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.step()
+    rig.core.on_request_finished("a")
+    rig.core.on_request_finished("b")
+    rig.settle()
+    assert rig.stats.busy_rows == 0
+    assert "b" not in fetched(rig)
+
+
+def test_leases_of_a_request_that_asks_and_loads_nothing_lapse() -> None:
+    rig = Rig(rows=16, on=[A], lease=3.0)
+    queue(rig, "a", A)
+    rig.settle()
+    assert rig.ask(A[:1], "a") == 1
+    rig.step()
+    assert rig.stats.busy_rows == 4
+    rig.wait(3.2)
+    assert rig.stats.busy_rows == 0
+
+
+def test_a_request_that_asks_amid_its_fetch_waits_for_the_rest_of_it() -> None:
+    rig = Rig(rows=64, on=[A])
+    queue(rig, "a", A)
+    (move,) = rig.step()
+    assert rig.ask(A, "a") is None
+    assert rig.step() == [], "what is on its way is not fetched again"
+    rig.end(move)
+    rig.step()
+    assert rig.ask(A, "a") == 4
+
+
+def test_no_deadline_passes_while_a_request_is_queued() -> None:
+    rig = Rig(rows=64, on=[A], deadline=1.0, max_wait=10.0, lease=3.0)
+    queue(rig, "a", A)
+    rig.settle()
+    rig.wait(60.0, each=1.0)
+    assert rig.ask(A, "a") == 4
+    assert rig.stats.timeouts == rig.stats.lapses == 0
+
+
+def test_a_tier_that_is_outpaced_is_not_read_for_queued_requests() -> None:
+    rig = Rig(rows=64, on=[A], recompute=1e-6)
+    tier: TierView = rig.core.tiers[0]
+    tier.health.pace.replace(100, 100.0)
+    rig.step()
+    assert tier.health.recompute.outpaced
+    queue(rig, "a", A)
+    assert rig.wait(1.0) == []
+
+
+def test_a_store_is_asked_about_the_keys_of_a_queued_request() -> None:
+    rig = Rig(rows=64, on=[], store=Answers())
+    queue(rig, "a", A)
+    (question,) = rig.step()
+    assert (question.op, question.keys) == (Op.ASK, A)
+    assert rig.step() == []
+    rig.end(question, failed=A[3:])
+    rig.step()
+    (move,) = rig.step()
+    assert (move.op, move.keys) == (Op.PROMOTE, A[:3])
+
+
+def test_a_reset_forgets_the_queue_and_the_request_goes_on() -> None:
+    rig = Rig(rows=64, on=[A])
+    queue(rig, "a", A)
+    rig.settle()
+    rig.core.reset()
+    rig.settle()
+    assert rig.stats.busy_rows == 0
+    assert rig.ask(A, "a") == 0
+    rig.core.on_request_finished("a")
+
+
+def test_a_request_that_has_asked_is_not_queued_any_more() -> None:
+    rig = Rig(rows=64, on=[A])
+    assert rig.ask(A, "a") is None
+    assert not rig.core.on_request_queued("a", A)
+
+
+def test_a_removal_takes_chunks_from_queued_requests() -> None:
+    rig = Rig(rows=64, on=[A])
+    queue(rig, "a", A)
+    rig.settle()
+    rig.core.remove(A)
+    rig.settle()
+    assert fetched(rig) == []
+    assert rig.ask(A, "a") == 0
