@@ -180,6 +180,8 @@ class Config:
         pinned_share: share of host memory, and of each tier, that `pin` may hold; 0 for none.
         record_trace: file that records what requests look up, as hashes.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
+        fetch_queued: whether chunks are fetched for requests that the server has queued, before it
+            asks for them.
         spans: whether waits and moves become OpenTelemetry spans: see `kvstore.observe.tracing`.
     """
 
@@ -203,6 +205,7 @@ class Config:
     record_trace: Path | None = None
     record_trace_bytes: int = 2**30
     spans: bool = False
+    fetch_queued: bool = True
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
@@ -572,6 +575,7 @@ _CONFIG: Mapping[str, _Check] = {
     "record_trace": _optional(_path("file")),
     "record_trace_bytes": _size(MIN_RECORDING),
     "spans": _flag,
+    "fetch_queued": _flag,
 }
 
 _REQUIRED: Mapping[type, tuple[str, ...]] = {

@@ -111,6 +111,8 @@ class Engine:
         )
         self._made += 1
         self.scheduler.waiting.append(request)
+        if self.connector is not None:
+            self.connector.on_new_request(request)
         return request
 
     def abort(self, request: Request) -> None:

@@ -33,11 +33,12 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.connector.queued import QueuedKeys
 from kvstore.errors import KVStoreError
 
 __all__ = [
@@ -270,6 +271,17 @@ class OffloadingManager(ABC):
 
     def on_new_request(self, req_context: RequestContext) -> None:  # noqa: B027
         """Begin a request, when it is seen for the first time."""
+
+    def on_request_queued(  # noqa: B027
+        self, req_context: RequestContext, groups: Sequence[QueuedKeys]
+    ) -> None:
+        """Note what a request will look up when its turn comes, so that it may be fetched by then.
+
+        Optional; called after `on_new_request`, before the first lookup.
+
+        Args:
+            groups: the keys of the prompt, for each KV cache group.
+        """
 
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
         """End a request: it looks up and prepares no more. Completions may still come."""

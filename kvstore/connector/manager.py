@@ -24,6 +24,7 @@ from kvstore.connector.contract import (
     by_lists,
 )
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
+from kvstore.connector.queued import QueuedKeys, usable_keys
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import CoreStats
 from kvstore.core.transfers import Transfer
@@ -71,6 +72,7 @@ STEP_SECONDS = 0.25
     "prepare_store",
     "complete_store",
     "on_new_request",
+    "on_request_queued",
     "on_request_finished",
     "on_schedule_end",
     "on_step_reported",
@@ -131,6 +133,7 @@ class KVStoreManager(OffloadingManager):
         chunk_bytes, identity = checked.given_chunk_bytes, checked.given_identity
         self._one_group = one_group
         self._late_completions = late_completions
+        self._fetches_queued = checked.fetch_queued
         self._block_size = block_size
         self._drain = checked.shutdown_timeout_s
         self.region = region or PinnedRegion.private(*rows_for(checked, chunk_bytes))
@@ -384,6 +387,14 @@ class KVStoreManager(OffloadingManager):
             params=getattr(req_context, "kv_transfer_params", None),
             envelope=getattr(req_context, "kv_hints", None),
         )
+
+    def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
+        if not self._fetches_queued or not self._core.tiers:
+            return
+        stores = any(tier.store is not None for tier in self._core.tiers)
+        keys = usable_keys(groups, len if stores else self._core.contains_prefix)
+        if keys and self._core.on_request_queued(req_context.req_id, keys):
+            self.stepper.hand_over()
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         request = req_context.req_id

@@ -68,6 +68,16 @@ class ConnectorScheduler:
 
     # -- what can be loaded ----------------------------------------------------------------
 
+    def on_new_request(self, request: RequestLike) -> None:
+        """Note that a request has been queued: what it can load is fetched until its turn comes.
+
+        Optional: without it, that is fetched when the server asks for the request.
+        """
+        tracked = self._track(request)
+        tracked.name_chunks()
+        if not getattr(request, "skip_reading_prefix_cache", False):
+            self.manager.on_request_queued(tracked.context, tracked.queued_keys())
+
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

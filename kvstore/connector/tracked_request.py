@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.connector.contract import ReqContext
+from kvstore.connector.queued import QueuedKeys
 from kvstore.connector.server import BlockIds, RequestLike
 from kvstore.connector.spec import OffloadingSpec
 from kvstore.core.hints import read_hints
@@ -207,6 +208,15 @@ class TrackedRequest:
                 state.keys.append(key)
                 if self._ends is not None:
                     self._ends[key] = len(state.keys) * group.tokens_per_chunk
+
+    def queued_keys(self) -> list[QueuedKeys]:
+        """Return the keys of its prompt, for each KV cache group."""
+        queued = []
+        for state in self.groups:
+            group, size = state.group, state.group.tokens_per_chunk
+            window = None if group.window is None else group.window_chunks(len(state.keys) * size)
+            queued.append(QueuedKeys(state.keys, size, window))
+        return queued
 
     def look_up(self, computed: int) -> None:
         """Begin a lookup of the request, of which the device has the first `computed` tokens.

@@ -29,9 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvstore.connector.queued import QueuedKeys
 from kvstore.vllm.engine import Engine, WorkerFacts, building, has_paused, weights_of, worker_facts
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
@@ -158,6 +159,20 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             super().on_new_request(request)
         finally:
             self._engine.request = None
+        manager = self._manager
+        if manager is not None and _may_be_fetched(request):
+            manager.on_request_queued(request.request_id, self._keys(request))
+
+    def _keys(self, request: Any) -> list[QueuedKeys]:
+        """Return the keys of a prompt, for each KV cache group."""
+        groups = []
+        for group in self.scheduler.config.kv_group_configs:
+            step = group.hashes_per_chunk
+            hashes = request.block_hashes[step - 1 :: step]
+            keys = [make_offload_key(block_hash, group.group_idx) for block_hash in hashes]
+            window = group.sliding_window_size_in_chunks
+            groups.append(QueuedKeys(keys, group.tokens_per_chunk, window))
+        return groups
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         orders = super().build_connector_meta(scheduler_output)
@@ -179,6 +194,13 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         # Nothing to release where nothing was opened.
         if self.connector_worker is not None or self._scheduler is not None:
             super().shutdown()
+
+
+def _may_be_fetched(request: Any) -> bool:
+    """Whether a request may load anything, under keys that are known when it arrives."""
+    params = request.kv_transfer_params or {}
+    unread = getattr(request, "skip_reading_prefix_cache", False)
+    return request.lora_request is None and not unread and "kv_load_tiers" not in params
 
 
 def _name_spec(vllm_config: Any) -> None:

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from kvstore.connector.contract import ReqContext as Request
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
+from kvstore.connector.queued import QueuedKeys
 from kvstore.core.chunk import READY
 from kvstore.types import about
 from kvstore.vllm.layout import EngineShape, manager_region, release_region
@@ -266,6 +267,11 @@ class KVStoreOffloadingManager(OffloadingManager):
             # Hints speak of the whole prompt, also of what the device has itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
+
+    def on_request_queued(self, name: str, groups: Sequence[QueuedKeys]) -> None:
+        """Note what a request that was just opened will look up, for each KV cache group."""
+        if not self._unsure:
+            self._manager.on_request_queued(Request(name), groups)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.pop(req_context.req_id, None)

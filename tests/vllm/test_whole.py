@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,47 @@ def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_
     chunks_of_windows = sum(-(-window // BLOCK) + 1 for window in windows if window is not None)
     assert counts[0] <= 2 * len(windows) + chunks_of_windows
     core._grants.grant = grant
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10)])
+def test_a_request_in_the_queue_is_fetched_for_before_its_turn(
+    open_server: Any, windows: Any
+) -> None:
+    first = open_server(rows=512, tiers=True, windows=windows)
+    cold = first.serve(*PROMPTS)
+    first.settle()
+    first.close()
+    again = open_server(rows=512, tiers=True, windows=windows)
+    # All places are taken for a while.
+    busy = [again.add([seed] * 20, tokens=40) for seed in range(8)]
+    while len(again.scheduler.running) < 8:
+        again.step()
+    names = [again.add(prompt) for prompt in PROMPTS]
+    for _ in range(20):
+        again.step()
+        time.sleep(0.002)
+    core = again.manager._core
+    fetched = core.stats().fetched_queued
+    assert fetched >= 16
+    while not all(again.requests[name].is_finished() for name in (*busy, *names)):
+        again.step()
+    assert [again.served[name].cached for name in names] == [64] * 4
+    assert [again.served[name].tokens for name in names] == [one.tokens for one in cold]
+    assert core.stats().deferrals == 0, "all of it was there in time"
+
+
+def test_an_abort_in_the_queue_leaves_nothing(open_server: Any) -> None:
+    first = open_server(rows=512, tiers=True)
+    first.serve(*PROMPTS)
+    first.settle()
+    first.close()
+    again = open_server(rows=512, tiers=True)
+    for seed in range(8):
+        again.add([seed] * 20, tokens=40)
+    while len(again.scheduler.running) < 8:
+        again.step()
+    names = [again.add(prompt) for prompt in PROMPTS]
+    again.step()
+    again.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    again.settle()
+    assert again.manager._core.stats().busy_rows == 0

@@ -365,6 +365,16 @@ METRICS: tuple[Metric, ...] = (
         "Chunks that began to be fetched to host memory because of a hint.",
     ),
     _core(
+        "queued_fetched_chunks",
+        lambda s: s.fetched_queued,
+        "Chunks that began to be fetched for requests in the queue of the server.",
+    ),
+    _core(
+        "queued_gave_way",
+        lambda s: s.gave_way,
+        "How often a request in the queue gave up fetched chunks, as another one needed room.",
+    ),
+    _core(
         "demoted_chunks",
         lambda s: s.demoted,
         "Chunks that left host memory because of a hint.",
