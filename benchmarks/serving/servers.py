@@ -56,9 +56,8 @@ def offload(name: str, host_bytes: int, disk_bytes: int, folder: Path) -> dict[s
         }
     if name == "kvstore":
         return {
-            "host": host_bytes,
-            "disk": str(folder),
-            "disk_bytes": disk_bytes,
+            "cpu_bytes_to_use": host_bytes,
+            "tiers": [{"type": "disk", "path": str(folder), "capacity_bytes": disk_bytes}],
         }
     return None
 

@@ -33,7 +33,16 @@ from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.connector.queued import QueuedKeys
-from kvstore.vllm.engine import Engine, WorkerFacts, building, has_paused, weights_of, worker_facts
+from kvstore.vllm.engine import (
+    Engine,
+    WorkerFacts,
+    building,
+    has_paused,
+    scheduler_of,
+    weights_of,
+    worker_facts,
+    worker_of,
+)
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 
@@ -92,6 +101,9 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._spec = _spec(config, self._engine)
         self._scheduler: OffloadingConnectorScheduler | None = None
         self._look = 0
+        self._told = False
+        self._owner: Any = None
+        """The worker, or the scheduler, whose connector this is, once it is known."""
         self.connector_worker: OffloadingConnectorWorker | None = None
         if role is KVConnectorRole.WORKER:
             self.connector_worker = OffloadingConnectorWorker(
@@ -105,9 +117,17 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     # -- the worker's half ---------------------------------------------------------------
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._owner = worker_of(self._vllm_config)
+        super().register_kv_caches(kv_caches)
+
     def get_handshake_metadata(self) -> WorkerFacts | None:
-        """Return what the scheduler's half has to know about this worker."""
-        return worker_facts(self._vllm_config)
+        """Return what the scheduler's half has to know about this worker; None if it was told.
+
+        vLLM asks again when an engine wakes up.
+        """
+        told, self._told = self._told, True
+        return None if told else worker_facts(self._owner)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._look = getattr(self._connector_metadata, "look", 0)
@@ -119,18 +139,15 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         if not look:
             return told
         values = {} if told is None else _values(told)
-        return StepReport(**values, look=look, weights={self._rank: weights_of(self._vllm_config)})
+        return StepReport(**values, look=look, weights={self._rank: weights_of(self._owner)})
 
     # -- the scheduler's half --------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """Take in what the workers tell; with the first call memory and tiers are opened.
-
-        Later calls, which vLLM makes when an engine wakes up, change nothing: a look at the weights
-        comes with the next step.
-        """
+        """Take in what the workers tell; memory and tiers are opened then."""
         if self._scheduler is None:
             self._engine.workers = dict(metadata)
+            self._owner = scheduler_of(self)
             self._open()
 
     @property
@@ -187,7 +204,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     def reset_cache(self) -> Any:
         if self._manager is not None:
-            self._manager.pauses = has_paused(self)
+            self._manager.pauses = has_paused(self._owner)
         return super().reset_cache()
 
     def shutdown(self) -> None:

@@ -30,8 +30,10 @@ __all__ = [
     "building",
     "current_engine",
     "has_paused",
+    "scheduler_of",
     "weights_of",
     "worker_facts",
+    "worker_of",
 ]
 
 logger = logging.getLogger("kvstore")
@@ -97,9 +99,23 @@ def building(engine: Engine) -> Iterator[None]:
         _building.reset(token)
 
 
-def worker_facts(vllm_config: Any) -> WorkerFacts:
-    """Return what the worker of this process tells at the start."""
-    worker = _worker_of(vllm_config)
+def worker_of(vllm_config: Any) -> Any:
+    """Return the worker of this process whose engine this is; None if there is none."""
+    return _holder(vllm_config, WorkerBase)
+
+
+def scheduler_of(connector: Any) -> Any:
+    """Return the scheduler that owns this connector; None if there is none."""
+    return _holder(connector, SchedulerInterface)
+
+
+def has_paused(scheduler: Any) -> bool:
+    """Whether this scheduler, where it is known, has paused: to sleep or to get other weights."""
+    return scheduler is not None and scheduler.pause_state is not PauseState.UNPAUSED
+
+
+def worker_facts(worker: Any) -> WorkerFacts:
+    """Return what this worker, or None, tells at the start."""
     layers: Mapping[str, Mapping[str, Any]] = {}
     try:
         layers = layers_of_worker(worker)
@@ -108,14 +124,14 @@ def worker_facts(vllm_config: Any) -> WorkerFacts:
             "this worker does not tell its attention backends: they are not in the identity",
             extra=about("server.backends_unknown"),
         )
-    return WorkerFacts(layers, weights_of(vllm_config, worker))
+    return WorkerFacts(layers, weights_of(worker))
 
 
-def weights_of(vllm_config: Any, worker: Any = None) -> str | None:
-    """Return the digest of the weights of this process's worker; None if they cannot be read."""
+def weights_of(worker: Any) -> str | None:
+    """Return the digest of the weights of this worker, or None; None if they cannot be read."""
     began = time.monotonic()
     try:
-        digest = digest_of_worker(worker or _worker_of(vllm_config))
+        digest = digest_of_worker(worker)
     except Exception:
         logger.exception(
             "the weights in memory cannot be read: no pause keeps the cache, and slower tiers "
@@ -131,21 +147,11 @@ def weights_of(vllm_config: Any, worker: Any = None) -> str | None:
     return digest
 
 
-def has_paused(connector: Any) -> bool:
-    """Whether the scheduler over this connector has paused, to sleep or to get other weights."""
-    scheduler = _holder(connector, SchedulerInterface)
-    return scheduler is not None and scheduler.pause_state is not PauseState.UNPAUSED
-
-
-def _worker_of(vllm_config: Any) -> Any:
-    """Return the worker of this process whose engine this is; None if there is none."""
-    return _holder(vllm_config, WorkerBase)
-
-
 def _holder(held: Any, kind: type) -> Any:
     """Return the object of this kind that has `held` as an attribute; None if there is none.
 
-    vLLM gives a connector no reference to the object that owns it.
+    vLLM gives a connector no reference to the object that owns it. To be called while the engine
+    starts: afterwards vLLM freezes the garbage collector, which then names nothing any more.
     """
     for one in gc.get_referrers(held):
         owners = gc.get_referrers(one) if type(one) is dict else [one]

@@ -199,7 +199,7 @@ class KVStoreTier(SecondaryTierManager):
         if layout.canonical:
             raise ConfigError(
                 f"secondary tier {tier_type}: canonical_layout = true has not been tried with "
-                "vLLM's tiering. Leave it out, or use KVStoreOffloadingSpec"
+                "vLLM's tiering. Leave it out, or use kvstore without spec_name"
             )
         if layout.chunk_bytes > region.row_bytes:
             raise ConfigError(
@@ -211,7 +211,7 @@ class KVStoreTier(SecondaryTierManager):
                 f"secondary tier {tier_type}: the model has {len(spec.config.groups)} KV cache "
                 f"groups, and chunks have {spec.blocks_per_chunk} blocks: vLLM's tiering may then "
                 "store a part of a chunk as the whole. Let chunks be of one block, or use "
-                "KVStoreOffloadingSpec"
+                "kvstore without spec_name"
             )
         self._engine = engine = current_engine()
         vllm_config = None if engine is None else engine.vllm_config
