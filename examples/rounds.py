@@ -61,7 +61,35 @@ GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 
-MODELS = {"llama": LLAMA, "gemma": GEMMA}
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "conv_L_cache": 3,
+    "conv_dim": 256,
+    "conv_dim_out": 256,
+    "conv_bias": False,
+    "block_dim": 256,
+    "block_ff_dim": 512,
+    "block_auto_adjust_ff_dim": False,
+    "block_multiple_of": 256,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+"""Short convolutions, whose states are kept at the ends of blocks, between layers of attention."""
+
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "lfm2": LFM2}
 
 ENGINE = {
     "load_format": "dummy",

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.connector.queued import QueuedKeys
+from kvstore.vllm.checks import check_prefix_caching
 from kvstore.vllm.engine import (
     Engine,
     WorkerFacts,
@@ -95,6 +96,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         _name_spec(vllm_config)
         self._vllm_config, self._groups = vllm_config, kv_cache_config
         self._engine = Engine(vllm_config, kv_cache_config)
+        check_prefix_caching(vllm_config, kv_cache_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = getattr(config, "canonical_layout", False)
         self._rank = int(config.parallel.rank)

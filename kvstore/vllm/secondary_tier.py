@@ -57,12 +57,12 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapters import AdapterKeys
+from kvstore.vllm.checks import check_engine_with_tiers, check_recurrent
 from kvstore.vllm.engine import current_engine
 from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
-from kvstore.vllm.spec import check_engine_with_tiers
 from kvstore.vllm.version import join_server_log
 
 __all__ = ["KVStoreTier", "TierOptions"]
@@ -216,6 +216,7 @@ class KVStoreTier(SecondaryTierManager):
         self._engine = engine = current_engine()
         vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config)
+        check_recurrent(spec.config, engine, tiers=True)
         identity = {
             **layout.identity,
             **told.naming.engine_identity(spec.config, engine, config.identity or {}),

@@ -20,6 +20,7 @@ from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
+from kvstore.vllm.checks import check_continues, check_engine_with_tiers, check_recurrent
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
@@ -28,7 +29,7 @@ from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_lo
 if TYPE_CHECKING:
     from kvstore.vllm.engine import Engine
 
-__all__ = ["KVStoreOffloadingSpec", "check_continues", "check_engine_with_tiers"]
+__all__ = ["KVStoreOffloadingSpec"]
 
 logger = logging.getLogger("kvstore")
 
@@ -109,6 +110,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
         vllm_config = None if self.engine is None else self.engine.vllm_config
         check_continues(vllm_config)
+        check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config)
         self.identity = {
@@ -175,49 +177,6 @@ def _is_apart(vllm_config: Any) -> bool:
     parallel = getattr(vllm_config, "parallel_config", None)
     backend = getattr(parallel, "distributed_executor_backend", None)
     return backend == "ray" or bool(getattr(backend, "uses_ray", False))
-
-
-def check_continues(vllm_config: Any) -> None:
-    """Make sure that this vLLM can compute the rest of a prompt whose beginning is loaded.
-
-    Its reference MLA on the CPU (without AMX) attends to nothing before the tokens that a step
-    computes: vLLM turns chunked prefill and its own prefix cache off for it, but no connector.
-
-    Raises:
-        ConfigError: if it cannot.
-    """
-    model = getattr(vllm_config, "model_config", None)
-    if model is None or not model.use_mla:
-        return
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
-        raise ConfigError(
-            "vLLM's MLA on this CPU computes a prompt from its first token only: what is loaded "
-            "would be ignored, and tokens would be wrong"
-        )
-
-
-def check_engine_with_tiers(vllm_config: Any) -> None:
-    """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
-
-    Raises:
-        ConfigError: if its weights are to be replaced while it runs. Connectors are not told of
-            that, and engines with other weights would find chunks that are stored afterwards.
-    """
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        raise ConfigError(
-            "weight_transfer_config is set: weights change while the engine runs, and chunks on "
-            "disk or in a store would be taken for those of other weights; leave tiers out, or "
-            "weight_transfer_config"
-        )
-    if getattr(vllm_config, "shutdown_timeout", None) == 0:
-        logger.warning(
-            "vLLM kills this engine when it is told to end (--shutdown-timeout 0): chunks that "
-            "were not copied to a tier by then are lost, all of host memory with the flows demote "
-            "and exclusive; start it with --shutdown-timeout 30",
-            extra=about("server.killed_at_end"),
-        )
 
 
 def _check_budget(value: Any) -> None:

@@ -611,7 +611,7 @@ def test_the_spec_module_imports_nothing_heavy_until_the_spec_is_asked_for() -> 
 
 
 def test_mla_that_computes_prompts_from_their_first_token_only_is_refused() -> None:
-    from kvstore.vllm.spec import check_continues
+    from kvstore.vllm.checks import check_continues
 
     def engine(use_mla: bool, chunked: bool) -> SimpleNamespace:
         return SimpleNamespace(

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.checks import check_engine_with_tiers
 from kvstore.vllm.identity import identity as module
 from kvstore.vllm.identity.identity import adapter_settings, engine_identity
-from kvstore.vllm.spec import check_engine_with_tiers
 from kvstore.vllm.version import VERSION
 from tests.vllm.checkpoints import CONFIG, save_llama
 

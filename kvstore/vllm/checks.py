@@ -1,0 +1,116 @@
+"""Checks: refuse engines whose KV cache cannot be offloaded, or not for later processes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvstore.errors import ConfigError
+from kvstore.types import about
+
+if TYPE_CHECKING:
+    from kvstore.vllm.engine import Engine
+
+__all__ = [
+    "check_continues",
+    "check_engine_with_tiers",
+    "check_prefix_caching",
+    "check_recurrent",
+]
+
+logger = logging.getLogger("kvstore")
+
+
+def check_continues(vllm_config: Any) -> None:
+    """Make sure that this vLLM can compute the rest of a prompt whose beginning is loaded.
+
+    Its reference MLA on the CPU (without AMX) attends to nothing before the tokens that a step
+    computes: vLLM turns chunked prefill and its own prefix cache off for it, but no connector.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    model = getattr(vllm_config, "model_config", None)
+    if model is None or not model.use_mla:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise ConfigError(
+            "vLLM's MLA on this CPU computes a prompt from its first token only: what is loaded "
+            "would be ignored, and tokens would be wrong"
+        )
+
+
+def check_engine_with_tiers(vllm_config: Any) -> None:
+    """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
+
+    Raises:
+        ConfigError: if its weights are to be replaced while it runs. Connectors are not told of
+            that, and engines with other weights would find chunks that are stored afterwards.
+    """
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config is set: weights change while the engine runs, and chunks on "
+            "disk or in a store would be taken for those of other weights; leave tiers out, or "
+            "weight_transfer_config"
+        )
+    if getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.warning(
+            "vLLM kills this engine when it is told to end (--shutdown-timeout 0): chunks that "
+            "were not copied to a tier by then are lost, all of host memory with the flows demote "
+            "and exclusive; start it with --shutdown-timeout 30",
+            extra=about("server.killed_at_end"),
+        )
+
+
+def check_prefix_caching(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Make sure that the blocks of recurrent layers have hashes.
+
+    Raises:
+        ConfigError: if they have none, as prefix caching is off.
+    """
+    cache = vllm_config.cache_config
+    if _recurrent(kv_cache_config) and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "this model has recurrent layers, and prefix caching is off: vLLM keeps no states at "
+            "the ends of blocks then, so there is nothing to offload. Start it with "
+            "--enable-prefix-caching"
+        )
+
+
+def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
+    """Make sure that states of recurrent layers are stored where they are right, and found again.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+
+    Raises:
+        ConfigError: if prefixes may be matched inside a block: vLLM's own prefix cache was seen to
+            be wrong after such a match, and tiers would keep what came of it for later processes.
+    """
+    if engine is None or not _recurrent(engine.kv_cache_config):
+        return
+    block = min(int(group.tokens_per_block) for group in config.groups)
+    unit = int(config.cache.tokens_per_hash)
+    if tiers and unit < block:
+        raise ConfigError(
+            f"this model has recurrent layers, and prefixes are matched every {unit} tokens, "
+            f"inside blocks of {block}: vLLM was seen to answer wrong after such a match (Granite "
+            "4), and tiers would keep that for later processes. Leave out prefix_match_unit, or "
+            "the tiers"
+        )
+    if int(config.cache.blocks_per_chunk) > 1:
+        logger.warning(
+            "kvstore: this model has recurrent layers, and blocks_per_chunk = %d: a prompt whose "
+            "last whole block is not the last one of a chunk is not found again; use 1",
+            int(config.cache.blocks_per_chunk),
+            extra=about("server.states_lost"),
+        )
+
+
+def _recurrent(kv_cache_config: Any) -> bool:
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)

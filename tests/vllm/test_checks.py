@@ -1,0 +1,60 @@
+"""Engines whose recurrent states cannot be offloaded as asked are refused, or warned of."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvstore.errors import ConfigError
+from kvstore.vllm.checks import check_prefix_caching, check_recurrent
+from tests.vllm.parts import engine_like, kv_cache_config, offloading_config
+
+STATES = MambaSpec(
+    block_size=64, shapes=((4, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+
+
+def config_of(unit: int, block: int = 64, blocks_per_chunk: int = 1) -> Any:
+    made = offloading_config({}, 4096, "engine", blocks_per_chunk=blocks_per_chunk)
+    group = dataclasses.replace(made.groups[0], tokens_per_block=block)
+    cache = dataclasses.replace(made.cache, tokens_per_hash=unit)
+    return dataclasses.replace(made, groups=(group,), cache=cache)
+
+
+def test_matches_inside_the_blocks_of_recurrent_layers_are_refused_with_tiers() -> None:
+    engine = engine_like(kv_cache_config(STATES))
+    with pytest.raises(ConfigError, match="every 16 tokens.*blocks of 64.*prefix_match_unit"):
+        check_recurrent(config_of(16), engine, tiers=True)
+    check_recurrent(config_of(16), engine, tiers=False)
+    check_recurrent(config_of(64), engine, tiers=True)
+    check_recurrent(config_of(16), engine_like(), tiers=True)
+    check_recurrent(config_of(16), None, tiers=True)
+
+
+def test_chunks_of_several_blocks_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_like(kv_cache_config(STATES))
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        check_recurrent(config_of(64), engine, tiers=True)
+        check_recurrent(config_of(64, blocks_per_chunk=2), engine_like(), tiers=True)
+        assert caplog.text == ""
+        check_recurrent(config_of(64, blocks_per_chunk=2), engine, tiers=True)
+    assert "blocks_per_chunk = 2" in caplog.text
+
+
+def test_without_prefix_caching_there_are_no_states_to_offload() -> None:
+    def engine(caching: bool) -> Any:
+        return SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
+
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        check_prefix_caching(engine(False), kv_cache_config(STATES))
+    check_prefix_caching(engine(True), kv_cache_config(STATES))
+    check_prefix_caching(engine(False), kv_cache_config())

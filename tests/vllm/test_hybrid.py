@@ -1,0 +1,77 @@
+"""A model with recurrent layers beside attention: hits from host and disk, and the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+
+pytest.importorskip("vllm")
+
+LENGTHS = (90, 300, 500, 700)
+PROMPTS = [[seed, LENGTHS[seed % 4]] for seed in range(12)]
+BLOCK = 32
+HITS = [length // BLOCK * BLOCK for _, length in PROMPTS]
+
+
+def run(
+    folder: Path, rounds: list[dict[str, Any]], *, rows: int = 1024, offload: bool = True
+) -> Run:
+    tier = {
+        "type": "disk",
+        "path": str(folder / "cache"),
+        "capacity_bytes": "256MiB",
+        "segment_bytes": "16MiB",
+    }
+    return run_engine(
+        folder,
+        {
+            "model": "lfm2",
+            "engine": {
+                "dtype": "float32",
+                "enable_prefix_caching": True,
+                "max_model_len": 1024,
+                "num_gpu_blocks_override": 400,
+            },
+            "kvstore": {"cpu_bytes_to_use": rows * 65536, "tiers": [tier]} if offload else None,
+            "max_tokens": 6,
+            "rounds": [{"prompts": PROMPTS, **one} for one in rounds],
+        },
+        ONE_PROCESS,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> list[list[int]]:
+    """What the model answers without offload, each prompt alone."""
+    return run(folder, [{}], offload=False).rounds["0"].tokens
+
+
+def test_prompts_are_found_in_host_memory_and_after_a_restart_on_disk(
+    folder: Path, truth: list[list[int]]
+) -> None:
+    first = run(folder, [{"name": "cold", "pause": 1}, {"name": "host"}])
+    second = run(folder, [{"name": "disk"}, {"name": "together", "together": True}])
+    assert first.rounds["cold"].tokens == truth
+    assert first.rounds["host"].tokens == second.rounds["disk"].tokens == truth
+    assert second.rounds["together"].tokens == truth
+    for found in (first.rounds["host"], second.rounds["disk"], second.rounds["together"]):
+        assert found.cached == HITS
+
+
+def test_where_host_memory_is_tight_no_token_is_wrong_and_nobody_waits_in_vain(
+    folder: Path, truth: list[list[int]]
+) -> None:
+    """Thirty rows are less than a long prompt needs in all of its groups."""
+    tight = run(folder, [{"name": "one by one"}, {"name": "together", "together": True}], rows=30)
+    for found in tight.rounds.values():
+        assert found.tokens == truth
+    assert tight.rounds["together"].metrics["timeouts"] == 0
