@@ -19,7 +19,7 @@ VLLM33 := $(CURDIR)/.vllm-0.33
 export PYTHONDONTWRITEBYTECODE :=
 
 OLDER := 0.31.0 0.30.0 0.29.0
-OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py)
+OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
 .PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
 

@@ -169,7 +169,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:
         """The manager, if it is ours."""
-        manager = self.scheduler.manager
+        assert self.connector_scheduler is not None
+        manager = self.connector_scheduler.manager
         return manager if isinstance(manager, KVStoreOffloadingManager) else None
 
     def on_new_request(self, request: Any) -> None:
@@ -185,7 +186,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     def _keys(self, request: Any) -> list[QueuedKeys]:
         """Return the keys of a prompt, for each KV cache group."""
         groups = []
-        for group in self.scheduler.config.kv_group_configs:
+        assert self.connector_scheduler is not None
+        for group in self.connector_scheduler.config.kv_group_configs:
             step = group.hashes_per_chunk
             hashes = request.block_hashes[step - 1 :: step]
             keys = [make_offload_key(block_hash, group.group_idx) for block_hash in hashes]
