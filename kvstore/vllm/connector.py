@@ -13,10 +13,12 @@ from `get_handshake_metadata` to the scheduler's half, which opens host memory a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -148,7 +150,10 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Take in what the workers tell; memory and tiers are opened then."""
         if self._scheduler is None:
-            self._engine.workers = dict(metadata)
+            # Inside vLLM's MultiConnector they may be another connector's.
+            self._engine.workers = {
+                place: told for place, told in metadata.items() if isinstance(told, WorkerFacts)
+            }
             self._owner = scheduler_of(self)
             self._open()
 
@@ -240,3 +245,15 @@ def _spec(config: Any, engine: Engine) -> OffloadingSpec:
 
 def _values(of: Any) -> dict[str, Any]:
     return {each.name: getattr(of, each.name) for each in fields(of)}
+
+
+def _register() -> None:
+    """Make the class known by its name, by which vLLM's MultiConnector finds its statistics."""
+    with contextlib.suppress(ValueError):
+        # Registered before.
+        KVConnectorFactory.register_connector(
+            KVStoreConnector.__name__, __name__, KVStoreConnector.__name__
+        )
+
+
+_register()

@@ -101,7 +101,8 @@ def building(engine: Engine) -> Iterator[None]:
 
 def worker_of(vllm_config: Any) -> Any:
     """Return the worker of this process whose engine this is; None if there is none."""
-    return _holder(vllm_config, WorkerBase)
+    # Connectors inside vLLM's MultiConnector get copies of the configuration, with this model.
+    return _holder(vllm_config.model_config, WorkerBase)
 
 
 def scheduler_of(connector: Any) -> Any:

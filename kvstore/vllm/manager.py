@@ -395,8 +395,8 @@ class KVStoreOffloadingManager(OffloadingManager):
 
 
 def _weights_of(engine: Engine | None) -> LiveWeights | None:
-    """The weights of an engine whose workers have told theirs; None where nobody tells."""
-    if engine is None or not engine.workers:
+    """The weights of an engine, unknown if no worker has told; None where vLLM gave no engine."""
+    if engine is None:
         return None
     parallel = getattr(engine.vllm_config, "parallel_config", None)
     told = [engine.workers[place].weights for place in sorted(engine.workers)]

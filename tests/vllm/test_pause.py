@@ -142,3 +142,41 @@ def test_workers_in_processes_of_their_own_are_asked_without_waiting_for_them(fo
     assert rounds["other"].cached == NO_HIT
     assert rounds["other again"].cached == ALL_HIT
     assert rounds["other again"].tokens == rounds["other"].tokens
+
+
+def test_inside_vllms_multi_connector_prompts_are_found_and_a_pause_empties_the_cache(
+    folder: Path, truth: Run
+) -> None:
+    ours = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "host": "16MiB",
+            "disk": str(folder / "multi"),
+            "disk_bytes": "512MiB",
+            "deadline_s": 30,
+            "recompute_s": 0,
+        },
+    }
+    found = run_engine(
+        folder,
+        {
+            "config": CONFIG,
+            "engine": {"load_format": "auto", "dtype": "float32", "max_model_len": 1024},
+            "kv_transfer_config": {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [ours]},
+            },
+            "max_tokens": 6,
+            "rounds": [
+                {"name": "cold", "prompts": PROMPTS},
+                {"name": "again", "prompts": PROMPTS, "reset": False, "sleep": {"level": 1}},
+                {"name": "after a sleep", "prompts": PROMPTS},
+            ],
+        },
+        ONE_PROCESS,
+    ).rounds
+    assert [found[name].cached for name in found] == [NO_HIT, ALL_HIT, NO_HIT]
+    assert {str(one.tokens) for one in found.values()} == {str(truth.rounds["first"].tokens)}

@@ -41,6 +41,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.vllm.connector import KVStoreConnector
+from kvstore.vllm.engine import WorkerFacts, weights_of
 from kvstore.vllm.version import VERSION
 from tests.vllm.tiny import MODEL
 
@@ -121,6 +122,11 @@ class Server:
         assert isinstance(connector, KVStoreConnector)
         self.connector = connector
         self._watch(connector)
+        # As the engine does it, with a model that is none.
+        model = torch.nn.Linear(1, 1, bias=False)
+        workers._owner = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+        told = WorkerFacts({}, weights_of(workers._owner))
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
         assert connector.connector_scheduler is not None
         self.manager: Any = connector.connector_scheduler.manager
         self.requests: dict[str, Request] = {}
@@ -242,7 +248,7 @@ class Server:
         meta = output.kv_connector_metadata
         self._workers.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
-        self.worker.start_kv_transfers(meta)
+        self._workers.start_load_kv(None)
         sampled = self._compute(output)
         self.worker.prepare_store_kv(meta)
         _, loaded = self._workers.get_finished(output.finished_req_ids)
