@@ -283,6 +283,9 @@ class OffloadingManager(ABC):
             groups: the keys of the prompt, for each KV cache group.
         """
 
+    def on_request_turn(self, req_context: RequestContext) -> None:  # noqa: B027
+        """Note that a request's turn has come, whether or not anything of it is looked up."""
+
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
         """End a request: it looks up and prepares no more. Completions may still come."""
 

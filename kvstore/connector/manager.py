@@ -73,6 +73,7 @@ STEP_SECONDS = 0.25
     "complete_store",
     "on_new_request",
     "on_request_queued",
+    "on_request_turn",
     "on_request_finished",
     "on_schedule_end",
     "on_step_reported",
@@ -392,9 +393,14 @@ class KVStoreManager(OffloadingManager):
         if not self._fetches_queued or not self._core.tiers:
             return
         stores = any(tier.store is not None for tier in self._core.tiers)
-        keys = usable_keys(groups, len if stores else self._core.contains_prefix)
+        # What a tier has that is not read for the moment may be fetched later.
+        any_length = stores or len(groups) == 1
+        keys = usable_keys(groups, len if any_length else self._core.contains_prefix)
         if keys and self._core.on_request_queued(req_context.req_id, keys):
             self.stepper.hand_over()
+
+    def on_request_turn(self, req_context: RequestContext) -> None:
+        self._core.on_request_turn(req_context.req_id)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         request = req_context.req_id

@@ -98,6 +98,7 @@ class ConnectorScheduler:
             The number, and whether the tokens are loaded between steps: True unless it is 0.
         """
         tracked = self._track(request)
+        self.manager.on_request_turn(tracked.context)
         tracked.drop_blocks()
         if tracked.jobs:
             self._stats.deferred += 1

@@ -3,18 +3,21 @@
 A server names the keys of a request when it arrives (`add`). Queued requests are served in the
 order of their arrival, while no request that was asked for lacks chunks. Their chunks are leased,
 the ones that are in host memory already included, so each finds them when its turn comes. Together
-they lease at most half of host memory. When a request that was asked for lacks rows, the last of
-the queued requests give up theirs, and are served again later.
+they lease at most half of host memory. When a request that was asked for, or a store, lacks rows,
+the last of the queued requests give up theirs, and are served again later.
 
-A request leaves the queue with its first lookup, and keeps its leases.
+A request leaves the queue when its turn comes: with its first lookup, load or store, or when the
+server says so. Its leases stay for a while.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import islice
 
 from kvstore.core.async_lookup import Questions
+from kvstore.core.chunk import FILLING
 from kvstore.core.host import HostPool
 from kvstore.core.promotion import MOST_PORTION, MOST_SHARE, PORTION_SHARE, Grant, Grants
 from kvstore.core.request import Request
@@ -28,6 +31,9 @@ MOST_QUEUED = 4096
 
 MOST_KEYS = 2**20
 """Most keys that queued requests may name together."""
+
+MOST_LOOKED_AT = 512
+"""Most queued requests that one step looks at."""
 
 
 class Arrivals:
@@ -55,8 +61,8 @@ class Arrivals:
         # Oldest first; some are not queued any more.
         self._line: deque[Request] = deque()
         self._keys = 0
-        # Those about whose keys no store was asked yet.
-        self._unasked: list[Request] = []
+        # Entries of the tiers that are worth reading in this step.
+        self._readable: list[Container[bytes]] = []
 
     def __bool__(self) -> bool:
         """Whether a request is queued."""
@@ -71,45 +77,32 @@ class Arrivals:
         request.enqueue(keys)
         self._line.append(request)
         self._keys += len(keys)
-        if self._questions:
-            self._unasked.append(request)
         return True
-
-    def ask(self, now: float, compute: float) -> None:
-        """Prepare questions to stores about the keys of requests that have come since.
-
-        Args:
-            compute: seconds that the server takes to compute a chunk; 0 if not known.
-        """
-        unasked, self._unasked = self._unasked, []
-        for request in unasked:
-            if request.queued:
-                self._questions.add(request, now, compute)
 
     def go_on(self, now: float) -> list[Grant]:
         """Fetch the next portion for the first request that is not complete, if there is room."""
         self._forget_left()
         if not self._line or self._queue.has_wishes:
             return []
+        self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
+        if any(tier.health.stalled for tier in self._tiers):
+            self._give_up()
         rows = self._pool.rows
-        left = rows // MOST_SHARE
+        left = rows // MOST_SHARE - sum(len(request.leases) for request in self._line)
         portion = max(1, min(rows // PORTION_SHARE, MOST_PORTION))
-        for request in self._line:
-            left -= len(request.leases)
-            if left <= 0 or request.pending:
-                break
+        most = min(left, portion - sum(request.pending for request in self._line))
+        if most <= 0:
+            return []
+        for request in islice(self._line, MOST_LOOKED_AT):
             if request.granted == len(request.keys):
                 continue
-            count = self._count_known(request, min(left, portion))
+            count = self._count_known(request, most)
             if count:
                 start = request.granted
                 self._pool.policy.link(request.keys[max(0, start - 1) : start + count])
                 grants = self._grants.ahead(request, now, most=count)
                 self.begun += sum(len(chunks) for _, chunks, _ in grants)
                 return grants
-            if request.granted < len(request.keys):
-                # A store is being asked about the next key.
-                break
         return []
 
     def give_way(self, rows: int) -> None:
@@ -118,9 +111,9 @@ class Arrivals:
             if rows <= 0:
                 break
             if request.queued and request.leases:
-                rows -= len(request.leases)
-                self._queue.release(request)
-                request.grant(0, needs_rows=None, short_of_rows=False)
+                busy = self._pool.busy
+                self._start_over(request)
+                rows -= busy - self._pool.busy
                 self.gave_way += 1
 
     def reset(self) -> None:
@@ -129,21 +122,49 @@ class Arrivals:
             if request.queued:
                 request.leave_queue()
         self._line.clear()
-        self._unasked.clear()
         self._keys = 0
 
     def _count_known(self, request: Request, most: int) -> int:
         """Count the next keys that are in host memory or on a tier; cut the request at a gap."""
-        readable = [tier.entries for tier in self._tiers if tier.health.readable]
-        chunks, keys, start = self._pool.chunks, request.keys, request.granted
+        readable, chunks, keys, start = (
+            self._readable,
+            self._pool.chunks,
+            request.keys,
+            request.granted,
+        )
         for place in range(start, min(start + most, len(keys))):
             key = keys[place]
             if key in chunks or any(key in entries for entries in readable):
                 continue
-            if place == start and not self._grants.is_asked(key):
+            if place == start and not self._may_come(request, key):
                 request.name_keys(keys[:place])
+                if not place:
+                    request.leave_queue()
             return place - start
         return min(most, len(keys) - start)
+
+    def _may_come(self, request: Request, key: bytes) -> bool:
+        """Whether the chunk may be had later: its tier is not read now, or a store is asked."""
+        if any(key in tier.entries for tier in self._tiers):
+            return True
+        if self._grants.is_asked(key):
+            return True
+        return self._questions.ask_ahead(request)
+
+    def _give_up(self) -> None:
+        """Let requests start over that wait for chunks of tiers that do not answer."""
+        chunks = self._pool.chunks
+        stalled = {tier.number for tier in self._tiers if tier.health.stalled}
+        for request in self._line:
+            if request.pending and any(
+                chunks[key].state == FILLING and chunks[key].origin in stalled
+                for key in request.leases
+            ):
+                self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        self._queue.release(request)
+        request.grant(0, needs_rows=None, short_of_rows=False)
 
     def _forget_left(self) -> None:
         """Forget the requests that are not queued any more."""

@@ -15,6 +15,9 @@ __all__ = ["MOST_KEYS", "Question", "Questions"]
 MOST_KEYS = 1024
 """Most keys of one question."""
 
+MOST_AHEAD = 256
+"""Most keys of a question that no request waits for; there is one at a time."""
+
 Question = tuple[Store, list[bytes], str]
 """A store, the keys that it is asked about, and the request that they are for."""
 
@@ -82,6 +85,22 @@ class Questions:
         if keys:
             request.wait_for_answers(now + patience)
             self._soonest = min(self._soonest, now + patience)
+
+    def ask_ahead(self, request: Request) -> bool:
+        """Prepare a question about the next keys of a request that does not wait for the answer.
+
+        Returns:
+            Whether there is a store that may have the first of them.
+        """
+        keys = request.keys[request.granted : request.granted + MOST_AHEAD]
+        for store in self._stores:
+            if not store.worth_asking or not store.unknown(keys[0]):
+                continue
+            if not (store.answers.asked or self._due):
+                its = [key for key in keys if key not in self._chunks and store.unknown(key)]
+                self._due.append((store, its, request.id))
+            return True
+        return False
 
     def take(self) -> list[Question]:
         """Take the questions that are to be asked now."""

@@ -193,11 +193,23 @@ class Core(CoreSteps):
             Whether they are fetched ahead; else they are when the request asks for them.
         """
         request = self._requests.open(request_id)
-        fresh = request.state is RequestState.SCANNING and not (request.keys or request.leases)
+        self._lookups.pause()
+        asks = request.queued or request.asked_step == self._pool.step
+        new = request.state is RequestState.SCANNING and not (request.keys or request.leases)
+        fresh = new and not asks
         if keys and fresh and self._arrivals.add(request, keys):
             return True
         self._requests.drop_if_idle(request)
         return False
+
+    def on_request_turn(self, request_id: str) -> None:
+        """Note that the turn of a queued request has come, whether or not it looks anything up."""
+        request = self._requests.get(request_id)
+        if request is not None and request.queued:
+            request.leave_queue()
+            if request.leases:
+                self._queue.answer(request, self.now)
+                request.ask(self.now)
 
     def on_request_finished(self, request_id: str, now: float | None = None) -> None:
         """End a request's wait and its leases. Loads under way go on.
@@ -301,7 +313,7 @@ class Core(CoreSteps):
 
     def make_room(self, rows: int) -> None:
         """Let chunks leave until `rows` rows are free, but none that waits for a copy."""
-        self._room.make(rows, self.now, shed_unsaved=False)
+        self._room.make(rows, self.now, shed_unsaved=False, asked=False)
 
     def save_first(self, keys: Collection[bytes]) -> None:
         """Copy those of `keys` that host memory has, and the first tier lacks, to that tier."""

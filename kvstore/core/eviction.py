@@ -222,8 +222,13 @@ class Room:
         self._give_way: Callable[[int], None] | None = None
 
     def yield_by(self, give_way: Callable[[int], None]) -> None:
-        """Call this with the number of missing rows before a chunk leaves that waits for a copy."""
+        """Call this with the number of rows that are missing for what a server asks for."""
         self._give_way = give_way
+
+    def give_way(self, rows: int) -> None:
+        """Let queued requests give up leases, so that `rows` more may be had."""
+        if rows > 0 and self._give_way is not None:
+            self._give_way(rows)
 
     @property
     def sure(self) -> int:
@@ -238,6 +243,7 @@ class Room:
         *,
         shed_unsaved: bool,
         incoming: Sequence[bytes] = (),
+        asked: bool = True,
     ) -> int:
         """Evict until `count` rows are free, as far as possible.
 
@@ -247,6 +253,7 @@ class Room:
 
         Args:
             incoming: the keys that the rows are for, tail first.
+            asked: whether a server asks for the rows, for which queued requests give way.
 
         Returns:
             How many of the `count` rows are free now.
@@ -256,7 +263,7 @@ class Room:
             pool.reclaim(count, uncopied=False)
         if pool.free < count:
             self._evict(count, now, shed_unsaved=False, incoming=incoming)
-            if shed_unsaved and pool.free < count and self._give_way is not None:
+            if asked and pool.free < count and self._give_way is not None:
                 self._give_way(count - pool.free)
                 self._evict(count, now, shed_unsaved=False, incoming=incoming)
             if shed_unsaved and pool.free < count:

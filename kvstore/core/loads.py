@@ -49,6 +49,8 @@ class Loads:
                 raise KeyError(f"block {key.hex()} is not loadable; look it up in the same step")
             chunks.append(chunk)
         request = self._requests.open(request_id)
+        if request.queued:
+            request.leave_queue()
         if self._chains.filters and request.keys:
             self._chains.count(request, request.keys)
         self._chains.extend(request, list(keys))

@@ -124,6 +124,8 @@ class Grants:
             if wanted and request.needs_rows:
                 blocked |= spoken_for > 0 and pool.obtainable - spoken_for < wanted
                 request.lack_rows(for_rows)
+            if wanted and request.needs_rows and not blocked:
+                self._room.give_way(min(wanted, pool.rows) - pool.obtainable)
             if wanted and not (blocked and request.needs_rows):
                 if request.waits_for < 0 or self._may_read(request.waits_for):
                     before, awaited_answer = request.granted, request.awaits_answer
@@ -198,7 +200,9 @@ class Grants:
             if spare > 0 and pool.free < len(missing):
                 # As far as all fit, the rest's chunks that are here must not be evicted for these.
                 pool.keep(keys[reach : reach + spare])
-            room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
+            room = self._room.make(
+                len(missing), now, shed_unsaved=not unasked, incoming=incoming, asked=not unasked
+            )
         if room and not unasked and request.linked < len(keys):
             # Policies learn which key follows which before they see the chunks.
             self._chains.extend(request, keys[request.granted : missing[room - 1][0] + 1])

@@ -253,7 +253,7 @@ class Request:
 
     def enqueue(self, keys: Iterable[bytes]) -> None:
         """Begin to be queued in the server, with these keys in prompt order."""
-        self.keys, self.granted, self.queued = list(keys), 0, True
+        self.keys, self.granted, self.queued = list(dict.fromkeys(keys)), 0, True
 
     def leave_queue(self) -> None:
         """Be asked for from now on; the leases stay."""

@@ -269,7 +269,6 @@ class CoreSteps:
             self._grants.link_some()
         moves: list[Move] = []
         if self._questions:
-            self._arrivals.ask(now, self.compute_pace)
             moves += [self._transfers.ask(*due, now) for due in self._questions.take()]
         if self.hidden:
             self._lookups.keep_hits()
@@ -286,6 +285,7 @@ class CoreSteps:
             self._lookups.keep_hits()
             for tier, chunks, slots in self._arrivals.go_on(now):
                 moves += self._transfers.promote(tier, chunks, slots, now)
+            moves += [self._transfers.ask(*due, now) for due in self._questions.take()]
         if self._prefetches:
             self._lookups.keep_hits()
             for tier, chunks, slots in self._prefetches.go_on(now):
@@ -304,6 +304,9 @@ class CoreSteps:
     def _queue_deferred(self, now: float) -> None:
         """Let requests that got "ask again" begin to wait; forget what others asked."""
         for request in self._lookups.take_asked():
+            if request.queued:
+                # Its name was used again in the step in which the earlier one had asked.
+                continue
             if self._chains.filters and request.keys:
                 self._chains.count(request, request.keys)
             if request.deferring:

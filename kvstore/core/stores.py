@@ -107,7 +107,9 @@ class Stores:
         """Reserve rows for a store: see `Core.prepare_store`."""
         pool = self._pool
         request = self._requests.open(request_id)
-        if request.state is not RequestState.SCANNING:
+        if request.queued:
+            request.leave_queue()
+        if request.leases or request.state is not RequestState.SCANNING:
             self._queue.remove(request)
         again = request.store_deferred is not None
         offered = list(dict.fromkeys(keys))
@@ -251,6 +253,7 @@ class Stores:
             return _Entered(None, 0)
         self._lookups.keep_hits()
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
+        room.give_way(len(new) - room.sure)
         fits = room.sure >= len(new)
         if not fits and (may_fit or room.demotes or not pool.policy.declines):
             # Chunks that are here keep their rows, and the head enters first.

@@ -41,6 +41,7 @@ from kvstore.vllm.engine import (
     WorkerFacts,
     building,
     has_paused,
+    has_siblings,
     scheduler_of,
     weights_of,
     worker_facts,
@@ -104,8 +105,10 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._rank = int(config.parallel.rank)
         self._spec = _spec(config, self._engine)
         self._scheduler: OffloadingConnectorScheduler | None = None
-        self._look = 0
+        self._look = self._looked = 0
         self._told = False
+        self._pause_told = False
+        """The engine has paused, and the reset that belongs to the pause has come."""
         self._owner: Any = None
         """The worker, or the scheduler, whose connector this is, once it is known."""
         self.connector_worker: OffloadingConnectorWorker | None = None
@@ -122,19 +125,22 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     # -- the worker's half ---------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._owner = worker_of(self._vllm_config)
+        self._owner = self._owner or worker_of(self._vllm_config)
         super().register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:
         """Return what the scheduler's half has to know about this worker; None if it was told.
 
-        vLLM asks again when an engine wakes up.
+        vLLM asks again when an engine wakes up. Its MultiConnector hands the answer of one
+        connector to all, so beside others there is none.
         """
         told, self._told = self._told, True
-        return None if told else worker_facts(self._owner)
+        return None if told or has_siblings(self._owner) else worker_facts(self._owner)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._look = getattr(self._connector_metadata, "look", 0)
+        look = getattr(self._connector_metadata, "look", 0)
+        if look > self._looked:
+            self._look = self._looked = look
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
@@ -166,10 +172,15 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         return self._scheduler
 
     def _open(self) -> None:
-        with building(self._engine):
-            self._scheduler = OffloadingConnectorScheduler(
-                self._spec, self._vllm_config, self._groups
-            )
+        try:
+            with building(self._engine):
+                self._scheduler = OffloadingConnectorScheduler(
+                    self._spec, self._vllm_config, self._groups
+                )
+        except BaseException:
+            if isinstance(self._spec, KVStoreOffloadingSpec):
+                self._spec.close()
+            raise
 
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:
@@ -200,8 +211,19 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             groups.append(QueuedKeys(keys, group.tokens_per_chunk, window))
         return groups
 
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._manager is not None:
+            self._manager.on_request_turn(request.request_id)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
+
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         orders = super().build_connector_meta(scheduler_output)
+        self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
         return StepMetadata(**_values(orders), look=look) if look else orders
 
@@ -212,14 +234,18 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> Any:
+        paused = has_paused(self._owner)
         if self._manager is not None:
-            self._manager.pauses = has_paused(self._owner)
+            # Whoever resets an engine that has paused before wants it to forget.
+            self._manager.pauses = paused and not self._pause_told
+        self._pause_told = paused
         return super().reset_cache()
 
     def shutdown(self) -> None:
         # Nothing to release where nothing was opened.
         if self.connector_worker is not None or self._scheduler is not None:
             super().shutdown()
+        self._owner = None
 
 
 def _may_be_fetched(request: Any) -> bool:
@@ -232,7 +258,7 @@ def _may_be_fetched(request: Any) -> bool:
 def _name_spec(vllm_config: Any) -> None:
     """Name our spec in the options, where vLLM looks for the spec's metrics."""
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if "spec_name" not in options:
+    if options.get("spec_name", OUR_SPEC["spec_name"]) == OUR_SPEC["spec_name"]:
         options.update(OUR_SPEC)
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "building",
     "current_engine",
     "has_paused",
+    "has_siblings",
     "scheduler_of",
     "weights_of",
     "worker_facts",
@@ -44,11 +45,12 @@ class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What one worker tells at the start.
 
     Attributes:
-        layers: by layer what decides the bytes of its pages: see `formats.layers_of_worker`.
+        layers: by layer what decides the bytes of its pages: see `formats.layers_of_worker`;
+            None if that cannot be found out.
         weights: digest of the weights in memory; None if they cannot be read.
     """
 
-    layers: Mapping[str, Mapping[str, Any]]
+    layers: Mapping[str, Mapping[str, Any]] | None
     weights: str | None
 
 
@@ -73,9 +75,12 @@ class Engine:
         return found if found is not None and found.request_id == name else None
 
     @property
-    def layers(self) -> dict[str, Mapping[str, Any]]:
-        """The layers of all workers."""
-        return {name: its for told in self.workers.values() for name, its in told.layers.items()}
+    def layers(self) -> dict[str, Mapping[str, Any]] | None:
+        """The layers of all workers; None if a worker has not told them."""
+        told = [worker.layers for worker in self.workers.values()]
+        if not told or None in told:
+            return None
+        return {name: its for layers in told if layers for name, its in layers.items()}
 
 
 _building: ContextVar[Engine | None] = ContextVar("kvstore-engine", default=None)
@@ -110,6 +115,13 @@ def scheduler_of(connector: Any) -> Any:
     return _holder(connector, SchedulerInterface)
 
 
+def has_siblings(worker: Any) -> bool:
+    """Whether this worker, where it is known, has other connectors beside this one."""
+    transfer = getattr(getattr(worker, "vllm_config", None), "kv_transfer_config", None)
+    options = getattr(transfer, "kv_connector_extra_config", None) or {}
+    return len(options.get("connectors", ())) > 1
+
+
 def has_paused(scheduler: Any) -> bool:
     """Whether this scheduler, where it is known, has paused: to sleep or to get other weights."""
     return scheduler is not None and scheduler.pause_state is not PauseState.UNPAUSED
@@ -117,12 +129,13 @@ def has_paused(scheduler: Any) -> bool:
 
 def worker_facts(worker: Any) -> WorkerFacts:
     """Return what this worker, or None, tells at the start."""
-    layers: Mapping[str, Mapping[str, Any]] = {}
+    layers: Mapping[str, Mapping[str, Any]] | None = None
     try:
         layers = layers_of_worker(worker)
     except Exception:
         logger.exception(
-            "this worker does not tell its attention backends: they are not in the identity",
+            "this worker cannot tell its attention backends: it takes no tiers without "
+            "automatic_identity = false",
             extra=about("server.backends_unknown"),
         )
     return WorkerFacts(layers, weights_of(worker))
@@ -154,9 +167,8 @@ def _holder(held: Any, kind: type) -> Any:
     vLLM gives a connector no reference to the object that owns it. To be called while the engine
     starts: afterwards vLLM freezes the garbage collector, which then names nothing any more.
     """
-    for one in gc.get_referrers(held):
-        owners = gc.get_referrers(one) if type(one) is dict else [one]
-        for owner in owners:
-            if isinstance(owner, kind) and any(value is held for value in vars(owner).values()):
-                return owner
+    for one in gc.get_objects():
+        # By its type: proxies among the objects answer `isinstance` for others.
+        if issubclass(type(one), kind) and any(value is held for value in vars(one).values()):
+            return one
     return None

@@ -273,6 +273,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         if not self._unsure:
             self._manager.on_request_queued(Request(name), groups)
 
+    def on_request_turn(self, name: str) -> None:
+        """Note that vLLM asks about a request, whether or not it looks anything up."""
+        self._core.on_request_turn(name)
+
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
@@ -343,8 +347,9 @@ class KVStoreOffloadingManager(OffloadingManager):
     @property
     def look(self) -> int:
         """Number of the look at the weights that the workers shall take; 0 for none."""
-        waits = self._weights is not None and self._unsure and self._asked
-        return self._weights.look if waits and self._weights is not None else 0
+        weights = self._weights
+        wanted = weights is not None and self._unsure and self._asked and weights.missing
+        return weights.look if weights is not None and wanted else 0
 
     def weights_told(self, look: int, digests: Mapping[int, str | None]) -> None:
         """Take in digests of the weights, by worker."""
@@ -400,6 +405,10 @@ def _weights_of(engine: Engine | None) -> LiveWeights | None:
         return None
     parallel = getattr(engine.vllm_config, "parallel_config", None)
     told = [engine.workers[place].weights for place in sorted(engine.workers)]
+    workers = int(getattr(parallel, "world_size", len(told)))
+    if len(told) != workers:
+        # vLLM hands on what some of the workers tell, as with prefill context parallel.
+        told = [None] * workers
     return LiveWeights(told, moving=bool(getattr(parallel, "enable_eplb", False)))
 
 

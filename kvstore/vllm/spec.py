@@ -103,6 +103,11 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             self._manager = self._build_manager()
         return self._manager
 
+    def close(self) -> None:
+        """Close the manager, if it was built: nobody will use it."""
+        if self._manager is not None:
+            self._manager.shutdown()
+
     def _build_manager(self) -> OffloadingManager:
         """The identity is determined only here: workers see rows, not keys."""
         from kvstore.vllm.identity.naming import siblings

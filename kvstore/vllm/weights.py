@@ -68,12 +68,17 @@ class LiveWeights:
         if look == self.look:
             self._told.update(digests)
 
+    @property
+    def missing(self) -> bool:
+        """Whether a worker has not told its digest in this look."""
+        return self._readable and len(self._told) < self._workers
+
     def same(self) -> bool | None:
         """Whether the weights are those of the look before; None while the workers have not told.
 
         False, too, if they cannot be read or the workers take too long.
         """
-        missing = self._readable and len(self._told) < self._workers
+        missing = self.missing
         if missing and time.monotonic() < self._until:
             return None
         if missing:
@@ -97,7 +102,7 @@ def digest_of_worker(worker: Any) -> str:
     """A digest of all weights of a worker; each of them, and the place of each word, counts."""
     runner = worker.model_runner
     # A model that drafts tokens has KV of its own.
-    models = [runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)]
+    models = [runner.get_model(), getattr(runner, "get_draft_model", lambda: None)()]
     digest = hashlib.sha256()
     sums: dict[torch.device, list[torch.Tensor]] = {}
     factors: dict[torch.device, torch.Tensor] = {}

@@ -1382,6 +1382,8 @@ def act_of_client(world: World, client: Client, rng: random.Random) -> None:
     """What a server might do next with this request."""
     roll = rng.random()
     if client.state == "asking":
+        if rng.random() < 0.1:
+            world.core.on_request_turn(client.id)
         answer = world.ask(client, one_by_one=rng.random() < 0.3)
         if answer and roll < 0.8:
             world.load(client, answer)

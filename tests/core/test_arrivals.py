@@ -191,3 +191,140 @@ def test_a_removal_takes_chunks_from_queued_requests() -> None:
     rig.settle()
     assert fetched(rig) == []
     assert rig.ask(A, "a") == 0
+
+
+def test_a_request_whose_turn_comes_without_a_lookup_keeps_its_chunks_only_for_a_while() -> None:
+    rig = Rig(rows=16, on=[A], lease=3.0)
+    queue(rig, "a", A)
+    rig.settle()
+    rig.core.on_request_turn("a")
+    rig.step()
+    assert rig.stats.busy_rows == 4
+    rig.wait(3.2)
+    assert rig.stats.busy_rows == 0
+
+
+def test_a_request_that_stores_without_a_lookup_is_not_queued_any_more() -> None:
+    rig = Rig(rows=16, on=[A])
+    queue(rig, "a", A)
+    rig.settle()
+    rig.put(B, "a")
+    rig.settle()
+    assert rig.stats.busy_rows == 0
+    assert not rig.core._arrivals
+
+
+def test_stores_get_rows_of_queued_requests_where_all_others_are_pinned() -> None:
+    rig = Rig(rows=16, on=[[*A, *B]])
+    pinned = chain("p", 8)
+    rig.put(pinned)
+    rig.settle()
+    rig.core.pin(pinned, rig.now + 1000)
+    for name, keys in (("a", A), ("b", B)):
+        queue(rig, name, keys)
+    rig.settle()
+    assert rig.stats.busy_rows == 16
+    grant = rig.core.prepare_store(chain("s", 8), "writer")
+    assert grant is not None
+    assert len(grant.keys) == 8
+
+
+def test_a_tier_that_is_not_read_for_a_while_costs_no_place_in_the_queue() -> None:
+    rig = Rig(rows=64, on=[[*A, *B]])
+    health = rig.core.tiers[0].health
+    health.readable = False
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.flush()
+    assert fetched(rig) == []
+    rig.step()
+    rig.settle()
+    assert fetched(rig) == [*"aaaa", *"bbbb"]
+
+
+def test_a_tier_that_does_not_answer_holds_up_no_other() -> None:
+    rig = Rig(rows=64, on=[A, B], deadline=1.0)
+    queue(rig, "a", A)
+    rig.step()
+    silent = rig.promotion
+    queue(rig, "b", B)
+    for _ in range(40):
+        for move in list(rig.moves):
+            if move is not silent:
+                rig.end(move)
+        rig.step(0.1)
+    assert all(rig.in_host(key) for key in B)
+    rig.end(silent)
+    rig.step()
+    rig.settle()
+    assert rig.ask(A, "a") == 4
+
+
+def test_room_for_one_that_is_asked_for_is_made_at_once() -> None:
+    small = [chain(f"s{number:02}", 1) for number in range(32)]
+    long = chain("l", 60)
+    rig = Rig(rows=64, on=[[*long, *(key for keys in small for key in keys)]], segment_slots=128)
+    for number, keys in enumerate(small):
+        queue(rig, f"s{number}", keys)
+    rig.settle()
+    assert rig.stats.busy_rows == 32
+    steps = 0
+    while rig.ask(long, "l") is None:
+        steps += 1
+        rig.step(0.01)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert steps <= 6
+    assert rig.stats.truncations == 0
+
+
+def test_stores_are_asked_about_one_queued_request_at_a_time() -> None:
+    rig = Rig(rows=64, on=[], store=Answers())
+    for name, keys in (("a", A), ("b", B)):
+        queue(rig, name, keys)
+    (question,) = rig.step()
+    assert question.keys == A
+    assert rig.step() == []
+    rig.end(question, failed=A)
+    rig.step()
+    (question,) = rig.step()
+    assert question.keys == B
+    assert rig.stats.tiers[0].unawaited == 0
+
+
+def test_a_store_is_asked_again_when_its_answer_is_out_of_date() -> None:
+    rig = Rig(rows=16, on=[], store=Answers(lasts=5.0))
+    queue(rig, "a", chain("long", 8))
+    queue(rig, "b", B)
+    rig.settle()
+    # Half of host memory is full, so the second one has to wait.
+    rig.wait(20.0, each=1.0)
+    rig.core.on_request_finished("a")
+    (question,) = rig.step()
+    assert (question.op, question.keys) == (Op.ASK, B)
+    rig.end(question)
+    rig.step()
+    rig.settle()
+    assert rig.ask(B, "b") == 4
+
+
+def test_keys_that_are_named_twice_are_one_chunk() -> None:
+    rig = Rig(rows=64, on=[A])
+    queue(rig, "a", [*A, *A])
+    rig.settle()
+    assert rig.ask(A, "a") == 4
+    rig.core.on_request_finished("a")
+    rig.settle()
+    assert (rig.stats.busy_rows, rig.stats.chunks + rig.stats.free_rows) == (0, 64)
+
+
+def test_a_name_that_is_used_again_in_the_step_of_its_predecessor_is_fetched_when_asked() -> None:
+    rig = Rig(rows=64, on=[A])
+    assert rig.ask(B, "a") == 0
+    rig.core.on_request_finished("a")
+    queue(rig, "a", A)
+    rig.settle()
+    assert rig.resolve(A, "a") == 4
+    rig.core.on_request_finished("a")
+    rig.settle()
+    assert not rig.core._arrivals

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import AskedTier, Core, HostPool, OwnedTier
+from kvstore.core.arrivals import Arrivals
 from kvstore.core.async_lookup import Questions
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import READY, Chunk, Life
@@ -205,6 +206,21 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return expire(self, now)
 
     patch.setattr(WaitQueue, "expire", impatient)
+
+
+@breaks("queued requests leave half of host memory to others")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvstore.core.arrivals.MOST_SHARE", 1)
+
+
+@breaks("a reset forgets queued requests")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arrivals, "reset", lambda self: None)
+
+
+@breaks("a queued request that has begun is not queued any more")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "leave_queue", lambda self: None)
 
 
 @breaks("a wait has a deadline")

@@ -108,12 +108,13 @@ def engine_like(
 
     Args:
         groups: the `KVCacheConfig`; of one group of plain attention by default.
-        workers: of its one worker what `WorkerFacts` has; none has told anything by default.
+        workers: of its one worker what `WorkerFacts` has; by default it has no layers, and
+            cannot tell its weights.
     """
     from types import SimpleNamespace
 
     from kvstore.vllm.engine import Engine, WorkerFacts
 
-    told = {(0, 0): WorkerFacts(**{"layers": {}, "weights": None, **workers})} if workers else {}
+    told = {(0, 0): WorkerFacts(**{"layers": {}, "weights": None, **workers})}
     config = SimpleNamespace(lora_config=lora, parallel_config=parallel)
     return Engine(config, groups or kv_cache_config(), told)

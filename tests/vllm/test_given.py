@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config.lora import LoRAConfig
 
 from kvstore.errors import ConfigError
+from kvstore.vllm.engine import WorkerFacts, has_siblings
 from tests.vllm.parts import engine_like, make_spec
 
 BLOCK = 4096
@@ -87,6 +88,30 @@ def test_an_engine_that_is_not_given_is_refused_and_the_ways_out_are_named(tmp_p
     with pytest.raises(ConfigError, match="KVStoreConnector.*automatic_identity = false.*identity"):
         spec.get_manager()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_that_have_not_told_their_backends_get_no_tiers(tmp_path: Path) -> None:
+    for workers in ({}, {(0, 0): WorkerFacts(None, "digest")}):
+        engine = engine_like()
+        engine.workers = workers
+        spec = make_spec(extra(tmp_path), BLOCK, engine=engine)
+        with pytest.raises(ConfigError, match="backends.*MultiConnector.*automatic_identity"):
+            spec.get_manager()
+        by_hand = extra(tmp_path, automatic_identity=False, identity={"weights": "1"})
+        with manager(make_spec(by_hand, BLOCK, engine=engine)):
+            pass
+
+
+def test_beside_other_connectors_a_worker_tells_nothing() -> None:
+    def worker(*connectors: str) -> Any:
+        options = {"connectors": [{"kv_connector": name} for name in connectors]}
+        transfer = SimpleNamespace(kv_connector_extra_config=options)
+        return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
+
+    assert has_siblings(worker("KVStoreConnector", "NixlConnector"))
+    assert not has_siblings(worker("KVStoreConnector"))
+    assert not has_siblings(worker())
+    assert not has_siblings(None)
 
 
 def test_an_engine_of_another_shape_is_refused_and_the_way_out_is_named(

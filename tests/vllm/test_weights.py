@@ -38,8 +38,8 @@ class Model(torch.nn.Module):  # type: ignore[misc]
 
 
 def worker(model: Model, drafter: Model | None = None) -> Any:
-    draft = SimpleNamespace(model=drafter) if drafter is not None else None
-    return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model, drafter=draft))
+    runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: drafter)
+    return SimpleNamespace(model_runner=runner)
 
 
 def test_equal_weights_have_equal_digests_wherever_they_lie() -> None:

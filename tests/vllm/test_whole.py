@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 import kvstore
@@ -310,3 +311,29 @@ def test_an_abort_in_the_queue_leaves_nothing(open_server: Any) -> None:
     again.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
     again.settle()
     assert again.manager._core.stats().busy_rows == 0
+
+
+def paused(server: Server, *, resets: int) -> None:
+    """Pause, reset so often, go on."""
+    server.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(resets):
+        assert server.scheduler.reset_prefix_cache(reset_connector=True)
+    server.step()
+    server.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+@pytest.mark.parametrize("resets", [1, 2])
+def test_the_first_reset_of_a_pause_keeps_what_is_right_and_a_second_one_forgets_it(
+    open_server: Any, resets: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = open_server(tiers=True)
+    server.serve(*PROMPTS)
+    server.settle()
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "kvstore"):
+            paused(server, resets=resets)
+            again = server.serve(*PROMPTS)
+            server.settle()
+        assert [one.cached for one in again] == [64 if resets == 1 else 0] * 4
+    # One look for each pause, however many steps came after it.
+    assert caplog.text.count("the weights in memory were read") == 2

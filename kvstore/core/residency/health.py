@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvstore.core.residency.breaker import Breaker
+from kvstore.core.residency.breaker import Breaker, State
 from kvstore.core.residency.recompute import Average, Recompute
 from kvstore.core.statistics import Durations
 from kvstore.types import LogLine, Move, Op
@@ -181,7 +181,9 @@ class Health:
 
     def failed(self, now: float, error: str | None) -> LogLine | None:
         """Take in a call that failed as a whole; returns a log line, if there is one."""
-        if not self.calls.trip(now):
+        # While it is open, only the call that tests whether the tier is back counts: others were
+        # begun before.
+        if self.calls.state is State.OPEN or not self.calls.trip(now):
             return None
         self._sum_up()
         text = f"is away: {error}; its chunks are misses until it answers"

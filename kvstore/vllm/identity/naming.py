@@ -22,6 +22,14 @@ __all__ = ["Naming", "siblings"]
 UNSEEN = (
     "the configuration of the engine is not known here, so nobody can tell whose chunks may be used"
 )
+UNTOLD = (
+    "the workers have not told the attention backends of their layers, as beside other connectors "
+    "in vLLM's MultiConnector, so nobody can tell whose chunks may be used"
+)
+TOLD_BY_HAND = (
+    "Set automatic_identity = false and name in identity what engines must have in common, such "
+    'as {"model": "m", "weights": "v1"}'
+)
 BY_HAND = (
     'Use the connector KVStoreConnector, which is given it ("kv_connector": "KVStoreConnector", '
     '"kv_connector_module_path": "kvstore.vllm"); or set automatic_identity = false and name in '
@@ -81,6 +89,8 @@ class Naming:
             return {}
         if engine is None:
             raise ConfigError(f"{UNSEEN}. {BY_HAND}")
+        if engine.layers is None:
+            raise ConfigError(f"{UNTOLD}. {TOLD_BY_HAND}")
         try:
             return {
                 **engine_identity(engine.vllm_config, fingerprint_weights=self.fingerprint),
