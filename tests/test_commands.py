@@ -6,6 +6,7 @@ root, packages of the system or a block device skips with a reason.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 import kvstore
 from tests.commands import ROOT, commands_of, documents, flags_of
 from tests.store.support import keys_of, payloads, small
+from tests.tools.test_top import served
 
 SECONDS = 280
 
@@ -257,6 +259,11 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         run(["-m", "kvstore.tools", arguments[0], "--help"], folder)  # A word in prose.
         return
     where, trace = folder, folder / "trace.jsonl"
+    if arguments[0] == "doctor":
+        async with kvstore.open(small(folder, disk=32)) as store, served(store) as url:
+            command = ["-m", "kvstore.tools", "doctor", url, *arguments[2:]]
+            await asyncio.to_thread(run, command, folder)
+        return
     if arguments[0] == "simulate":
         requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]
         lines = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.tools.doctor import add_doctor_arguments, run_doctor
 from kvstore.tools.inspect import inspect
 from kvstore.tools.simulate import add_arguments, run_simulate
 from kvstore.tools.top import add_top_arguments, run_top
@@ -117,4 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("top", help=text, description=text)
     add_top_arguments(command)
     command.set_defaults(run=run_top)
+    text = "say whether the cache helps a server, and what to change"
+    command = commands.add_parser("doctor", help=text, description=text)
+    add_doctor_arguments(command)
+    command.set_defaults(run=run_doctor)
     return parser

@@ -93,9 +93,8 @@ class Arrivals:
         most = min(left, portion - sum(request.pending for request in self._line))
         if most <= 0:
             return []
-        for request in islice(self._line, MOST_LOOKED_AT):
-            if request.granted == len(request.keys):
-                continue
+        incomplete = (one for one in self._line if one.granted < len(one.keys))
+        for request in islice(incomplete, MOST_LOOKED_AT):
             count = self._count_known(request, most)
             if count:
                 start = request.granted
@@ -126,12 +125,8 @@ class Arrivals:
 
     def _count_known(self, request: Request, most: int) -> int:
         """Count the next keys that are in host memory or on a tier; cut the request at a gap."""
-        readable, chunks, keys, start = (
-            self._readable,
-            self._pool.chunks,
-            request.keys,
-            request.granted,
-        )
+        readable, chunks = self._readable, self._pool.chunks
+        keys, start = request.keys, request.granted
         for place in range(start, min(start + most, len(keys))):
             key = keys[place]
             if key in chunks or any(key in entries for entries in readable):

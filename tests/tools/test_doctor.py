@@ -1,0 +1,108 @@
+"""`kvstore doctor`: what it says of a real store, and of every state that it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.tools.cli import main
+from kvstore.tools.doctor import diagnose
+from kvstore.tools.top import Snapshot
+from tests.store.support import keys_of, payloads, small
+from tests.tools.test_top import served
+
+PACE = {("compute_seconds_per_chunk", ""): 0.01}
+
+
+def said(values: dict[tuple[str, str], float]) -> dict[str, tuple[str, str]]:
+    """The verdict and the advice on each place."""
+    found = diagnose(Snapshot(0.0, {**PACE, **values}))
+    return {each.place: (each.verdict, " ".join(each.advice)) for each in found}
+
+
+def test_a_server_that_has_done_nothing_gets_no_verdict() -> None:
+    assert said({("disk_chunks", "disk"): 0.0}) == {
+        "host memory": ("not used", ""),
+        "disk": ("not used", ""),
+    }
+
+
+def test_places_that_give_hits_help_and_say_how_much() -> None:
+    values = {
+        ("stored_chunks", ""): 500.0,
+        ("loaded_host_chunks", ""): 300.0,
+        ("loaded_disk_chunks", "disk"): 200.0,
+        ("disk_read_chunks", "disk"): 200.0,
+        ("disk_written_chunks", "disk"): 500.0,
+    }
+    assert said(values) == {"host memory": ("helps", ""), "disk": ("helps", "")}
+    host, disk = diagnose(Snapshot(0.0, {**PACE, **values}))
+    assert [host.saved_s, disk.saved_s] == pytest.approx([3.0, 2.0])
+    (unknown, _) = diagnose(Snapshot(0.0, values))
+    assert unknown.saved_s is None
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "verdict", "advice"),
+    [
+        (
+            {("disk_written_chunks", "disk"): 5000.0, ("disk_written_bytes", "disk"): 2.0**30},
+            "disk",
+            "does not help",
+            "1.0 GiB were written, 5000 chunks for each",
+        ),
+        (
+            {("disk_chunks", "disk"): 10.0, ("disk_outpaced", "disk"): 1.0},
+            "disk",
+            "does not help",
+            "Computing is faster",
+        ),
+        (
+            {("disk_chunks", "disk"): 10.0, ("disk_stalled", "disk"): 1.0},
+            "disk",
+            "too little to tell",
+            "It is stalled now",
+        ),
+        (
+            {("stored_chunks", ""): 1000.0, ("refused_chunks", ""): 100.0},
+            "host memory",
+            "does not help",
+            "100 of 1100 chunks found no room",
+        ),
+        (
+            {("stored_chunks", ""): 10.0, ("timeouts", ""): 3.0},
+            "host memory",
+            "too little to tell",
+            "3 requests waited until their deadline",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_and_what_to_change(
+    values: dict[tuple[str, str], float], place: str, verdict: str, advice: str
+) -> None:
+    found = said(values)[place]
+    assert found[0] == verdict
+    assert advice in found[1]
+
+
+@pytest.mark.asyncio
+async def test_the_command_over_a_real_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of("prompt", 6)
+    async with kvstore.open(small(tmp_path, disk=32)) as store, served(store) as url:
+        await store.put(keys, payloads(keys))
+        async with store.get(keys) as chunks:
+            assert len(chunks) == 6
+        assert await asyncio.to_thread(main, ["doctor", url]) == 0
+        text = capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["doctor", url, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert await asyncio.to_thread(main, ["doctor", "http://127.0.0.1:1/metrics"]) == 2
+    assert text.startswith("host memory: too little to tell; 6 chunks came from it\n")
+    assert told["version"] == 1
+    assert [each["loaded"] for each in told["places"]] == [6, 0, 0]
