@@ -329,6 +329,7 @@ def test_the_first_reset_of_a_pause_keeps_what_is_right_and_a_second_one_forgets
     server = open_server(tiers=True)
     server.serve(*PROMPTS)
     server.settle()
+    caplog.clear()
     for _ in range(2):
         with caplog.at_level(logging.INFO, "kvstore"):
             paused(server, resets=resets)
