@@ -53,7 +53,12 @@ RUN_ELSEWHERE = {
 
 NEEDS_VLLM = {"benchmarks/disk.py", "benchmarks/secondary.py", "benchmarks/lookup.py"}
 
-SLOW = {"benchmarks/first_token.py", "benchmarks/kill_engine.py", "examples/demo.py"}
+SLOW = {
+    "benchmarks/first_token.py",
+    "benchmarks/queued.py",
+    "benchmarks/kill_engine.py",
+    "examples/demo.py",
+}
 SLOW |= {"benchmarks.serving", "benchmarks.dashboard"}
 """Programs that start several engines of vLLM: `make figures` runs them. Else they only start."""
 
