@@ -22,6 +22,7 @@ from kvstore.core.host import HostPool
 from kvstore.core.promotion import MOST_PORTION, MOST_SHARE, PORTION_SHARE, Grant, Grants
 from kvstore.core.request import Request
 from kvstore.core.residency.base import TierView
+from kvstore.core.usage import link
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["MOST_KEYS", "MOST_QUEUED", "Arrivals"]
@@ -31,6 +32,9 @@ MOST_QUEUED = 4096
 
 MOST_KEYS = 2**20
 """Most keys that queued requests may name together."""
+
+OVERLAP = 16
+"""Keys of the portion before that are told to the policy again, as what the next ones follow."""
 
 MOST_LOOKED_AT = 512
 """Most queued requests that one step looks at."""
@@ -98,7 +102,7 @@ class Arrivals:
             count = self._count_known(request, most)
             if count:
                 start = request.granted
-                self._pool.policy.link(request.keys[max(0, start - 1) : start + count])
+                link(self._pool.policy, request.keys[max(0, start - OVERLAP) : start + count])
                 grants = self._grants.ahead(request, now, most=count)
                 self.begun += sum(len(chunks) for _, chunks, _ in grants)
                 return grants

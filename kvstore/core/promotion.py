@@ -27,7 +27,7 @@ from kvstore.core.pins import Pins
 from kvstore.core.request import Request, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
-from kvstore.core.usage import Chains
+from kvstore.core.usage import Chains, link
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["LEFT_TO_OTHERS", "Grant", "Grants", "Prefetches"]
@@ -412,7 +412,7 @@ class Prefetches:
         portion = Request(_NAME)
         portion.ask(now)
         portion.name_keys(islice(self._keys, size))
-        self._pool.policy.link(portion.keys)
+        link(self._pool.policy, portion.keys)
         grants = self._grants.ahead(portion, now, most=size)
         self.drop(portion.keys[: portion.granted])
         self.begun += sum(len(chunks) for _, chunks, _ in grants)

@@ -29,10 +29,17 @@ from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
 from kvstore.types import Flow, group_of
 
-__all__ = ["MAX_ASKED", "MAX_KEYS", "MOST_UNTOLD", "Chains", "Uses"]
+__all__ = ["MAX_ASKED", "MAX_KEYS", "MOST_UNTOLD", "Chains", "Uses", "link"]
 
 MOST_UNTOLD = 1000
 """Most requests whose loads the policies were not told of yet."""
+
+
+def link(policy: EvictionPolicy, keys: Sequence[bytes]) -> None:
+    """Tell the policy that `keys` follow one another in a prompt, each KV cache group by itself."""
+    groups = dict.fromkeys(map(group_of, keys))
+    for group in groups:
+        policy.link(keys if len(groups) == 1 else [key for key in keys if group_of(key) == group])
 
 
 class Uses:

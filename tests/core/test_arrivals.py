@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import Answers
+from kvstore.policies.lru import LRU
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -328,3 +331,26 @@ def test_a_name_that_is_used_again_in_the_step_of_its_predecessor_is_fetched_whe
     rig.core.on_request_finished("a")
     rig.settle()
     assert not rig.core._arrivals
+
+
+class Links(LRU):
+    """Remembers which keys it was told to follow one another."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.told: list[list[bytes]] = []
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
+        self.told.append(list(keys))
+
+
+def test_the_policy_hears_of_each_group_by_itself() -> None:
+    groups = [
+        [f"g{place}".encode() + bytes([0, 0, 0, group]) for place in range(3)] for group in (0, 1)
+    ]
+    prompt = [key for pair in zip(*groups, strict=True) for key in pair]
+    policy = Links(64)
+    rig = Rig(rows=64, on=[prompt], policy=policy)
+    queue(rig, "a", prompt)
+    rig.settle()
+    assert policy.told == groups
