@@ -109,6 +109,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._told = False
         self._pause_told = False
         """The engine has paused, and the reset that belongs to the pause has come."""
+        self._was_reset = False
+        """There was a reset since the last step."""
         self._owner: Any = None
         """The worker, or the scheduler, whose connector this is, once it is known."""
         self.connector_worker: OffloadingConnectorWorker | None = None
@@ -223,6 +225,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         orders = super().build_connector_meta(scheduler_output)
+        self._was_reset = False
         self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
         return StepMetadata(**_values(orders), look=look) if look else orders
@@ -239,6 +242,12 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             # Whoever resets an engine that has paused before wants it to forget.
             self._manager.pauses = paused and not self._pause_told
         self._pause_told = paused
+        again, self._was_reset = self._was_reset, True
+        if again and self._manager is not None:
+            # vLLM's half fails if transfers were under way at the reset before, and no step came
+            # since. It has begun nothing since then either.
+            self._manager.reset_cache()
+            return True
         return super().reset_cache()
 
     def shutdown(self) -> None:

@@ -338,3 +338,18 @@ def test_the_first_reset_of_a_pause_keeps_what_is_right_and_a_second_one_forgets
         assert [one.cached for one in again] == [64 if resets == 1 else 0] * 4
     # One look for each pause, however many steps came after it.
     assert caplog.text.count("the weights in memory were read") == 2
+
+
+def test_two_resets_amid_transfers_without_a_step_between_them(open_server: Any) -> None:
+    """vLLM's half of the connector fails at the second one."""
+    server = open_server(tiers=True)
+    for prompt in PROMPTS:
+        server.add(prompt)
+    while not server.connector.connector_scheduler._jobs:
+        server.step()
+    for _ in range(3):
+        assert server.scheduler.reset_connector_cache()
+    server.settle()
+    assert [one.cached for one in server.serve([7] * 66, [8] * 66)] == [0, 0]
+    server.settle()
+    assert server.manager._core.stats().busy_rows == 0
