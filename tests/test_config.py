@@ -384,3 +384,30 @@ def test_a_list_of_paths_must_name_different_folders(path: list[Any]) -> None:
 def test_two_tiers_cannot_share_one_of_their_paths() -> None:
     with pytest.raises(ConfigError, match="each tier needs a folder of its own"):
         config(tiers=[{**DISK, "path": ["/one", "/two"]}, {**DISK, "path": "/two"}])
+
+
+def test_short_keys_stand_for_host_memory_and_one_disk(tmp_path: Path) -> None:
+    config = Config.from_mapping({"host": "1MiB", "disk": str(tmp_path), "disk_bytes": "1GiB"})
+    (tier,) = config.tiers
+    assert isinstance(tier, DiskConfig)
+    assert (config.cpu_bytes_to_use, tier.paths, tier.capacity_bytes) == (
+        2**20,
+        (tmp_path,),
+        2**30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"host": "lots"}, "host = 'lots'"),
+        ({"host": 1, "cpu_bytes_to_use": 1}, "host is short for cpu_bytes_to_use"),
+        ({"host": 1, "disk": "/x"}, "missing key disk_bytes"),
+        ({"host": 1, "disk_bytes": 1}, "missing key disk"),
+        ({"host": 1, "disk": "/x", "disk_bytes": "much"}, "disk_bytes = 'much'"),
+        ({"host": 1, "disk": "/x", "disk_bytes": 1, "tiers": []}, "describe it in tiers"),
+    ],
+)
+def test_short_keys_that_say_too_little_or_too_much(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_mapping(values)

@@ -313,7 +313,7 @@ class Core(CoreSteps):
 
     def make_room(self, rows: int) -> None:
         """Let chunks leave until `rows` rows are free, but none that waits for a copy."""
-        self._room.make(rows, self.now, shed_unsaved=False, asked=False)
+        self._room.make(rows, self.now, shed_unsaved=False)
 
     def save_first(self, keys: Collection[bytes]) -> None:
         """Copy those of `keys` that host memory has, and the first tier lacks, to that tier."""

@@ -243,7 +243,6 @@ class Room:
         *,
         shed_unsaved: bool,
         incoming: Sequence[bytes] = (),
-        asked: bool = True,
     ) -> int:
         """Evict until `count` rows are free, as far as possible.
 
@@ -253,7 +252,6 @@ class Room:
 
         Args:
             incoming: the keys that the rows are for, tail first.
-            asked: whether a server asks for the rows, for which queued requests give way.
 
         Returns:
             How many of the `count` rows are free now.
@@ -263,9 +261,6 @@ class Room:
             pool.reclaim(count, uncopied=False)
         if pool.free < count:
             self._evict(count, now, shed_unsaved=False, incoming=incoming)
-            if asked and pool.free < count and self._give_way is not None:
-                self._give_way(count - pool.free)
-                self._evict(count, now, shed_unsaved=False, incoming=incoming)
             if shed_unsaved and pool.free < count:
                 pool.reclaim(count, uncopied=True)
                 self._evict(count, now, shed_unsaved=True, incoming=incoming)

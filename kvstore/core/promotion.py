@@ -200,9 +200,7 @@ class Grants:
             if spare > 0 and pool.free < len(missing):
                 # As far as all fit, the rest's chunks that are here must not be evicted for these.
                 pool.keep(keys[reach : reach + spare])
-            room = self._room.make(
-                len(missing), now, shed_unsaved=not unasked, incoming=incoming, asked=not unasked
-            )
+            room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
         if room and not unasked and request.linked < len(keys):
             # Policies learn which key follows which before they see the chunks.
             self._chains.extend(request, keys[request.granted : missing[room - 1][0] + 1])
