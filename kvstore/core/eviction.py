@@ -365,7 +365,7 @@ class Demotions:
             target.index.cool(tail_first)
 
     def used(self, keys: Collection[bytes]) -> None:
-        """Keep the chunks of these keys, as they are used."""
+        """Keep the chunks of these keys, as they are used or wanted again."""
         for key in keys:
             self._leaving.pop(key, None)
 

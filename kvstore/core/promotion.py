@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
@@ -327,17 +327,26 @@ _NAME = "\0prefetch"
 class Prefetches:
     """Chunks to be fetched ahead of requests: see the module's text.
 
+    Args:
+        keep: told of chunks that are in host memory already: they shall stay there.
+
     Attributes:
         begun: chunks whose fetch was begun.
     """
 
     def __init__(
-        self, pool: HostPool, tiers: Sequence[TierView], queue: WaitQueue, grants: Grants
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        queue: WaitQueue,
+        grants: Grants,
+        keep: Callable[[Collection[bytes]], None],
     ) -> None:
         self._pool = pool
         self._tiers = tiers
         self._queue = queue
         self._grants = grants
+        self._keep = keep
         self.begun = 0
         # Keys that wait for a portion, oldest first, and the portion under way.
         self._keys: dict[bytes, None] = {}
@@ -368,6 +377,7 @@ class Prefetches:
             chunk = self._pool.chunks.get(key)
             if chunk is not None:
                 coming += chunk.state < READY
+                self._keep((key,))
                 continue
             if not any(key in tier.entries for tier in alive):
                 if prefix:

@@ -108,8 +108,10 @@ class CoreSteps:
             self._pins,
             self.hidden,
         )
-        self._prefetches = Prefetches(pool, self.tiers, self._queue, self._grants)
         self._demotions = Demotions(pool, self.tiers, self._cascades, self._victims, self._pins)
+        self._prefetches = Prefetches(
+            pool, self.tiers, self._queue, self._grants, self._demotions.used
+        )
         self._transfers = Transfers(
             pool,
             self.tiers,

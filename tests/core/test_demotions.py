@@ -87,6 +87,18 @@ def test_a_load_keeps_the_chunk_and_so_does_a_pin() -> None:
     assert [rig.in_host(key) for key in A] == [True, True, True, False]
 
 
+def test_a_prefetch_keeps_what_has_not_left_yet() -> None:
+    rig = Rig(rows=8)
+    rig.put(A)
+    assert rig.core.demote(A, rig.now) == 4
+    rig.step()
+    (copy,) = rig.under_way(Op.CASCADE)
+    rig.core.prefetch(A)
+    rig.end(copy)
+    rig.settle()
+    assert (host_of(rig, A), rig.stats.demoted) == (4, 0)
+
+
 def test_who_was_told_of_a_hit_in_this_step_finds_it() -> None:
     rig = Rig(rows=8)
     rig.put(A)

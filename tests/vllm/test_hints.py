@@ -76,8 +76,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("disk"),
         [
             plain("others", OTHERS),
-            hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=1.0)
-            | {"pause": 4.0},
+            hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=3.0)
+            | {"pause": 6.0},
             plain("back", KEPT),
             enveloped(
                 "by envelope",
