@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -210,6 +211,10 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             }
         )
         time.sleep(wanted.get("pause", 0.0))
+        for command in wanted.get("commands", ()):
+            # As an operator does, while the engine is idle.
+            module = [sys.executable, "-m", "kvstore.tools"]
+            subprocess.run([*module, *command], check=True, stdout=sys.stderr)
         if wanted.get("sleep"):
             _sleep(llm, **wanted["sleep"])
         if wanted.get("reset", True):

@@ -27,6 +27,8 @@ from kvstore.tiers.pinned import PAGE, PinnedRegion, RegionShape, round_to_page
 from kvstore.types import RecoveredTier
 
 if TYPE_CHECKING:
+    from kvstore.control.commands import Commands
+    from kvstore.control.server import ControlServer
     from kvstore.observe.tracing import SpanWriter
 
 __all__ = [
@@ -58,11 +60,13 @@ class Assembly:
     description: str
     recorder: Recorder | None = None
     spans: SpanWriter | None = None
+    control: ControlServer | None = None
+    commands: Commands | None = None
 
     @property
     def beside(self) -> list[Beside]:
         """The companions of the engine."""
-        return [one for one in (self.recorder, self.spans) if one is not None]
+        return [one for one in (self.recorder, self.spans, self.control) if one is not None]
 
     def recency(self) -> list[ColdestFirst]:
         """Return the entries of each tier, coldest first."""
@@ -158,7 +162,33 @@ def _assemble(
             "and fast disks are slower"
         )
     spans = spans_of(config, views, core.want_spans, chunk_bytes)
-    return Assembly(core, region, tiers, "; ".join([host, *parts]), recorder, spans)
+    description = "; ".join([host, *parts])
+    control, commands = control_of(config, tiers, region, description)
+    return Assembly(core, region, tiers, description, recorder, spans, control, commands)
+
+
+def control_of(
+    config: Config, tiers: Sequence[Tier], region: PinnedRegion, description: str
+) -> tuple[ControlServer, Commands] | tuple[None, None]:
+    """Return the control server and its commands, if `config` wants them.
+
+    Raises:
+        ConfigError: if aiohttp is not installed, or the socket or the token cannot be used.
+    """
+    if config.control is None:
+        if config.control_token_file is not None:
+            raise ConfigError("control_token_file belongs to control, which is not given")
+        return None, None
+    # Imported here, as most configurations do not need it.
+    try:
+        from kvstore.control.commands import Commands
+        from kvstore.control.server import ControlServer
+    except ImportError as error:
+        raise ConfigError(
+            f"control = {config.control!r}: needs aiohttp, pip install kvstore[control] ({error})"
+        ) from error
+    commands = Commands(config, tiers, region.rows, region.row_bytes, description)
+    return ControlServer(config.control, config.control_token_file, commands), commands
 
 
 def spans_of(
@@ -395,4 +425,6 @@ def _let_go(assembly: Assembly) -> None:
         tier.abandon()
     if assembly.recorder is not None:
         assembly.recorder.abandon()
+    if assembly.control is not None:
+        assembly.control.abandon()
     assembly.region.close()

@@ -182,6 +182,9 @@ class Config:
         record_trace_bytes: most bytes of that recording; the older half is replaced.
         fetch_queued: whether chunks are fetched for requests that the server has queued, before it
             asks for them.
+        control: socket at which the store is inspected and changed while it serves: a path, or
+            ``HOST:PORT`` of a loopback address; by default there is none.
+        control_token_file: file with the token that changes over a port must name.
         spans: whether waits and moves become OpenTelemetry spans: see `kvstore.observe.tracing`.
     """
 
@@ -206,6 +209,8 @@ class Config:
     record_trace_bytes: int = 2**30
     spans: bool = False
     fetch_queued: bool = True
+    control: str | None = None
+    control_token_file: Path | None = None
 
     def __post_init__(self) -> None:
         _check(self, _CONFIG)
@@ -414,6 +419,15 @@ def _flag(value: object) -> bool:
     return value
 
 
+def _socket(value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not str(value).strip():
+        raise ValueError("must be the path of a socket, or HOST:PORT of a loopback address")
+    where = os.fspath(value)
+    if not isinstance(where, str) or "\0" in where:
+        raise ValueError("must be the path of a socket, or HOST:PORT of a loopback address")
+    return where
+
+
 def _policy(value: object) -> str | Choice:
     choice = check_policy(value)
     return choice if choice.parameters else choice.name
@@ -576,6 +590,8 @@ _CONFIG: Mapping[str, _Check] = {
     "record_trace_bytes": _size(MIN_RECORDING),
     "spans": _flag,
     "fetch_queued": _flag,
+    "control": _optional(_socket),
+    "control_token_file": _optional(_path("file")),
 }
 
 _REQUIRED: Mapping[type, tuple[str, ...]] = {

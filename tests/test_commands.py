@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,8 @@ def unlike() -> list[list[str]]:
         else:
             _, name, arguments = program(words)
             choices = arguments[:1] if name in ("kvstore", "benchmarks/eviction.py") else []
+            if choices == ["ctl"]:
+                choices = [word for word in arguments if not word.startswith(("-", "/"))]
             alike = (name, *choices, *([] if name in ONCE else sorted(flags_of(arguments))))
         found.setdefault(alike, words)
     return list(found.values())
@@ -269,6 +272,9 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
             command = ["-m", "kvstore.tools", "doctor", url, *arguments[2:]]
             await asyncio.to_thread(run, command, folder)
         return
+    if arguments[0] == "ctl":
+        await run_ctl(arguments, folder)
+        return
     if arguments[0] == "simulate":
         requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]
         lines = (
@@ -300,3 +306,34 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
     if arguments[0] == "purge":
         words += ["--unused", "36h"]
     run(["-m", "kvstore.tools", *words], folder)
+
+
+async def run_ctl(arguments: list[str], folder: Path) -> None:
+    """Run `kvstore ctl` against a small store that serves."""
+    keys, token = keys_of("prompt", 6), folder / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    where = str(folder / "ctl.sock")
+    if arguments[1].startswith("http:"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            where = f"127.0.0.1:{free.getsockname()[1]}"
+    here = {
+        "FILE": str(token),
+        "KEY...": keys[0].hex(),
+        "NUMBER": "1",
+        "...": "status",
+        "WHAT": "status",
+    }
+    values = {"bytes": "16KiB", "capacity_bytes": "1064960"}
+    words = []
+    for word in arguments[2:]:
+        name, _, value = here.get(word, word).partition("=")
+        small_value = values.get(name.rpartition(".")[2], value) if value else ""
+        words.append(f"{name.partition('|')[0]}={small_value}" if value else name.partition("|")[0])
+    config = small(folder, disk=32, control=where, control_token_file=token)
+    async with kvstore.open(config) as store:
+        await store.put(keys, payloads(keys))
+        place = f"http://{where}" if ":" in where else where
+        begun = ["-m", "kvstore.tools", "ctl", place, "--token-file", str(token)]
+        await asyncio.to_thread(run, [*begun, "prefetch", keys[0].hex()], folder)
+        await asyncio.to_thread(run, ["-m", "kvstore.tools", "ctl", place, *words], folder)

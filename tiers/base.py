@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.errors import KVStoreError
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
 
@@ -157,6 +158,22 @@ class Tier(ABC):
 
     async def remove_segment(self, segment: int) -> str | None:
         """Remove a segment that no running or later call uses; return why it failed, or None."""
+        raise NotImplementedError
+
+    def segments_in(self, capacity_bytes: int) -> int:
+        """Return how many segments the tier may have if its size becomes this many bytes.
+
+        Raises:
+            KVStoreError: if the tier has no size to change, or not even a segment fits.
+        """
+        raise KVStoreError(f"{self.description}: its size cannot be changed while it is in use")
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Let the medium hold so many bytes from now on, for which `segments_in` has an answer.
+
+        Called on the loop, while other calls may run. Surplus segments stay until
+        `remove_segment` is called for each.
+        """
         raise NotImplementedError
 
     async def refresh(self) -> Changes:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.tools.ctl import add_ctl_arguments, run_ctl
 from kvstore.tools.doctor import add_doctor_arguments, run_doctor
 from kvstore.tools.inspect import inspect
 from kvstore.tools.simulate import add_arguments, run_simulate
@@ -122,4 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help=text, description=text)
     add_doctor_arguments(command)
     command.set_defaults(run=run_doctor)
+    text = "inspect and change a store while it serves, by its control socket"
+    command = commands.add_parser("ctl", help=text, description=text)
+    add_ctl_arguments(command)
+    command.set_defaults(run=run_ctl)
     return parser

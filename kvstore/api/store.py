@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.api.arguments import check_keys, check_request, check_seconds, check_timeout, chunks_of
 from kvstore.api.lease import Chunks, Lease, Onlookers
@@ -19,7 +19,7 @@ from kvstore.api.windows import Windows
 from kvstore.assembly import Assembly, build
 from kvstore.concurrency import Home, outlast, within
 from kvstore.config import Config, check_size
-from kvstore.core import CoreStats
+from kvstore.core import Core, CoreStats
 from kvstore.engine.engine import end_engine
 from kvstore.engine.loop_steps import Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
@@ -31,8 +31,10 @@ __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 
 logger = logging.getLogger("kvstore")
 
-COMPACTION_SECONDS = 0.02
-"""How often a store that compacts checks whether it may continue."""
+UPKEEP_SECONDS = 0.02
+"""How often a store that compacts, or changes its size, checks whether it may continue."""
+
+_T = TypeVar("_T")
 
 
 @asynccontextmanager
@@ -108,9 +110,10 @@ class Store:
         self._onlookers = Onlookers(self._home)
         self._hurry = False
         self._closing: asyncio.Task[None] | None = None
-        self._compacting: asyncio.Task[None] | None = None
-        if any(tier.compaction_rate for tier in self._core.tiers):
-            self._compacting = self._home.loop.create_task(self._compact())
+        self._upkeep: asyncio.Task[None] | None = None
+        self._keep_up()
+        if assembly.commands is not None:
+            assembly.commands.attach(self._act, self._core.reset)
         self._driver.pump()
 
     def lookup_prefix(self, keys: Sequence[bytes], request: str | None = None) -> int | None:
@@ -374,11 +377,9 @@ class Store:
         """
         self._driver.check()
         rate = check_size("bytes_per_second", bytes_per_second)
-        self._stop_compacting()
         for tier in self._core.tiers:
             tier.compact_at(rate / self._region.row_bytes)
-        if rate:
-            self._compacting = self._home.loop.create_task(self._compact())
+        self._keep_up()
 
     def release(self, request: str) -> None:
         """End `request`: chunks that were kept for it may leave.
@@ -617,17 +618,36 @@ class Store:
             await self._driver.moved()
         return True
 
-    async def _compact(self) -> None:
-        while True:
-            await asyncio.sleep(COMPACTION_SECONDS)
-            self._driver.pump()
+    async def _act(self, call: Callable[[Core, float], _T]) -> _T:
+        """Make a call on the core, with the time, in a step of its own.
 
-    def _stop_compacting(self) -> None:
+        Raises:
+            KVStoreError: if the store is closed.
+        """
+        now = self._driver.begin()
+        told = call(self._core, now)
+        self._driver.flush()
+        self._driver.wake()
+        self._keep_up()
+        return told
+
+    def _keep_up(self) -> None:
+        """Make steps regularly while the core needs them."""
+        if self._upkeep is None and self._core.needs_steps:
+            self._upkeep = self._home.loop.create_task(self._make_steps())
+
+    async def _make_steps(self) -> None:
+        while self._core.needs_steps:
+            await asyncio.sleep(UPKEEP_SECONDS)
+            self._driver.pump()
+        self._upkeep = None
+
+    def _stop_upkeep(self) -> None:
         for tier in self._core.tiers:
             tier.compact_at(0.0)
-        if self._compacting is not None:
-            self._compacting.cancel()
-            self._compacting = None
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            self._upkeep = None
 
     # -- the end -----------------------------------------------------------------------
 
@@ -645,7 +665,7 @@ class Store:
 
     async def _shut(self) -> None:
         # A loop that ends cancels every task once, this one too; it continues nevertheless.
-        self._stop_compacting()
+        self._stop_upkeep()
         try:
             await self._save(self._config.shutdown_timeout_s)
         except asyncio.CancelledError:

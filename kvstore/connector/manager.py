@@ -96,6 +96,7 @@ class KVStoreManager(OffloadingManager):
         description: host memory and tiers in a few words.
         stepper: who drives the core.
         computing: how fast the server computes.
+        commands: of the control server, if there is one.
     """
 
     loads_are_uses = True
@@ -133,7 +134,7 @@ class KVStoreManager(OffloadingManager):
         checked = config if isinstance(config, Config) else Config.from_mapping(config)
         chunk_bytes, identity = checked.given_chunk_bytes, checked.given_identity
         self._one_group = one_group
-        self._late_completions = late_completions
+        self._late_completions = self._reports_late = late_completions
         self._fetches_queued = checked.fetch_queued
         self._block_size = block_size
         self._drain = checked.shutdown_timeout_s
@@ -158,6 +159,9 @@ class KVStoreManager(OffloadingManager):
         self._core.log_to(warn_with(logger))
         self.description = assembly.description
         self.computing = Computing(self._core.computed)
+        self.commands = assembly.commands
+        if assembly.commands is not None:
+            assembly.commands.attach(self.stepper.act, self._reset_in_use)
         self._prompts = Prompts(self._core, checked.lease_s)
         self.stepper.on_begin = self._expire
         self._asked: dict[str, bytes] = {}
@@ -450,9 +454,15 @@ class KVStoreManager(OffloadingManager):
         `transfers_ended`. If a key is prepared again meanwhile, its older transfer must be
         completed first.
         """
+        self._reports_late = self._late_completions
         self._abandoned.clear()
         self._core.reset(close_tiers=close_tiers)
         self.stepper.hand_over()
+
+    def _reset_in_use(self) -> None:
+        """Forget everything, unknown to the server: it completes its transfers like all others."""
+        self.reset()
+        self._reports_late = True
 
     def transfers_ended(self) -> None:
         """Release the transfers that were under way at the last reset, or abandoned."""
@@ -482,7 +492,7 @@ class KVStoreManager(OffloadingManager):
         self, keys: list[bytes], request: str, *, stores: bool
     ) -> Iterable[tuple[int | None, list[bytes]]]:
         """When the transfers of `keys` were prepared that end now; None for the present era."""
-        if not self._late_completions or not self._core.late_transfers:
+        if not self._reports_late or not self._core.late_transfers:
             return [(None, keys)]
         late = self._core.late_eras(request, stores=stores)
         found: dict[int | None, list[bytes]] = {}

@@ -23,6 +23,7 @@ from kvstore.core.statistics import CoreStats
 from kvstore.core.step import MOST_HINTED, CoreSteps
 from kvstore.core.stores import StoreGrant
 from kvstore.core.transfers import Transfer
+from kvstore.policies.base import EvictionPolicy
 from kvstore.types import Event
 
 __all__ = ["Core"]
@@ -268,9 +269,17 @@ class Core(CoreSteps):
 
     # -- prefetch, pins and demotion ---------------------------------------------------
 
-    def prefetch(self, keys: Sequence[bytes]) -> int:
+    def prefetch(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
         """Fetch leading `keys` to host memory ahead of requests: see `Prefetches.begin`."""
-        return self._prefetches.begin(keys)
+        return self._prefetches.begin(keys, prefix=prefix)
+
+    def is_prefetching(self, keys: Iterable[bytes]) -> bool:
+        """Whether any of `keys` is still to be fetched ahead of requests, or on its way."""
+        return self._prefetches.is_fetching(keys)
+
+    def stop_prefetch(self, keys: Collection[bytes]) -> None:
+        """Fetch those of `keys` no more whose fetch has not begun."""
+        self._prefetches.drop(keys)
 
     def pin(
         self, keys: Sequence[bytes], until: float, *, host: bool = True, yields: bool = False
@@ -292,6 +301,51 @@ class Core(CoreSteps):
     def demote(self, keys: Sequence[bytes], now: float) -> int:
         """Let the chunks of `keys` leave host memory: see `Demotions.begin`."""
         return self._demotions.begin(keys, now)
+
+    def is_demoting(self, keys: Iterable[bytes]) -> bool:
+        """Whether any of `keys` is still to leave host memory."""
+        return any(map(self._demotions.is_leaving, keys))
+
+    def stop_demotion(self, keys: Collection[bytes]) -> None:
+        """Keep those of `keys` in host memory that have not left."""
+        self._demotions.used(keys)
+
+    # -- while it is in use ----------------------------------------------------------------
+
+    @property
+    def changing(self) -> int:
+        """How many keys, rows and segments are still to change: see `kvstore.core.settings`."""
+        return self._settings.left
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether compaction or a change goes on only if steps are made."""
+        rates = any(tier.compaction_rate for tier in self.tiers)
+        return rates or self.changing > 0
+
+    def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
+        """Let `policy` replace that of a tier, by its number, or of host memory (None)."""
+        self._lookups.pause()
+        self._settings.set_policy(tier, policy)
+
+    def limit_rows(self, rows: int) -> None:
+        """Use only `rows` rows of host memory, at most those that it began with."""
+        self._lookups.pause()
+        self._settings.limit_rows(rows)
+
+    def limit_segments(
+        self, tier: int, segments: int, policy_of: Callable[[int], EvictionPolicy]
+    ) -> None:
+        """Let a tier have at most so many segments, and the policy for the chunks that fit."""
+        self._settings.limit_segments(tier, segments, policy_of)
+
+    def places(self, key: bytes) -> list[str]:
+        """Return where the chunk is, as far as is known: "host", and names of tiers."""
+        if key in self.hidden:
+            return []
+        chunk = self._pool.chunks.get(key)
+        here = ["host"] if chunk is not None and chunk.state != FILLING else []
+        return here + [tier.name for tier in self.tiers if key in tier.entries]
 
     # -- the rest ------------------------------------------------------------------------
 
@@ -365,6 +419,7 @@ class Core(CoreSteps):
         self._demotions.reset()
         self._prefetches.reset()
         self._arrivals.reset()
+        self._settings.reset()
         self._removals.reset()
         self._questions.reset()
         self._transfers.reset((row for _, row in late), close_tiers=close_tiers)

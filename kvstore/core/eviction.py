@@ -35,9 +35,7 @@ class Victims:
 
     def __init__(self, pool: HostPool, budget: Budget) -> None:
         self._pool = pool
-        self._policy = pool.policy
         self._budget = budget
-        self._sets_aside = type(pool.policy).release is not EvictionPolicy.release
         # Chunks that the policy has set aside: those that may have become free to leave, those
         # that will once the step in which they were met has ended, and those that only wait for
         # a copy, coldest first.
@@ -74,11 +72,11 @@ class Victims:
         if shed_unsaved:
             self._unpark(count)
         protected = self.protection(shed_unsaved=shed_unsaved, bounded=self._budget.bounded)
-        victims = self._policy.evict(count, protected, incoming)
+        victims = self._pool.policy.evict(count, protected, incoming)
         if victims is None:
             victims = []
             while len(victims) < count:
-                one = self._policy.evict(1, protected, incoming)
+                one = self._pool.policy.evict(1, protected, incoming)
                 if one is None:
                     self._vain = (pool.changes, shed_unsaved)
                     break
@@ -104,7 +102,7 @@ class Victims:
             found = not answer
             return answer or LATER
 
-        self._policy.evict(1, first)
+        self._pool.policy.evict(1, first)
         return found or not self._budget.cut_short
 
     def protection(
@@ -117,6 +115,7 @@ class Victims:
             staying: keys that may not leave now in any case.
         """
         chunk_of, step = self._pool.chunks.get, self._pool.step
+        sets_aside = self._sets_aside
 
         def protected(key: bytes) -> int:
             if key in staying:
@@ -128,7 +127,7 @@ class Victims:
             ):
                 return False
             # Some policies ask twice about what they set aside.
-            met = chunk.aside and self._sets_aside
+            met = chunk.aside and sets_aside
             if bounded and not met and not self._budget.ask():
                 return LATER
             chunk.set_aside(True)
@@ -142,6 +141,10 @@ class Victims:
             return HELD
 
         return protected
+
+    @property
+    def _sets_aside(self) -> bool:
+        return type(self._pool.policy).release is not EvictionPolicy.release
 
     def let_loose(self) -> None:
         """Tell the policy which of the chunks that it has set aside may leave again.
@@ -167,12 +170,10 @@ class Victims:
                 chunk.set_aside(False)
                 self._parked.pop(chunk.key, None)
                 free.append(chunk.key)
-        self._policy.release(free)
+        self._pool.policy.release(free)
 
     def given_up(self, keys: Sequence[bytes]) -> None:
         """Note that the policy has forgotten these chunks."""
-        if self._sets_aside:
-            return  # It does not give up chunks that it has set aside.
         chunks = self._pool.chunks
         for key in keys:
             chunk = chunks[key]
@@ -198,7 +199,7 @@ class Victims:
             if chunk.state == READY:
                 chunk.set_aside(False)
                 free.append(key)
-        self._policy.release(free)
+        self._pool.policy.release(free)
 
 
 class Room:
@@ -368,6 +369,10 @@ class Demotions:
         """Keep the chunks of these keys, as they are used or wanted again."""
         for key in keys:
             self._leaving.pop(key, None)
+
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether the chunk is still to leave."""
+        return key in self._leaving
 
     def go_on(self) -> None:
         """Remove the chunks that are copied by now. Hits of this step were kept before."""

@@ -34,13 +34,14 @@ class HostPool:
     """The rows of host memory, the chunks in them, and the changes of both.
 
     A row is free, holds a chunk, or is held by moves and device transfers whose chunk is
-    gone (after `reset`). There are never more than `rows`.
+    gone (after `reset`). There are never more than `rows`; other rows may be withheld.
 
     A chunk is known to the policy, or it is leaving: the policy gave it up, but it is to
     be copied first, or its row is not needed yet. A leaving chunk can still be read; a
     use brings it back to the policy.
 
     Attributes:
+        rows: rows in use, or free.
         chunks: by key, all that are not absent.
         step: number of the step.
         busy: chunks that are filling or pinned.
@@ -76,6 +77,7 @@ class HostPool:
         self.left: list[bytes] = []
         self.evicted = self.shed = self.changes = 0
         self._free = list(range(rows - 1, -1, -1))
+        self._withheld: list[int] = []
         self._of_row = [Chunk(row) for row in range(rows)]
         self._held: Counter[int] = Counter()
         self._reserved = 0
@@ -86,6 +88,11 @@ class HostPool:
         self._copied: dict[bytes, Chunk] = {}
         self.history = History()
         self.ages = Ages()
+
+    @property
+    def allocated(self) -> int:
+        """Rows that there are, those that are withheld included."""
+        return len(self._of_row)
 
     @property
     def free(self) -> int:
@@ -119,7 +126,28 @@ class HostPool:
         here = list(filter(None, map(self.chunks.get, keys)))
         self.marked += keep_all(here, self.step)
 
+    def follow(self, policy: EvictionPolicy) -> None:
+        """Follow another policy, which knows the same keys."""
+        self.policy = policy
+        self.changes += 1
+
     # -- rows ------------------------------------------------------------------------------
+
+    def withhold(self, count: int) -> int:
+        """Take up to `count` free rows out of use; returns how many."""
+        count = min(count, len(self._free))
+        for _ in range(count):
+            self._withheld.append(self._free.pop())
+        self.rows -= count
+        self.changes += 1
+        return count
+
+    def give_back(self, count: int) -> None:
+        """Use up to `count` rows again that were withheld."""
+        for _ in range(min(count, len(self._withheld))):
+            self._free.append(self._withheld.pop())
+            self.rows += 1
+        self.changes += 1
 
     def reserve(
         self, keys: Sequence[bytes], origin: int, stored_by: str | None = None
@@ -205,7 +233,8 @@ class HostPool:
         self._released.clear()
         self.busy = self.unsaved = self.leaving = self.marked = 0
         self._held.update(rows_in_flight)
-        self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self._held]
+        kept = self._held.keys() | set(self._withheld)
+        self._free = [row for row in range(self.allocated - 1, -1, -1) if row not in kept]
         self.changes += 1
 
     # -- pins and copies -------------------------------------------------------------------

@@ -47,11 +47,9 @@ class Pins:
         self._pool = pool
         self._hidden = hidden
         self._targets: list[CopyTarget] = [t for tier in tiers if (t := tier.target) is not None]
-        self._most_rows = int(share * pool.rows)
-        for target in self._targets:
-            target.index.limit_pins(int(share * target.index.policy.capacity))
-        most = (target.index.most_pinned for target in self._targets)
-        self._most = max((self._most_rows, *most))
+        self._share = share
+        self._most_rows = self._most = 0
+        self.resized()
         # When the pin of each key ends.
         self._until: dict[bytes, float] = {}
         # Those that are held in host memory, and those that will be once they are there.
@@ -67,6 +65,14 @@ class Pins:
         self._firm: set[bytes] = set()
         self._numbers = itertools.count()
         self._over: deque[bytes] = deque()
+
+    def resized(self) -> None:
+        """Take in that host memory, or a tier, has another size. Chunks that are held stay."""
+        self._most_rows = int(self._share * self._pool.rows)
+        for target in self._targets:
+            target.index.limit_pins(int(self._share * target.index.policy.capacity))
+        most = (target.index.most_pinned for target in self._targets)
+        self._most = max((self._most_rows, *most))
 
     def __len__(self) -> int:
         return len(self._until)

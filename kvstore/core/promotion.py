@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
@@ -396,6 +396,11 @@ class Prefetches:
         heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
         self._planned += len(keys)
         return True
+
+    def is_fetching(self, keys: Iterable[bytes]) -> bool:
+        """Whether any of `keys` waits for a portion, or is in the one under way."""
+        coming: Collection[bytes] = self._portion.keys if self._portion is not None else ()
+        return any(key in self._keys or key in coming for key in keys)
 
     def drop(self, keys: Collection[bytes]) -> None:
         """Forget these keys, which are not wanted any more; moves under way go on."""

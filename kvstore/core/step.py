@@ -25,6 +25,7 @@ from kvstore.core.reports import Log, SpanBegin, SpanEnd, Spans
 from kvstore.core.request import MOST_REQUESTS, Request, Requests, RequestState
 from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.residency.recompute import Average
+from kvstore.core.settings import Settings
 from kvstore.core.step_budget import Budget, Pace
 from kvstore.core.stores import Stores
 from kvstore.core.transfers import Overtaken, Transfers
@@ -148,6 +149,9 @@ class CoreSteps:
         self._questions = Questions(pool, self.tiers, self._queue, self.hidden)
         self._arrivals = Arrivals(pool, self.tiers, self._queue, self._grants, self._questions)
         self._room.yield_by(self._arrivals.give_way)
+        self._settings = Settings(
+            pool, self.tiers, self._room, self._pins, self._chains, self._budget
+        )
         self._overtaken = Overtaken(pool)
         # A scheduler calls this for every key of every request.
         self.lookup = self._lookups.lookup
@@ -298,6 +302,9 @@ class CoreSteps:
         if self._room.demotes:
             self._lookups.keep_hits()
             self._room.make_ahead(now)
+        if self._settings.under_way:
+            self._lookups.keep_hits()
+            self._settings.go_on(now)
         if self.tiers:
             moves += self._transfers.due(now)
             self._chains.settle(self._budget.settled)
@@ -334,6 +341,7 @@ class CoreSteps:
             or self._removals.behind
             or self._pins.behind
             or self._demotions.behind
+            or self._settings.behind
             or (self._budget.cut_short and self.waiting > 0)
         )
 
@@ -341,6 +349,8 @@ class CoreSteps:
     def wants_room(self) -> bool:
         """Whether a step could use rows that have become free, or make more of them free."""
         if self.behind or self.hidden or self._arrivals or self.prefetching or self._demotions:
+            return True
+        if self._settings.under_way:
             return True
         return self.waiting > 0 or self.unsaved > 0 or self._room.demotes
 

@@ -92,21 +92,26 @@ class Budget:
         self, pace: Pace = UNBOUNDED, effort: float = 1.0, tier_efforts: Sequence[float] = ()
     ) -> None:
         self._pace = pace
-        self._effort = effort
-        self._tier_efforts = list(tier_efforts)
         self.asked = pace.asked
         self.settled = pace.told
         self.bounded = pace is not UNBOUNDED
+        self._wanted = 0.0
+        self._share = 1.0
+        self.weigh(effort, tier_efforts)
+        self.begin_step()
+        self._shortened = True
+
+    def weigh(self, effort: float, tier_efforts: Sequence[float]) -> None:
+        """Set the costs of the policies' calls, from the next step on."""
+        self._effort = effort
+        self._tier_efforts = list(tier_efforts)
+        pace = self._pace
         # How much callers may want of a step before other work is put off.
         light = {effort, *tier_efforts} == {1.0}
         self._light = pace.whole - pace.own if light else -1
-        self._wanted = 0.0
-        self._share = 1.0
         # These two are the same in every step: they depend on the policy alone.
         given_up, questions = (max(1, int(n / effort)) for n in (pace.copied, pace.questions))
         self._whole = (pace.absorbed, pace.told, pace.granted, pace.linked, given_up, questions)
-        self.begin_step()
-        self._shortened = True
 
     def begin_step(self) -> None:
         """Begin a step, which may do as much as its pace allows."""

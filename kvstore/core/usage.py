@@ -219,11 +219,8 @@ class Chains:
         self._pool = pool
         self._requests = requests
         self._uses = uses
-        policies = [pool.policy, *(tier.index.policy for tier in tiers)]
+        self._all_tiers = tiers
         filters = [pool.admission, *(tier.admission for tier in tiers)]
-        self._host = pool.policy
-        self._tiers = [tier for tier in tiers if _overrides(tier.index.policy, "settle")]
-        self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
         self.filters: list[AdmissionFilter] = [each for each in filters if each is not None]
         self._listener: Callable[[Sequence[Sequence[bytes]]], None] | None = None
         # Keys of chains, and of requests that have used nothing so far.
@@ -232,6 +229,16 @@ class Chains:
         """Chains whose chunks are on their way to slower tiers, with the copies to wait for and
         the uses that tiers must be told of before."""
         self._settling_keys = 0
+        self.policies_changed()
+
+    def policies_changed(self) -> None:
+        """Take in that a policy was replaced. Advice that waits is dropped."""
+        self._settling.clear()
+        self._settling_keys = 0
+        tiers = self._all_tiers
+        policies = [self._pool.policy, *(tier.index.policy for tier in tiers)]
+        self._tiers = [tier for tier in tiers if _overrides(tier.index.policy, "settle")]
+        self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
 
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
         """Tell it the keys of each request that ends, one sequence for each group."""
@@ -318,7 +325,7 @@ class Chains:
         if self._listener is not None:
             self._listener(groups)
         for keys in prompts:
-            self._host.settle(keys, ends)
+            self._pool.policy.settle(keys, ends)
         # Some of its chunks may still be being written.
         waits = bool(self._tiers) and request.storing > 0
         request.end_chain(chain if waits else None)

@@ -3,33 +3,28 @@
 A step of the core begins with the first call that needs one. While the server is idle and takes no
 steps, upkeep goes on in the engine's thread. A lock, the `turn`, keeps both from using the core at
 once: a call of the scheduler waits for a step of upkeep, a few microseconds; upkeep never waits.
-
-`JobRunner` does the same for a server that has host memory of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvstore.assembly import Assembly, open_tiers, recency_of, spans_of
-from kvstore.config import Config
-from kvstore.core import TierStats
-from kvstore.core.jobs import JobEnd
-from kvstore.core.tier_only import Jobs
+from kvstore.assembly import Assembly
+from kvstore.core import Core
 from kvstore.engine.engine import EngineThread
-from kvstore.observe.logs import warn_with
-from kvstore.tiers import Tier
-from kvstore.tiers.disk.namespace import Namespace
-from kvstore.tiers.lent import LentRegion
+from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["JobRunner", "Stepper", "in_turns"]
+__all__ = ["IDLE_STEP_SECONDS", "WAIT_SECONDS", "Stepper", "in_turns"]
 
 logger = logging.getLogger("kvstore")
 
@@ -45,6 +40,12 @@ IDLE_SECONDS = 0.25
 
 UPKEEP_SECONDS = 0.02
 """How often upkeep makes a step while the server is idle."""
+
+
+ACT_SECONDS = 0.002
+"""How often `act` looks whether the server is in a step."""
+
+_T = TypeVar("_T")
 
 
 class Stepper:
@@ -77,8 +78,8 @@ class Stepper:
         self.began = self._ended = 0.0
         self.on_begin: Callable[[float], None] = lambda now: None
         self._closed = False
-        self._compacts = any(tier.compaction_rate for tier in self.core.tiers)
-        if self.core.tiers or not steady:
+        self._calls: deque[_Call] = deque()
+        if self.core.tiers or not steady or assembly.control is not None:
             self.engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
 
     def begin(self) -> None:
@@ -86,6 +87,8 @@ class Stepper:
         self.begun = True
         self.began = time.monotonic()
         self._poll(self.began)
+        if self._calls:
+            self._make_call(self.began)
 
     def hand_over(self) -> None:
         """Start the moves that are due; the step continues."""
@@ -96,6 +99,47 @@ class Stepper:
     def absorb(self) -> None:
         """Take in moves that have ended; the step continues."""
         self.core.absorb(self.engine.take())
+
+    async def act(self, call: Callable[[Core, float], _T]) -> _T:
+        """Make a call on the core, with the time, between two steps of the server.
+
+        It is made at the begin of the server's next step, or now if the server is not in a step.
+        Called on the engine's loop, where it never blocks.
+
+        Raises:
+            KVStoreError: if the store is closed.
+        """
+        one = _Call(call, asyncio.get_running_loop().create_future())
+        self._calls.append(one)
+        try:
+            while not one.answer.done():
+                if self._closed:
+                    raise KVStoreError("the store is closed")
+                self._act_between_steps()
+                await asyncio.wait({one.answer}, timeout=ACT_SECONDS)
+        except BaseException:
+            one.answer.cancel()
+            raise
+        answer: _T = one.answer.result()
+        return answer
+
+    def _act_between_steps(self) -> None:
+        if not self.turn.acquire(blocking=False):
+            return
+        try:
+            now = time.monotonic()
+            lasts = self.ends_told or now - self.began < IDLE_SECONDS
+            if self._calls and not self._closed and not (self.begun and lasts):
+                self._poll(now)
+                self._make_call(now)
+                self.hand_over()
+        finally:
+            self.turn.release()
+
+    def _make_call(self, now: float) -> None:
+        one = self._calls.popleft()
+        if not one.answer.cancelled():
+            one.make(self.core, now)
 
     def renew(self) -> None:
         """End the step and begin another."""
@@ -178,17 +222,47 @@ class Stepper:
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
         core = self.core
-        if self._steady and not (self._compacts or core.prefetching or core.unsaved):
+        if self._steady and not (core.needs_steps or core.prefetching or core.unsaved):
             return True
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS
         return now - self._ended < IDLE_SECONDS
 
 
+class _Call:
+    """A call on the core that waits for its turn, and the future of its answer."""
+
+    def __init__(self, call: Callable[[Core, float], Any], answer: asyncio.Future[Any]) -> None:
+        self._call = call
+        self.answer = answer
+
+    def make(self, core: Core, now: float) -> None:
+        """Make the call, in the thread of whoever has the turn."""
+        told: Any = None
+        raised: Exception | None = None
+        try:
+            told = self._call(core, now)
+        except Exception as error:
+            raised = error
+        with contextlib.suppress(RuntimeError):
+            # Once the loop is closed nobody waits.
+            self.answer.get_loop().call_soon_threadsafe(self._tell, told, raised)
+
+    def _tell(self, told: Any, raised: Exception | None) -> None:
+        if self.answer.done():
+            return
+        if raised is None:
+            self.answer.set_result(told)
+        else:
+            self.answer.set_exception(raised)
+
+
 def _engine_over(assembly: Assembly) -> EngineThread:
     try:
         return EngineThread(assembly.tiers, assembly.beside)
     except BaseException:
+        if assembly.control is not None:
+            assembly.control.abandon()
         for tier in assembly.tiers:
             tier.abandon()
         raise
@@ -215,163 +289,3 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return taking_turns
-
-
-LOOK_SECONDS = 0.02
-"""How often a call that waits for jobs makes a step."""
-
-TELL_SECONDS = 5.0
-"""How often it logs that it waits."""
-
-
-class JobRunner:
-    """Runs jobs for a server with its own host memory; for jobs see `kvstore.core.tier_only`.
-
-    A step of the server ends with `end_step`; loads of chunks that `lookup` has found are handed
-    over before. Calls are made by one thread at a time. Only `drain` and `close` wait for a tier;
-    `end_step` waits a millisecond at most.
-
-    Attributes:
-        lookup: whether a chunk can be loaded, by its key.
-        description: the tiers in a few words.
-
-    Args:
-        config: names the tiers, of which one is owned, and how long a tier may be silent.
-        region: the server's rows.
-
-    Raises:
-        KVStoreError: if a tier cannot be opened.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        region: LentRegion,
-        chunk_bytes: int,
-        namespace: Namespace,
-        *,
-        events: bool,
-    ) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._region = region
-        tiers: list[Tier] = []
-        try:
-            views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
-            self._jobs = Jobs(
-                views,
-                region.rows,
-                deadline=config.deadline_s,
-                max_wait=config.max_wait_s,
-                events=events,
-                log=warn_with(logger),
-            )
-            self._spans = spans_of(config, views, self._jobs.spans.want, chunk_bytes)
-            beside = [] if self._spans is None else [self._spans]
-            self._engine = EngineThread(tiers, beside)
-        except BaseException:
-            for tier in tiers:
-                tier.abandon()
-            raise
-        self.lookup = self._jobs.lookup
-        self.description = "; ".join([f"host memory of {region.description}", *parts])
-        self._closed = False
-        self._ended = 0.0
-
-    def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Begin a job that fills `rows`, in this step; the keys in the order of the prompt."""
-        self._jobs.load(number, keys, rows, time.monotonic())
-
-    def store(self, number: int, keys: Sequence[bytes], rows: Sequence[int], request: str) -> None:
-        """Begin a job that copies `rows`, in this step; the keys in the order of the prompt."""
-        self._jobs.store(number, keys, rows, request, time.monotonic())
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count these chunks, in the order of the prompt, as used."""
-        self._jobs.touch(keys)
-
-    def finished(self, request: str) -> None:
-        """End a request, which hands over no more jobs."""
-        self._jobs.finished(request)
-
-    def poll(self) -> list[JobEnd]:
-        """Make a step; returns the jobs that have ended since the last call."""
-        self._jobs.poll(time.monotonic(), self._engine.take())
-        return self._jobs.take_ended()
-
-    def end_step(self) -> None:
-        """Start the moves that are due. A step that had nothing else to do waits briefly."""
-        now = time.monotonic()
-        self._hand_over(now)
-        if len(self._jobs) and self._jobs.in_flight and now - self._ended < IDLE_STEP_SECONDS:
-            self._engine.wait(WAIT_SECONDS)
-            now = time.monotonic()
-        self._ended = now
-
-    def drain(self) -> None:
-        """Wait until every job has ended, however long its tier takes to answer.
-
-        Afterwards the rows are not in use; the next `poll` returns the jobs' results.
-        """
-        told = time.monotonic()
-        while self._go_on():
-            if time.monotonic() - told >= TELL_SECONDS:
-                told = time.monotonic()
-                logger.warning(
-                    "%d jobs have not ended: host memory is in use",
-                    len(self._jobs),
-                    extra=about("store.busy", jobs=len(self._jobs)),
-                )
-
-    def close(self, seconds: float) -> bool:
-        """Finish the jobs, within `seconds`, and close the tiers.
-
-        Returns:
-            Whether the rows are not in use any more.
-        """
-        if self._closed:
-            return True
-        self._closed = True
-        end = time.monotonic() + seconds
-        try:
-            while time.monotonic() < end and self._go_on():
-                pass
-        except Exception:
-            logger.exception(
-                "chunks that were not copied yet are lost", extra=about("store.unsaved")
-            )
-        try:
-            left = max(0.1, end - time.monotonic())
-            return self._engine.close(recency_of(self._jobs.tiers), left)
-        finally:
-            self._region.close()
-            logger.info(
-                "kvstore: closed, %d chunks not copied",
-                self._jobs.unsaved,
-                extra=about("store.closed", unsaved=self._jobs.unsaved),
-            )
-
-    def stats(self) -> list[TierStats]:
-        """Return the counters and gauges of each tier."""
-        stats = [tier.stats() for tier in self._jobs.tiers]
-        for tier in stats:
-            tier.complete(0, self._chunk_bytes)
-        return stats
-
-    def take_history(self) -> list[tuple[bytes, bool]]:
-        """Take the keys that appeared on the tier or (True) left it since the last call."""
-        return self._jobs.target.index.history.take()
-
-    def _hand_over(self, now: float) -> None:
-        self._engine.submit(self._jobs.flush(now))
-        if self._spans is not None and (taken := self._jobs.spans.take()):
-            self._engine.tell(self._spans.write, taken)
-
-    def _go_on(self) -> bool:
-        """Make a step, and wait briefly; returns whether jobs are left."""
-        now = time.monotonic()
-        self._jobs.poll(now, self._engine.take())
-        if not len(self._jobs):
-            return False
-        self._hand_over(now)
-        self._engine.wait(LOOK_SECONDS)
-        return True

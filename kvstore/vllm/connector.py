@@ -14,7 +14,7 @@ from `get_handshake_metadata` to the scheduler's half, which opens host memory a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.connector.queued import QueuedKeys
+from kvstore.errors import ConfigError
 from kvstore.vllm.checks import check_prefix_caching
 from kvstore.vllm.engine import (
     Engine,
@@ -42,6 +43,7 @@ from kvstore.vllm.engine import (
     building,
     has_paused,
     has_siblings,
+    hashed_request,
     scheduler_of,
     weights_of,
     worker_facts,
@@ -183,6 +185,26 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             if isinstance(self._spec, KVStoreOffloadingSpec):
                 self._spec.close()
             raise
+
+        manager = self._manager
+        if manager is not None and manager.commands is not None:
+            manager.commands.name_keys(self._keys_of_prompt)
+
+    def _keys_of_prompt(self, tokens: Sequence[int], named: Mapping[str, Any]) -> list[bytes]:
+        """Return the keys of a prompt of the model itself, without adapters or images."""
+        known = self._engine.model_names
+        model = named.get("model")
+        if model is not None and model not in known:
+            raise ConfigError(f"model = {model!r}: this server has {', '.join(known)}")
+        salt = named.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise ConfigError("cache_salt must be text")
+        assert self.connector_scheduler is not None
+        group = self.connector_scheduler.config.kv_group_configs[0]
+        request = hashed_request(
+            self._vllm_config, tokens, salt, group.tokens_per_chunk // group.hashes_per_chunk
+        )
+        return [key for its in self._keys(request) for key in its.keys]
 
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:

@@ -11,13 +11,17 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.request import Request
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvstore.types import about
@@ -31,6 +35,7 @@ __all__ = [
     "current_engine",
     "has_paused",
     "has_siblings",
+    "hashed_request",
     "scheduler_of",
     "weights_of",
     "worker_facts",
@@ -75,6 +80,15 @@ class Engine:
         return found if found is not None and found.request_id == name else None
 
     @property
+    def model_names(self) -> list[str]:
+        """The names under which the model is known."""
+        model = self.vllm_config.model_config
+        served = model.served_model_name or []
+        return list(
+            dict.fromkeys([model.model, *([served] if isinstance(served, str) else served)])
+        )
+
+    @property
     def layers(self) -> dict[str, Mapping[str, Any]] | None:
         """The layers of all workers; None if a worker has not told them."""
         told = [worker.layers for worker in self.workers.values()]
@@ -113,6 +127,24 @@ def worker_of(vllm_config: Any) -> Any:
 def scheduler_of(connector: Any) -> Any:
     """Return the scheduler that owns this connector; None if there is none."""
     return _holder(connector, SchedulerInterface)
+
+
+def hashed_request(
+    vllm_config: Any, tokens: Sequence[int], salt: str | None, block_tokens: int
+) -> Any:
+    """Return a `Request` that has this prompt and the hashes of its blocks, for its keys."""
+    hash_of = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    # From 0.33 on hashes may depend on tokens that follow.
+    ahead = getattr(vllm_config, "num_hash_lookahead_tokens", None)
+    hasher = get_request_block_hasher(block_tokens, hash_of, *(() if ahead is None else (ahead,)))
+    return Request(
+        "kvstore-control",
+        list(tokens),
+        SamplingParams(max_tokens=1),
+        None,
+        cache_salt=salt,
+        block_hasher=hasher,
+    )
 
 
 def has_siblings(worker: Any) -> bool:

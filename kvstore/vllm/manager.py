@@ -149,6 +149,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
             release=lambda: release_region(engine, region),
         )
+        self.commands = self._manager.commands
         self._traced = config.spans
         self._stepper = self._manager.stepper
         self._core = self._stepper.core

@@ -52,7 +52,7 @@ from kvstore.assembly import namespace_of
 from kvstore.config import Config, DiskConfig
 from kvstore.core import CoreStats, Flow
 from kvstore.core.jobs import JobEnd
-from kvstore.engine.scheduler_steps import JobRunner
+from kvstore.engine.job_steps import JobRunner
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about

@@ -41,7 +41,8 @@ def store(manager: KVStoreManager, keys: list[bytes], context: ReqContext) -> No
 def steps(manager: KVStoreManager) -> None:
     def ended() -> bool:
         manager.on_schedule_end()
-        return not manager.has_pending_work()
+        # Pending work is that of the first quarter of a second only.
+        return not manager.stepper.core.unsaved
 
     until(ended)
 

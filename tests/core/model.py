@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerTier
@@ -153,6 +154,7 @@ class World:
         faults: the fraction of moves that fail, or some of their blocks.
         reports: whether the server reports copies that a reset has overtaken, one by one;
             else it says when all have ended, as vLLM does.
+        changes: whether policies and sizes are changed now and then.
     """
 
     def __init__(
@@ -177,8 +179,10 @@ class World:
         stripes: int = 1,
         relocation: int = 0,
         reports: bool = True,
+        changes: bool = False,
     ) -> None:
         self.reports = reports
+        self.changes = changes
         self.weights = self.newest_weights = self.their_weights = 0
         """Of this process, of anybody, of the neighbour."""
         self.epoch = self.newest_epoch = self.their_epoch = self.heard_epoch = 0
@@ -272,7 +276,9 @@ class World:
             directory.compact_at(1000.0 * self.relocation)
             # What is used first is written down at once, the rest after a minute.
             directory.index.recency._noted = -NOTE_SECONDS
-            _watch_pins(directory)
+            if not self.changes:
+                # Where a policy is replaced, pinned keys leave it for the new one.
+                _watch_pins(directory)
             directories.append(directory)
         pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
@@ -605,10 +611,32 @@ class World:
         """The server will not ask for these soon."""
         self.core._demotions.begin(keys, self.now)
 
+    def change(self, rng: random.Random) -> None:
+        """Somebody changes a policy, or a size."""
+        core = self.core
+        # Less is expected of these than of LRU.
+        name = self.policy = rng.choice(("arc", "hit-density"))
+        owned = [tier for tier in core.tiers if isinstance(tier, OwnedTier)]
+        roll = rng.random()
+        if roll < 0.3 or (roll >= 0.6 and not owned):
+            core.set_policy(None, create_policy(name, len(self.rows)))
+        elif roll < 0.6:
+            core.limit_rows(rng.choice((1, len(self.rows) // 2, len(self.rows))))
+        else:
+            tier = rng.choice(owned)
+            most = len(self.slots[tier.number]) // self.segment_slots
+            segments = rng.randrange(most) + 1 if self.relocation else most
+            core.limit_segments(tier.number, segments, partial(create_policy, name))
+
+    @property
+    def _most_rows(self) -> int:
+        """Rows of which a share may be in some use; fewer are in use before it is over."""
+        return len(self.rows) if self.changes else self.core._pool.rows
+
     def _check_held(self) -> None:
         """What is pinned is there, and no more than may be."""
         core, pool = self.core, self.core._pool
-        assert core._pins.rows <= pool.rows // 2
+        assert core._pins.rows <= self._most_rows // 2
         for key, chunk in core._pins._held.items():
             assert pool.chunks.get(key) is chunk, "a pinned chunk has left host memory"
             assert core._pins.is_pinned(key)
@@ -1031,11 +1059,12 @@ class World:
             assert ready.state >= READY
         for tier in core.tiers:
             self._check_tier(tier)
+        assert pool.rows + len(pool._withheld) == len(self.rows)
         share = pool.rows // LEFT_TO_OTHERS // max(1, len(core.tiers))
         filling = [c.origin for c in pool.chunks.values() if c.state == FILLING and c.origin >= 0]
-        assert len(filling) <= pool.rows - share, "promotions leave no rows to stores"
+        assert len(filling) <= self._most_rows - share, "promotions leave no rows to stores"
         for index in set(filling):
-            most = pool.rows - share * len(core.tiers)
+            most = self._most_rows - share * len(core.tiers)
             assert filling.count(index) <= max(1, most), "a tier leaves no rows to others"
 
     def _check_pins(self) -> None:
@@ -1067,7 +1096,7 @@ class World:
         pins.update(core._pins._held.keys())
         assert len(line.waiting) + len(line.answered) <= len(core._requests)
         queued = [request for request in core._requests.values() if request.queued]
-        assert sum(len(request.leases) for request in queued) <= core._pool.rows // 2
+        assert sum(len(request.leases) for request in queued) <= self._most_rows // 2
         for id, move in core._transfers.moves.items():
             if move.op is Op.CASCADE and id not in core._transfers.orphans:
                 pins.update(move.keys)
@@ -1098,7 +1127,8 @@ class World:
         slots = [*tier.entries.values(), *tier.index.writing.values()]
         assert len(set(slots)) == len(slots), "two keys in one slot"
         assert len(tier.index.policy) == len(tier.entries)
-        assert tier.slots.segments <= tier.slots.max_segments, "over the disk budget"
+        most = len(contents) // self.segment_slots if self.changes else tier.slots.max_segments
+        assert tier.slots.segments <= most, "over the disk budget"
         for key, slot in tier.entries.items():
             right = contents[slot] == (key, self.weights)
             assert right or (tier.number, slot) in self.rotten, "a stale entry"
@@ -1256,6 +1286,7 @@ def random_world(rng: random.Random) -> World:
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
         pace=rng.choice((None, None, None, SLOW)),
         reports=rng.random() < 0.5,
+        changes=aside.random() < 0.25,
     )
     if world.relocation:
         scatter(world, rng)
@@ -1283,6 +1314,8 @@ def random_act(world: World, rng: random.Random) -> None:
         # Late copies touch their rows at any moment, and end after a while.
         copy = rng.choice(world.late)
         world.land(copy, moment=rng.random() < 0.9)
+    if world.changes and rng.random() < 0.01:
+        world.change(rng)
     roll = rng.random()
     clients = list(world.clients.values())
     able = [i for i, move in enumerate(world.moves) if move.tier not in world.silent]

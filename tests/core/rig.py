@@ -147,7 +147,12 @@ class Rig:
             made = list(range(slots))
         error = "injected" if failed or (segments is not None and not made) else None
         places = [move.keys.index(key) for key in unread]
-        self.ended.append(Completion(move.id, ok, made, error, unread=places, ended=ended))
+        found = []
+        if move.op is Op.LIST:
+            size = self.owned(move.tier).slots.segment_slots
+            found = [each for each in tier.entries.items() if each[1] // size == move.segment]
+        told = Completion(move.id, ok, made, error, found=found, unread=places, ended=ended)
+        self.ended.append(told)
 
     def settle(self, seconds: float = 0.0) -> None:
         """Steps in which the engine ends everything, until nothing moves."""

@@ -122,7 +122,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @breaks("a pin protects")
 def _(patch: pytest.MonkeyPatch) -> None:
     def unprotected(self: Victims, count: int, **rest: Any) -> list[bytes]:
-        policy = self._policy
+        policy = self._pool.policy
         return policy.evict(max(0, min(count, len(policy))), lambda key: False) or []
 
     patch.setattr(Victims, "choose", unprotected)

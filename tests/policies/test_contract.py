@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstore.policies import EvictionPolicy
 from kvstore.policies.arc import ARC
 from kvstore.policies.fifo import FIFO
 from kvstore.policies.hitdensity import HitDensity
 from kvstore.policies.lfu import LFU
+from kvstore.policies.lru import LRU
+from kvstore.policies.migration import Migration
 from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
 from kvstore.policies.wtinylfu import WTinyLFU
@@ -46,3 +50,38 @@ class TestHitDensity(PolicyContract):
 class TestWTinyLFU(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return WTinyLFU(capacity)
+
+
+class HalfWay(Migration):
+    """A migration that goes on by itself, and whose old policy still gets keys."""
+
+    def __init__(self, old: EvictionPolicy, new: EvictionPolicy) -> None:
+        super().__init__(old, new)
+        self.spares_latest = False
+
+    def restore(self, keys: Iterable[bytes]) -> None:
+        self.old.restore(keys)
+
+    def insert(self, key: bytes) -> None:
+        # Every other key begins in the policy that is replaced.
+        if (len(self.old) + len(self.new)) % 2:
+            super().insert(key)
+        else:
+            self.old.insert(key)
+        if len(self) % 5 == 0:
+            self.go_on(1)
+
+
+class TestMigrationFromLRU(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return HalfWay(LRU(capacity), ARC(capacity))
+
+
+class TestMigrationToLRU(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return HalfWay(HitDensity(capacity), LRU(capacity))
+
+
+class TestMigrationAmidAnother(PolicyContract):
+    def create(self, capacity: int) -> EvictionPolicy:
+        return HalfWay(HalfWay(SIEVE(capacity), LFU(capacity)), S3FIFO(capacity))

@@ -164,7 +164,7 @@ async def test_what_is_no_rate_is_refused(open_store: Open, wrong: Any) -> None:
         with pytest.raises(ConfigError, match="bytes_per_second = "):
             store.compact(wrong)
         assert store._core.tiers[0].compaction_rate == before
-        assert store._compacting is not None
+        assert store._upkeep is not None
 
 
 @pytest.mark.parametrize(

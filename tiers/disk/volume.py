@@ -299,6 +299,28 @@ class Volume:
 
     # -- segments ----------------------------------------------------------------------
 
+    def segments_in(self, capacity_bytes: int) -> int:
+        """Return how many segments fit into this many bytes, beside files that are not ours.
+
+        Raises:
+            ConfigError: if there is no room for one.
+        """
+        foreign, size = self.recovered.foreign_bytes, self.geometry.file_bytes
+        if capacity_bytes < foreign + size:
+            raise ConfigError(
+                f"capacity_bytes: the share of {self.lane.folder} would be {capacity_bytes} bytes; "
+                f"it needs at least {foreign + size}, for one segment and files that are not ours"
+            )
+        return (capacity_bytes - foreign) // size
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Set `capacity_bytes`. Surplus segments stay until they are removed."""
+        _warn_of_size(self.lane.folder, capacity_bytes)
+        self.max_segments = self.segments_in(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        more = 2 * (self.max_segments - len(self.segments)) + SPARE_DESCRIPTORS
+        allow_descriptors(max(0, more), f"the lane {self.lane.folder}")
+
     def grow(self) -> int | str:
         """Make one more segment: its number, or why that cannot be now. May block."""
         if len(self.segments) < self.max_segments:

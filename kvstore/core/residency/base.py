@@ -115,6 +115,15 @@ class TierView(ABC):
         """Set `compaction_rate`, if this process owns the tier."""
         return
 
+    @property
+    def surplus(self) -> int:
+        """Number of segments that are to be emptied, as the tier was made smaller."""
+        return 0
+
+    def limit_segments(self, most: int) -> int:
+        """Set how many segments there may be; returns how many chunks fit into them."""
+        raise AssertionError(f"tier {self.name} is not this process's to resize")
+
     def compaction(self, now: float) -> Move | None:
         """Return the next move that empties a sparse segment, without its number."""
         return None

@@ -8,6 +8,9 @@ a time, within a budget of chunks per second, and only while nothing is being
 promoted or stored. Compaction can be stopped at any moment: a copied chunk has two
 valid copies, and either may be used.
 
+A tier that was made smaller empties its surplus segments in the same way, at any time and without
+a budget; where other segments have no room, the coldest chunks are evicted.
+
 A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
 segments that are empty in the end are removed.
@@ -16,7 +19,7 @@ segments that are empty in the end are removed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from kvstore.core.residency.breaker import Breaker
@@ -42,13 +45,22 @@ class Compactor:
     Args:
         tier: the number of the tier.
         batch: most chunks that one move may copy; 0 if the tier cannot copy.
+        evict: evicts so many chunks of the tier.
     """
 
-    def __init__(self, tier: int, index: Index, slots: Slots, batch: int) -> None:
+    def __init__(
+        self,
+        tier: int,
+        index: Index,
+        slots: Slots,
+        batch: int,
+        evict: Callable[[int], None] = lambda count: None,
+    ) -> None:
         self._tier = tier
         self._index = index
         self._slots = slots
         self._batch = batch
+        self._evict = evict
         self._rate = 0.0
         self.relocated = 0
         self.removed_segments = 0
@@ -69,7 +81,7 @@ class Compactor:
     @property
     def idle(self) -> bool:
         """Whether compaction is off and no segment is being emptied."""
-        return not self._rate and self._victim < 0
+        return not self._rate and self._victim < 0 and not self._slots.surplus
 
     @property
     def rate(self) -> float:
@@ -107,23 +119,29 @@ class Compactor:
         self._counted = now
         if self._under_way:
             return None
-        rate = self._rate if self._batch else 0.0
-        if not rate or self._slots.clearing:
+        rate, surplus = self._rate if self._batch else 0.0, self._shrinks
+        if not (rate or surplus) or self._slots.clearing:
             self._stop()
             return None
-        self._allowance = min(float(self._batch), self._allowance + elapsed * rate)
-        if self._victim >= 0 and self._groups is None and self._slots.short:
+        whole = float(self._batch)
+        self._allowance = whole if surplus else min(whole, self._allowance + elapsed * rate)
+        if self._victim >= 0 and self._groups is None and self._slots.short and not surplus:
             self._stop()  # The free slots are needed again.
         if not idle or not self._copying.ready(now):
             return None
         if self._victim >= 0:
             move = self._go_on(now)
         elif self._groups is None:
-            move = self._begin(self._slots.sparse_segment(SPARSE))
+            choose = self._slots.surplus_segment
+            move = self._begin(choose() if surplus else self._slots.sparse_segment(SPARSE))
         else:
             move = self._begin_next(self._groups)
         self._under_way = move is not None
         return move
+
+    @property
+    def _shrinks(self) -> bool:
+        return bool(self._batch and self._groups is None and self._slots.surplus)
 
     def ended(self, move: Move, completion: Completion, now: float) -> None:
         """Take in the end of a move of `due`."""
@@ -238,23 +256,38 @@ class Compactor:
         """Copy the next chunks of the segment that is being emptied."""
         assert self._pending is not None
         count = min(self._batch, int(self._allowance))
-        keys: list[bytes] = []
-        sources: list[int] = []
-        while self._pending and len(keys) < count:
+        here: list[tuple[bytes, int]] = []
+        entries = self._index.entries
+        while self._pending and len(here) < count:
             key, slot = self._pending.popleft()
-            if self._index.entries.get(key) == slot:
-                keys.append(key)
-                sources.append(slot)
-        targets = self._slots.take(len(keys))
-        if len(targets) < len(keys):
+            if entries.get(key) == slot:
+                here.append((key, slot))
+        targets = self._slots.take(len(here))
+        if len(targets) < len(here) and self._shrinks:
+            targets += self._evict_for(len(here) - len(targets))
+            here = [(key, slot) for key, slot in here if entries.get(key) == slot]
+            self._slots.give(targets[len(here) :])
+            targets = targets[: len(here)]
+        if len(targets) < len(here):
             self._slots.give(targets)
             self._give_up(now)
             return None
-        if not keys:
+        if not here:
             return None
-        self._allowance -= len(keys)
+        self._allowance -= len(here)
+        keys = [key for key, _ in here]
         self._index.begin_reads(keys)
-        return self._move(Op.RELOCATE, keys, sources, targets)
+        return self._move(Op.RELOCATE, keys, [slot for _, slot in here], targets)
+
+    def _evict_for(self, count: int) -> list[int]:
+        """Evict chunks until `count` slots outside the victim were taken, as far as possible."""
+        targets: list[int] = []
+        before = -1
+        while len(targets) < count and len(self._index.entries) != before:
+            before = len(self._index.entries)
+            self._evict(count - len(targets))
+            targets += self._slots.take(count - len(targets))
+        return targets
 
     def _give_up(self, now: float) -> None:
         self._copying.trip(now)

@@ -62,6 +62,10 @@ class Index:
         self.life = Life(TIER)
         self.evicted = 0
 
+    def follow(self, policy: EvictionPolicy) -> None:
+        """Follow another policy, which knows the same keys."""
+        self.policy = policy
+
     def lacks(self, key: bytes) -> bool:
         """Whether the chunk is neither here nor being written."""
         return key not in self.entries and key not in self.writing
@@ -161,7 +165,8 @@ class Index:
 
     def limit_pins(self, most: int) -> None:
         """Set how many entries may ever be pinned."""
-        self.most_pinned = self._may_pin = most
+        self.most_pinned = most
+        self.keep_pinned(most)
 
     def keep_pinned(self, most: int) -> None:
         """Set how many entries may be pinned for now, and unpin the last ones beyond that."""

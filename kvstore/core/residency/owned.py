@@ -48,7 +48,9 @@ class OwnedTier(CopyTarget):
             recovered.stripes,
             self.entries.values(),
         )
-        self.compactor = Compactor(number, self.index, self.slots, recovered.relocation_chunks)
+        self.compactor = Compactor(
+            number, self.index, self.slots, recovered.relocation_chunks, self._evict
+        )
 
     def accepts(self, now: float) -> bool:
         slots = self.slots
@@ -190,13 +192,24 @@ class OwnedTier(CopyTarget):
         """Return the next move that empties a sparse segment, without its number.
 
         Other moves have to wait for a copy under way, so one begins only while no other move
-        is under way.
+        is under way, except where the tier is to become smaller.
         """
         if self.compactor.idle:
             return None
-        idle = not (self.in_flight or self._queue or self.slots.growing)
+        idle = not (self.in_flight or self._queue or self.slots.growing) or self.surplus > 0
         healthy = self.health.alive and self.health.copies.ready(now)
         return self.compactor.due(now, idle and healthy)
+
+    @property
+    def surplus(self) -> int:
+        return self.slots.surplus
+
+    def limit_segments(self, most: int) -> int:
+        self.slots.limit(most)
+        return most * self.slots.segment_slots
+
+    def _evict(self, count: int) -> None:
+        self.slots.give(self.index.evict(count, ()))
 
     @property
     def compaction_rate(self) -> float:

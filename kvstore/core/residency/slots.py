@@ -6,6 +6,8 @@ is on device ``s % stripes``. A tier grows segment by segment, ahead of need.
 
 `ExtentAllocator` keeps free slots as runs. A run never crosses a segment: it is one contiguous
 range of one file, and one vectored call moves it.
+
+This module is long because the allocator of extents stands beside its only user.
 """
 
 from __future__ import annotations
@@ -209,6 +211,11 @@ class Slots:
         return len(self._segments)
 
     @property
+    def surplus(self) -> int:
+        """Number of segments beyond `max_segments`, which was lowered."""
+        return max(0, self.segments - self.max_segments)
+
+    @property
     def aside(self) -> int:
         """Number of free slots that are not used because a write to them failed."""
         return len(self._aside)
@@ -251,6 +258,11 @@ class Slots:
     def free_on(self, passed_over: Collection[int]) -> int:
         """Return the number of free slots on the devices that are not passed over."""
         return sum(stripe.free for stripe in self._without(passed_over))
+
+    def limit(self, most: int) -> None:
+        """Set `max_segments`. Surplus segments stay until they were emptied."""
+        self.max_segments = most
+        self.cannot_grow = False
 
     # -- give and take ---------------------------------------------------------------
 
@@ -380,6 +392,14 @@ class Slots:
         # Half a segment beyond the point at which the tier would grow again.
         enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
         return victim if live <= most * size and enough else None
+
+    def surplus_segment(self) -> int | None:
+        """Return the segment to empty next if there are too many, of the device with the most."""
+        if not self.surplus:
+            return None
+        stripes = len(self._stripes)
+        most = Counter(segment % stripes for segment in self._segments)
+        return max(self._segments, key=lambda each: (most[each % stripes], self._free_in(each)))
 
     def emptiest_segment(self, passed_over: Collection[int]) -> int | None:
         """Return the segment that holds the fewest chunks, of those not passed over."""

@@ -1,0 +1,1 @@
+"""Control: inspect and change a store while it serves, over a socket."""

@@ -1,0 +1,305 @@
+"""Jobs: commands on many chunks, done a batch at a time while the store serves.
+
+A job calls the core with at most `BATCH` keys at once, each time in a step of its own, so that no
+step of the server becomes long. It ends when the last batch has taken effect, not when it was
+handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from kvstore.core import Core
+from kvstore.types import about
+
+__all__ = ["ACTIONS", "Act", "Action", "Changing", "Demote", "Job", "Prefetch", "Reset"]
+
+logger = logging.getLogger("kvstore")
+
+BATCH = 128
+"""Most keys of one call of the core."""
+
+LOOK_SECONDS = 0.02
+"""How often a job looks whether its batch has taken effect."""
+
+NOWHERE = "nowhere"
+
+_T = TypeVar("_T")
+
+
+class Act(Protocol):
+    """Makes a call on the core, with the time, in a step; returns what it returns.
+
+    Raises:
+        KVStoreError: if the store is closed.
+    """
+
+    def __call__(self, call: Callable[[Core, float], _T]) -> Awaitable[_T]: ...
+
+
+class Action(ABC):
+    """What one kind of job does, a batch of keys after the other."""
+
+    @abstractmethod
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        """Begin with the next batch; returns on how many of its keys it has an effect."""
+
+    def ended(self, core: Core) -> bool:
+        """Whether the last batch has taken effect."""
+        return True
+
+    def cancel(self, core: Core) -> None:  # noqa: B027
+        """Undo what has not taken effect of the last batch."""
+
+    @property
+    def fault(self) -> str | None:
+        """What went wrong, if anything has."""
+        return None
+
+
+class Prefetch(Action):
+    """Fetch chunks to host memory: as many as are on a tier, half of host memory at a time."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._keys: list[bytes] = []
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        self._keys = keys
+        return core.prefetch(keys, prefix=False)
+
+    def ended(self, core: Core) -> bool:
+        return not core.is_prefetching(self._keys)
+
+    def cancel(self, core: Core) -> None:
+        core.stop_prefetch(self._keys)
+
+
+class Retain(Action):
+    """Protect chunks from eviction for ``seconds``, in host memory too unless ``host`` is false."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._seconds = float(body["seconds"])
+        self._host = bool(body.get("host", True))
+        self._refused = 0
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        pinned = core.pin(keys, now + self._seconds, host=self._host)
+        self._refused += len(keys) - pinned
+        return pinned
+
+    @property
+    def fault(self) -> str | None:
+        if not self._refused:
+            return None
+        return f"{self._refused} chunks are beyond pinned_share and are not retained"
+
+
+class Release(Action):
+    """End the protection of chunks; unless ``cold`` is false, they are the first to leave."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._cold = bool(body.get("cold", True))
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        return core.unpin(keys, cold=self._cold)
+
+
+class Demote(Action):
+    """Let chunks leave host memory as soon as a slower tier has them."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._keys: list[bytes] = []
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        self._keys = keys
+        return core.demote(keys, now)
+
+    def ended(self, core: Core) -> bool:
+        return not core.is_demoting(self._keys)
+
+    def cancel(self, core: Core) -> None:
+        core.stop_demotion(self._keys)
+
+
+class Remove(Action):
+    """Remove chunks from host memory and from every tier of this process, durably."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._removal: Any = None
+        self._unerased = 0
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        self._removal = core.remove(keys)
+        return int(self._removal.found)
+
+    def ended(self, core: Core) -> bool:
+        if not self._removal.done:
+            return False
+        self._unerased += len(self._removal.unerased)
+        return True
+
+    @property
+    def fault(self) -> str | None:
+        if not self._unerased:
+            return None
+        return f"{self._unerased} records could not be erased: a later process may find them"
+
+
+ACTIONS: dict[str, Callable[[Mapping[str, Any]], Action]] = {
+    "prefetch": Prefetch,
+    "retain": Retain,
+    "release": Release,
+    "demote": Demote,
+    "remove": Remove,
+}
+"""The commands on chunks."""
+
+
+class Reset(Action):
+    """Forget everything, on every tier, durably.
+
+    Args:
+        reset: the server's own way to do it.
+    """
+
+    def __init__(self, reset: Callable[[], None]) -> None:
+        self._reset = reset
+        self._uncleared: list[str] = []
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        self._reset()
+        return 0
+
+    def ended(self, core: Core) -> bool:
+        self._uncleared = list(core.uncleared)
+        return not core.clearing
+
+    @property
+    def fault(self) -> str | None:
+        if not self._uncleared:
+            return None
+        return f"{', '.join(self._uncleared)} cannot be cleared now, which is tried again"
+
+
+class Changing(Action):
+    """Change settings, and wait until policies and sizes are as they were asked to be."""
+
+    def __init__(self, change: Callable[[Core], None]) -> None:
+        self._change = change
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+        self._change(core)
+        return 0
+
+    def ended(self, core: Core) -> bool:
+        return not core.changing
+
+
+class Job:
+    """One command under way: see the module's text.
+
+    Attributes:
+        number: its name. command: what was asked for. keys: how many keys it is about.
+        done: keys that were dealt with. affected: those of them on which it had an effect.
+        state: running, done, cancelled or failed.
+    """
+
+    def __init__(self, number: int, command: str, action: Action, keys: Sequence[bytes]) -> None:
+        self.number = number
+        self.command = command
+        self.keys = len(keys)
+        self.done = self.affected = 0
+        self.state = "running"
+        self._error: str | None = None
+        self._left = 0
+        self._action = action
+        self._batches = [list(keys[at : at + BATCH]) for at in range(0, len(keys), BATCH)] or [[]]
+        self._cancelled = False
+        self._began = time.monotonic()
+        self._seconds = 0.0
+        self.ended = asyncio.Event()
+
+    def cancel(self) -> None:
+        """End it soon. What it has done stays done."""
+        self._cancelled = True
+
+    def told(self) -> dict[str, Any]:
+        """Return what is known of it, for JSON."""
+        running = self.state == "running"
+        return {
+            "job": self.number,
+            "command": self.command,
+            "state": self.state,
+            "keys": self.keys,
+            "done": self.done,
+            "affected": self.affected,
+            "left": self._left,
+            "seconds": round(time.monotonic() - self._began if running else self._seconds, 3),
+            "error": self._error,
+        }
+
+    async def run(self, act: Act) -> None:
+        """Do it. Never raises, except when it is cancelled as a task."""
+        try:
+            await self._run(act)
+        except Exception as error:
+            self.state, self._error = "failed", str(error) or repr(error)
+        finally:
+            if self.state == "running":
+                self.state, self._error = "failed", "the store is being closed"
+            self._seconds = time.monotonic() - self._began
+            self.ended.set()
+            logger.info(
+                "kvstore: control: %s of %d keys: %s, %d affected, in %.2f s%s",
+                self.command,
+                self.keys,
+                self.state,
+                self.affected,
+                self._seconds,
+                f" ({self._error})" if self._error else "",
+                extra=about("control.ended", command=self.command, state=self.state),
+            )
+
+    async def _run(self, act: Act) -> None:
+        action = self._action
+        for keys in self._batches:
+            self.affected += await act(partial(_begin, action, keys))
+            while True:
+                ended, self._left = await act(lambda core, now: (action.ended(core), core.changing))
+                if ended or self._cancelled:
+                    break
+                await asyncio.sleep(LOOK_SECONDS)
+            if ended:
+                self.done += len(keys)
+            if self._cancelled:
+                await act(lambda core, now: action.cancel(core))
+                self.state = "cancelled"
+                return
+        self._error = action.fault
+        self.state = "failed" if self._error else "done"
+
+
+async def places(act: Act, keys: Sequence[bytes]) -> dict[str, int]:
+    """Count how many of `keys` are in each place; a key may be in several."""
+    counted: Counter[str] = Counter()
+    for at in range(0, len(keys), BATCH):
+        batch = keys[at : at + BATCH]
+        found = await act(partial(_places, batch))
+        for there in found:
+            counted.update(there or (NOWHERE,))
+    return dict(counted)
+
+
+def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> int:
+    return action.begin(core, keys, now)
+
+
+def _places(keys: Sequence[bytes], core: Core, now: float) -> list[list[str]]:
+    return list(map(core.places, keys))

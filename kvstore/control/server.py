@@ -1,0 +1,303 @@
+"""Control server: the commands over HTTP, on a Unix socket or a loopback port.
+
+    GET    /v1/status            settings, statistics, jobs
+    POST   /v1/COMMAND           begins a command; the body is its JSON; answers 202 with its job
+    GET    /v1/jobs/NUMBER       progress of a job; with ?wait=SECONDS as soon as it has ended
+    DELETE /v1/jobs/NUMBER       cancels it
+
+A Unix socket is for its owner alone. On a port, whoever changes something names a token. An error
+is a JSON object with the field ``error``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hmac
+import json
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from kvstore.control.commands import FORMAT, Commands
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import about
+
+__all__ = ["ControlServer", "loopback"]
+
+logger = logging.getLogger("kvstore")
+
+MOST_BODY = 64 * 2**20
+"""Most bytes of a command."""
+
+MOST_WAIT = 60.0
+"""Most seconds that a request for a job is held."""
+
+MOST_SOCKETS = 64
+"""Most processes on one machine that may be controlled under one name."""
+
+LEAST_TOKEN, MOST_TOKEN = 16, 4096
+"""Least and most characters of a token."""
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def loopback(where: str) -> tuple[str, int] | None:
+    """Return host and port if `where` names a port of this machine; None for a path.
+
+    Raises:
+        ValueError: if it is a port of another machine, or no port.
+    """
+    host, colon, port = where.rpartition(":")
+    if not colon or "/" in where:
+        return None
+    host = host.strip("[]")
+    if host not in LOOPBACK:
+        raise ValueError(f"must be a path, or a port of {', '.join(LOOPBACK)}")
+    if not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError("the port must be a number from 1 to 65535")
+    return host, int(port)
+
+
+class ControlServer:
+    """Serves `commands` while `run` runs. The socket is there from the beginning.
+
+    The first process listens at a path, others on the same machine at the first of ``NAME-1.EXT``,
+    ``NAME-2.EXT`` and so on at which no process listens.
+
+    Args:
+        where: a path, or ``HOST:PORT`` of a loopback address.
+        token_file: holds the token that changes name on a port; without one they are refused there.
+
+    Raises:
+        ConfigError: if that is not possible, with the reason.
+    """
+
+    def __init__(self, where: str, token_file: Path | None, commands: Commands) -> None:
+        self._commands = commands
+        self._token = None if token_file is None else _token_of(token_file)
+        self._path: Path | None = None
+        self._stopped = asyncio.Event()
+        try:
+            place = loopback(where)
+            self._socket = self._listen(Path(where)) if place is None else _listen_on(*place)
+        except (OSError, ValueError) as error:
+            told = getattr(error, "strerror", None) or error
+            raise ConfigError(f"control = {where!r}: {told}") from error
+        self.where = where if self._path is None else str(self._path)
+
+    async def run(self) -> None:
+        app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY)
+        app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/jobs/{number}", self._job)
+        app.router.add_delete("/v1/jobs/{number}", self._cancel)
+        app.router.add_post("/v1/{command}", self._command)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._socket).start()
+            logger.info(
+                "kvstore: controlled at %s", self.where, extra=about("control.open", at=self.where)
+            )
+            await self._stopped.wait()
+        finally:
+            await self._commands.end()
+            await runner.cleanup()
+            self.abandon()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def abandon(self) -> None:
+        """Close the socket, if that was not done."""
+        self._socket.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self._path = None
+
+    # -- requests --------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check_allowed(request)
+            return await handler(request)
+        except KVStoreError as error:
+            return _refused(400, str(error))
+        except web.HTTPException as error:
+            return _refused(error.status, error.reason)
+        except Exception as error:
+            logger.exception("a control request failed", extra=about("control.failed"))
+            return _refused(500, repr(error))
+
+    def _check_allowed(self, request: web.Request) -> None:
+        """Refuse who may not ask.
+
+        Raises:
+            HTTPForbidden: with the reason.
+        """
+        if self._path is not None:
+            # The file system says who may.
+            return
+        # A page in a browser may send requests here, under another name of this machine.
+        if (request.url.host or "") not in LOOPBACK:
+            raise web.HTTPForbidden(reason="name this machine by a loopback address")
+        if request.method == "GET":
+            return
+        if self._token is None:
+            raise web.HTTPForbidden(reason="on a port, changes need control_token_file")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise web.HTTPForbidden(reason="the token is missing or wrong")
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(await self._commands.status())
+
+    async def _command(self, request: web.Request) -> web.StreamResponse:
+        body = await _body_of(request)
+        told = await self._commands.run(request.match_info["command"], body)
+        return web.json_response(told, status=200 if told.get("dry_run") else 202)
+
+    async def _job(self, request: web.Request) -> web.StreamResponse:
+        job = self._commands.job(_number_of(request))
+        if job is None:
+            raise web.HTTPNotFound(reason="no such job, or it ended long ago")
+        wait = min(MOST_WAIT, _seconds_of(request))
+        if wait > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(job.ended.wait(), wait)
+        return web.json_response({"version": FORMAT, **job.told()})
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        job = self._commands.job(_number_of(request))
+        if job is None:
+            raise web.HTTPNotFound(reason="no such job, or it ended long ago")
+        job.cancel()
+        return web.json_response({"version": FORMAT, **job.told()})
+
+    # -- the socket ------------------------------------------------------------------------
+
+    def _listen(self, path: Path) -> socket.socket:
+        # Of processes that begin together one looks after the other.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            return self._listen_at_first(path)
+        finally:
+            os.close(folder)
+
+    def _listen_at_first(self, path: Path) -> socket.socket:
+        for number in range(MOST_SOCKETS):
+            name = path.name if not number else f"{path.stem}-{number}{path.suffix}"
+            at = path.with_name(name)
+            if _is_served(at):
+                continue
+            listening = socket.socket(socket.AF_UNIX)
+            try:
+                # The file gets the rights of the socket: nobody else's at any moment.
+                os.fchmod(listening.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+                listening.bind(str(at))
+                listening.listen()
+            except OSError:
+                listening.close()
+                raise
+            self._path = at
+            return listening
+        raise ValueError(f"{MOST_SOCKETS} processes listen there already")
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a process listens at the path. A socket that nobody listens at is removed.
+
+    Raises:
+        ValueError: if there is a file of another kind.
+    """
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ValueError("there is a file that is no socket")
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return False
+        except TimeoutError:
+            return True
+        return True
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("127.0.0.1" if host == "localhost" else host, port), family=family
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError("another process listens there") from error
+        raise
+
+
+def _token_of(path: Path) -> str:
+    """Read a token that nobody else can read.
+
+    Raises:
+        ConfigError: with the reason why it cannot be used.
+    """
+    try:
+        with open(path, encoding="ascii") as file:
+            found = os.fstat(file.fileno())
+            token = file.read(MOST_TOKEN).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"control_token_file = {str(path)!r}: {error}") from error
+    doubt = None
+    if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+        doubt = "others may read or write it: chmod 600"
+    elif found.st_uid not in (0, os.geteuid()):
+        doubt = "belongs to another user"
+    elif len(token) < LEAST_TOKEN or not token.isprintable():
+        doubt = f"must hold one line of at least {LEAST_TOKEN} characters"
+    if doubt is not None:
+        raise ConfigError(f"control_token_file = {str(path)!r}: {doubt}")
+    return token
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    text = await request.read()
+    try:
+        body = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ConfigError("the body must be a JSON object")
+    return body
+
+
+def _number_of(request: web.Request) -> int:
+    number = request.match_info["number"]
+    return int(number) if number.isdigit() else -1
+
+
+def _seconds_of(request: web.Request) -> float:
+    try:
+        return float(request.query.get("wait", "0"))
+    except ValueError as error:
+        raise ConfigError("wait must be a number of seconds") from error
+
+
+def _refused(status: int, reason: str) -> web.Response:
+    return web.json_response({"version": FORMAT, "error": reason}, status=status)

@@ -1,0 +1,118 @@
+"""Settings: change policies and sizes of a core that is in use, a part in each step.
+
+A policy is replaced by way of a `Migration`. Host memory gives up rows as they become free, and
+evicts chunks for it; a tier that has too many segments empties the surplus ones (`Compactor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore.core.eviction import Room
+from kvstore.core.host import HostPool
+from kvstore.core.pins import Pins
+from kvstore.core.residency.base import TierView
+from kvstore.core.residency.index import Index
+from kvstore.core.step_budget import Budget
+from kvstore.core.usage import Chains
+from kvstore.policies.base import EvictionPolicy
+from kvstore.policies.migration import Migration
+
+__all__ = ["MOST_CHANGES", "Settings"]
+
+MOST_CHANGES = 256
+"""Most keys that go over to another policy, and most rows that are given up, in one step, for
+policies whose calls cost as much as LRU's."""
+
+
+class Settings:
+    """What may be changed while the core is in use: see the module's text."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        room: Room,
+        pins: Pins,
+        chains: Chains,
+        budget: Budget,
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._room = room
+        self._pins = pins
+        self._chains = chains
+        self._budget = budget
+        self._rows = pool.rows
+        self._migrating: list[HostPool | Index] = []
+        self._progressed = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a change has not ended, surplus segments of tiers not counted."""
+        return bool(self._migrating) or self._pool.rows != self._rows
+
+    @property
+    def behind(self) -> bool:
+        """Whether the next step can go on with a change."""
+        return self._progressed and self.under_way
+
+    @property
+    def left(self) -> int:
+        """How many keys, rows and segments are still to change."""
+        policies = [each.policy for each in self._migrating]
+        keys = [each.left for each in policies if isinstance(each, Migration)]
+        surplus = [tier.target.surplus for tier in self._tiers if tier.target is not None]
+        return sum(keys) + max(0, self._pool.rows - self._rows) + sum(surplus)
+
+    def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
+        """Let `policy` replace that of a tier, by its number, or of host memory (None)."""
+        place = self._pool if tier is None else self._tiers[tier].index
+        place.follow(Migration(place.policy, policy))
+        if place not in self._migrating:
+            self._migrating.append(place)
+        self._policies_changed()
+        self._progressed = True
+
+    def limit_rows(self, rows: int) -> None:
+        """Use only `rows` rows of host memory, of those that were allocated."""
+        self._rows = max(1, min(rows, self._pool.allocated))
+        self._pool.give_back(self._rows - self._pool.rows)
+        self._pins.resized()
+        self._progressed = True
+
+    def limit_segments(
+        self, tier: int, segments: int, policy_of: Callable[[int], EvictionPolicy]
+    ) -> None:
+        """Let a tier have at most so many segments, and the policy for the chunks that fit."""
+        target = self._tiers[tier].target
+        assert target is not None
+        self.set_policy(tier, policy_of(target.limit_segments(segments)))
+        self._pins.resized()
+
+    def go_on(self, now: float) -> None:
+        """Go on with the changes under way. Hits of this step were kept before."""
+        self._progressed = False
+        surplus = min(MOST_CHANGES, self._pool.rows - self._rows)
+        if surplus > 0:
+            self._room.make(surplus, now, shed_unsaved=False)
+            self._progressed = self._pool.withhold(surplus) > 0
+            self._pins.resized()
+        for place in list(self._migrating):
+            policy = place.policy
+            if isinstance(policy, Migration):
+                self._progressed |= policy.go_on(max(1, int(MOST_CHANGES / policy.effort))) > 0
+                if policy.left:
+                    continue
+                place.follow(policy.new)
+            self._migrating.remove(place)
+            self._policies_changed()
+
+    def reset(self) -> None:
+        """Nothing is resident: what goes over has gone over. Sizes go on changing."""
+        self._progressed = self.under_way
+
+    def _policies_changed(self) -> None:
+        self._chains.policies_changed()
+        efforts = [tier.index.policy.effort for tier in self._tiers]
+        self._budget.weigh(self._pool.policy.effort, efforts)

@@ -1,0 +1,184 @@
+"""Drive jobs by the calls of a server that has host memory of its own, over an engine thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvstore.assembly import open_tiers, recency_of, spans_of
+from kvstore.config import Config
+from kvstore.core import TierStats
+from kvstore.core.jobs import JobEnd
+from kvstore.core.tier_only import Jobs
+from kvstore.engine.engine import EngineThread
+from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
+from kvstore.observe.logs import warn_with
+from kvstore.tiers import Tier
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.lent import LentRegion
+from kvstore.types import about
+
+__all__ = ["JobRunner"]
+
+logger = logging.getLogger("kvstore")
+
+
+LOOK_SECONDS = 0.02
+"""How often a call that waits for jobs makes a step."""
+
+TELL_SECONDS = 5.0
+"""How often it logs that it waits."""
+
+
+class JobRunner:
+    """Runs jobs for a server with its own host memory; for jobs see `kvstore.core.tier_only`.
+
+    A step of the server ends with `end_step`; loads of chunks that `lookup` has found are handed
+    over before. Calls are made by one thread at a time. Only `drain` and `close` wait for a tier;
+    `end_step` waits a millisecond at most.
+
+    Attributes:
+        lookup: whether a chunk can be loaded, by its key.
+        description: the tiers in a few words.
+
+    Args:
+        config: names the tiers, of which one is owned, and how long a tier may be silent.
+        region: the server's rows.
+
+    Raises:
+        KVStoreError: if a tier cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        region: LentRegion,
+        chunk_bytes: int,
+        namespace: Namespace,
+        *,
+        events: bool,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._region = region
+        tiers: list[Tier] = []
+        try:
+            views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
+            self._jobs = Jobs(
+                views,
+                region.rows,
+                deadline=config.deadline_s,
+                max_wait=config.max_wait_s,
+                events=events,
+                log=warn_with(logger),
+            )
+            self._spans = spans_of(config, views, self._jobs.spans.want, chunk_bytes)
+            beside = [] if self._spans is None else [self._spans]
+            self._engine = EngineThread(tiers, beside)
+        except BaseException:
+            for tier in tiers:
+                tier.abandon()
+            raise
+        self.lookup = self._jobs.lookup
+        self.description = "; ".join([f"host memory of {region.description}", *parts])
+        self._closed = False
+        self._ended = 0.0
+
+    def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Begin a job that fills `rows`, in this step; the keys in the order of the prompt."""
+        self._jobs.load(number, keys, rows, time.monotonic())
+
+    def store(self, number: int, keys: Sequence[bytes], rows: Sequence[int], request: str) -> None:
+        """Begin a job that copies `rows`, in this step; the keys in the order of the prompt."""
+        self._jobs.store(number, keys, rows, request, time.monotonic())
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count these chunks, in the order of the prompt, as used."""
+        self._jobs.touch(keys)
+
+    def finished(self, request: str) -> None:
+        """End a request, which hands over no more jobs."""
+        self._jobs.finished(request)
+
+    def poll(self) -> list[JobEnd]:
+        """Make a step; returns the jobs that have ended since the last call."""
+        self._jobs.poll(time.monotonic(), self._engine.take())
+        return self._jobs.take_ended()
+
+    def end_step(self) -> None:
+        """Start the moves that are due. A step that had nothing else to do waits briefly."""
+        now = time.monotonic()
+        self._hand_over(now)
+        if len(self._jobs) and self._jobs.in_flight and now - self._ended < IDLE_STEP_SECONDS:
+            self._engine.wait(WAIT_SECONDS)
+            now = time.monotonic()
+        self._ended = now
+
+    def drain(self) -> None:
+        """Wait until every job has ended, however long its tier takes to answer.
+
+        Afterwards the rows are not in use; the next `poll` returns the jobs' results.
+        """
+        told = time.monotonic()
+        while self._go_on():
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                logger.warning(
+                    "%d jobs have not ended: host memory is in use",
+                    len(self._jobs),
+                    extra=about("store.busy", jobs=len(self._jobs)),
+                )
+
+    def close(self, seconds: float) -> bool:
+        """Finish the jobs, within `seconds`, and close the tiers.
+
+        Returns:
+            Whether the rows are not in use any more.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        end = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end and self._go_on():
+                pass
+        except Exception:
+            logger.exception(
+                "chunks that were not copied yet are lost", extra=about("store.unsaved")
+            )
+        try:
+            left = max(0.1, end - time.monotonic())
+            return self._engine.close(recency_of(self._jobs.tiers), left)
+        finally:
+            self._region.close()
+            logger.info(
+                "kvstore: closed, %d chunks not copied",
+                self._jobs.unsaved,
+                extra=about("store.closed", unsaved=self._jobs.unsaved),
+            )
+
+    def stats(self) -> list[TierStats]:
+        """Return the counters and gauges of each tier."""
+        stats = [tier.stats() for tier in self._jobs.tiers]
+        for tier in stats:
+            tier.complete(0, self._chunk_bytes)
+        return stats
+
+    def take_history(self) -> list[tuple[bytes, bool]]:
+        """Take the keys that appeared on the tier or (True) left it since the last call."""
+        return self._jobs.target.index.history.take()
+
+    def _hand_over(self, now: float) -> None:
+        self._engine.submit(self._jobs.flush(now))
+        if self._spans is not None and (taken := self._jobs.spans.take()):
+            self._engine.tell(self._spans.write, taken)
+
+    def _go_on(self) -> bool:
+        """Make a step, and wait briefly; returns whether jobs are left."""
+        now = time.monotonic()
+        self._jobs.poll(now, self._engine.take())
+        if not len(self._jobs):
+            return False
+        self._hand_over(now)
+        self._engine.wait(LOOK_SECONDS)
+        return True

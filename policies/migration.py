@@ -1,0 +1,179 @@
+"""Migration: let another eviction policy take over while a tier is in use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from kvstore.policies.base import LATER, EvictionPolicy, Protected
+from kvstore.policies.table import OrderedTable
+
+__all__ = ["Migration"]
+
+
+class Migration(EvictionPolicy):
+    """Two policies as one: the keys of `old` go over to `new`, some at a time.
+
+    A key that is inserted or used goes to `new` at once. The others first leave `old` for a queue,
+    coldest first, and then the queue for `new`, hottest first, where each is cooled: in the end
+    they leave before keys that were used since, in the order of `old`. Meanwhile eviction takes
+    keys of the queue, coldest first, then keys of `old`, then others.
+
+    It is not registered: a caller that changes a policy makes it, and calls `go_on`.
+    """
+
+    name = "migration"
+
+    def __init__(self, old: EvictionPolicy, new: EvictionPolicy) -> None:
+        super().__init__(new.capacity)
+        self.old = old
+        self.new = new
+        self.effort = old.effort + new.effort
+        self.declines = old.declines or new.declines
+        self.spares_latest = new.spares_latest
+        self._queue: OrderedTable[bytes, None] = OrderedTable()
+
+    @property
+    def left(self) -> int:
+        """How many moves of keys are still to come. With none, `new` can stand alone."""
+        return 2 * len(self.old) + len(self._queue)
+
+    def go_on(self, count: int) -> int:
+        """Let up to `count` keys go on; returns how many did."""
+        keys = _evict(self.old, count, _nobody)
+        for key in keys:
+            self._queue[key] = None
+        if keys:
+            return len(keys)
+        # Keys that are set aside.
+        keys = list(itertools.islice(self.old.order(), count))
+        for key in keys:
+            self.old.remove(key)
+            self.new.insert(key)
+        moved = len(keys)
+        while moved < count and len(self._queue):
+            key, _ = self._queue.popitem()
+            self.new.insert(key)
+            self.new.cool((key,))
+            moved += 1
+        return moved
+
+    def insert(self, key: bytes) -> None:
+        self.new.insert(key)
+
+    def touch(self, key: bytes) -> None:
+        if self._take(key):
+            self.new.insert(key)
+        self.new.touch(key)
+
+    def remove(self, key: bytes) -> None:
+        if not self._take(key):
+            self.new.remove(key)
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        if count > len(self):
+            return None
+        later = False
+
+        def ask(key: bytes) -> int:
+            nonlocal later
+            answer = LATER if later else protected(key)
+            later = answer == LATER
+            return answer
+
+        queued = self._evict_queued(count, ask)
+        old = [] if later else _evict(self.old, count - len(queued), ask, incoming)
+        short = count - len(queued) - len(old)
+        new = [] if later else _evict(self.new, short, ask, incoming)
+        if len(new) == short:
+            return [*queued, *old, *new]
+        for key in reversed(queued):
+            self._come_first(key)
+        for key in old:
+            self.old.insert(key)
+        for key in new:
+            self.new.insert(key)
+        return None
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        known = [*keys]
+        for key in known:
+            if key in self.old:
+                self.old.remove(key)
+                self.new.insert(key)
+        self.new.release(known)
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
+        self.new.link(keys, after)
+
+    def settle(self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None) -> None:
+        self.new.settle(keys, ends)
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        for key in reversed([*keys]):
+            if not self._take(key):
+                self.new.remove(key)
+            self._come_first(key)
+
+    def clear(self) -> None:
+        for each in (self.old, self.new, self._queue):
+            each.clear()
+
+    def __len__(self) -> int:
+        return len(self.old) + len(self._queue) + len(self.new)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._queue or key in self.old or key in self.new
+
+    def order(self) -> Iterable[bytes]:
+        return itertools.chain(self._queue, self.old.order(), self.new.order())
+
+    def _take(self, key: bytes) -> bool:
+        """Take the key out if it has not gone over; returns whether that is so."""
+        if key in self._queue:
+            del self._queue[key]
+            return True
+        if key in self.old:
+            self.old.remove(key)
+            return True
+        return False
+
+    def _come_first(self, key: bytes) -> None:
+        self._queue[key] = None
+        self._queue.move_to_end(key, last=False)
+
+    def _evict_queued(self, count: int, protected: Protected) -> list[bytes]:
+        """Take up to `count` keys out of the queue that may leave."""
+        victims: list[bytes] = []
+        while len(victims) < count and len(self._queue):
+            key, _ = self._queue.popitem(last=False)
+            answer = protected(key)
+            if answer == LATER:
+                self._come_first(key)
+                break
+            if answer:
+                # It counts as just used.
+                self.new.insert(key)
+            else:
+                victims.append(key)
+        return victims
+
+
+def _evict(
+    policy: EvictionPolicy, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Evict `count` keys, or as many as may be."""
+    count = min(count, len(policy))
+    found = policy.evict(count, protected, incoming) if count > 0 else []
+    if found is not None:
+        return found
+    victims: list[bytes] = []
+    while len(victims) < count and (one := policy.evict(1, protected, incoming)):
+        victims += one
+    return victims
+
+
+def _nobody(key: bytes) -> bool:
+    return False

@@ -1,0 +1,220 @@
+"""Commands on chunks and settings, over the socket of a store that serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvstore.api.store import Store
+from kvstore.control.commands import MOST_RUNNING
+from kvstore.tiers.disk import DiskTier
+from tests.control.test_server import at_path
+from tests.store.support import CHUNK, keys_of, payload, payloads
+
+A, B = keys_of("a", 4), keys_of("b", 4)
+
+
+def named(keys: Sequence[bytes], **more: Any) -> dict[str, Any]:
+    return {"keys": [key.hex() for key in keys], **more}
+
+
+async def ask(session: aiohttp.ClientSession, command: str, **body: Any) -> dict[str, Any]:
+    """The job of a command, once it has ended; or the answer to a dry run."""
+    response = await session.post(f"/v1/{command}", json=body)
+    told: dict[str, Any] = await response.json()
+    assert response.status in (200, 202), told
+    if response.status == 202:
+        told = await (await session.get(f"/v1/jobs/{told['job']}?wait=60")).json()
+    return told
+
+
+async def in_host(store: Store, session: aiohttp.ClientSession, keys: Sequence[bytes]) -> int:
+    told = await ask(session, "remove", **named(keys, dry_run=True))
+    return int(told["places"].get("host", 0))
+
+
+async def filled(store: Store, keys: Sequence[bytes]) -> None:
+    await store.put(keys, payloads(keys))
+    await store.flush()
+
+
+async def test_chunks_leave_host_memory_come_back_and_are_removed(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=64) as (store, session):
+        await filled(store, A)
+        job = await ask(session, "demote", **named(A))
+        assert (job["state"], job["keys"], job["done"], job["affected"]) == ("done", 4, 4, 4)
+        assert await in_host(store, session, A) == 0
+        job = await ask(session, "prefetch", **named([*A, *B]))
+        assert (job["state"], job["done"], job["affected"]) == ("done", 8, 4)
+        assert await in_host(store, session, A) == 4
+        job = await ask(session, "remove", **named([*A, *B]))
+        assert (job["state"], job["affected"]) == ("done", 4)
+        assert store.lookup_prefix(A) == 0
+
+
+async def test_chunks_are_retained_and_released(tmp_path: Path) -> None:
+    async with at_path(tmp_path) as (store, session):
+        await store.put(A, payloads(A))
+        job = await ask(session, "retain", **named(A, seconds=600))
+        assert (job["state"], job["affected"]) == ("done", 4)
+        await store.put(B, payloads(B))
+        await store.put(keys_of("c", 4), payloads(keys_of("c", 4)))
+        assert await in_host(store, session, A) == 4
+        # Half of host memory at most.
+        job = await ask(session, "retain", **named(B, seconds=600))
+        assert job["state"] == "failed"
+        assert "4 chunks are beyond pinned_share" in job["error"]
+        job = await ask(session, "release", **named(A))
+        assert job["affected"] == 4
+        await store.put(keys_of("d", 4), payloads(keys_of("d", 4)))
+        assert await in_host(store, session, A) == 0
+
+
+async def test_a_dry_run_tells_where_chunks_are_and_does_nothing(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=64) as (store, session):
+        await filled(store, A)
+        before = store.stats()
+        disk = before.tiers[0].name
+        for command in ("prefetch", "demote", "remove", "release"):
+            told = await ask(session, command, **named([*A, *B], dry_run=True))
+            assert told["places"] == {"host": 4, disk: 4, "nowhere": 4}
+        told = await ask(session, "reset", dry_run=True)
+        assert told["chunks"]["host"] == told["chunks"][disk] == 4
+        host = {"bytes": CHUNK, "eviction_policy": "arc"}
+        told = await ask(session, "settings", host=host, dry_run=True)
+        assert told["would_change"] == ["host memory: 1 chunks", "host memory: arc"]
+        after = store.stats()
+        assert (after.chunks, after.demoted, after.rows) == (4, 0, 8)
+        assert after.tiers[0].chunks == 4
+
+
+async def test_a_reset_forgets_and_the_next_process_finds_nothing(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=64) as (store, session):
+        await filled(store, A)
+        assert (await ask(session, "reset"))["state"] == "done"
+        assert await store.resolve(A) == 0
+        await filled(store, B)
+    async with at_path(tmp_path, disk=64) as (store, _):
+        assert await store.resolve(A) == 0
+        assert await store.resolve(B) == 4
+
+
+async def test_a_disk_becomes_smaller_and_larger_while_it_serves(tmp_path: Path) -> None:
+    keys = keys_of("long", 128)
+    async with at_path(tmp_path, rows=16, disk=128) as (store, session):
+        for at in range(0, 128, 8):
+            await filled(store, keys[at : at + 8])
+        whole = store.stats().tiers[0]
+        assert whole.chunks == 128
+
+        used = asyncio.create_task(served(store, keys))
+        tier = store._assembly.tiers[0]
+        assert isinstance(tier, DiskTier)
+        file_bytes = tier.geometry.file_bytes
+        capacity = 5 * file_bytes
+        job = await ask(session, "settings", tiers={"0": {"capacity_bytes": capacity}})
+        assert job["state"] == "done"
+        smaller = store.stats().tiers[0]
+        assert smaller.segments == smaller.max_segments == 5
+        assert 0 < smaller.chunks <= 5 * tier.geometry.slots
+        held = [path.stat().st_size for path in (tmp_path / "cache").rglob("*")]
+        assert held.count(file_bytes) == 5
+        used.cancel()
+        job = await ask(session, "settings", tiers={"0": {"capacity_bytes": "64MiB"}})
+        assert job["state"] == "done"
+        for at in range(0, 128, 8):
+            await filled(store, keys[at : at + 8])
+        assert store.stats().tiers[0].chunks == 128
+        for key in keys:
+            async with store.get([key]) as chunks:
+                assert bytes(chunks[0]) == payload(key)
+        state = await (await session.get("/v1/status")).json()
+        assert state["tiers"][0]["capacity_bytes"] == 64 * 2**20
+    async with at_path(tmp_path, rows=16, disk=128) as (store, _):
+        assert store.stats().tiers[0].chunks >= 112
+
+
+async def served(store: Store, keys: Sequence[bytes]) -> None:
+    """Somebody reads all the time; what is there is right."""
+    while True:
+        for key in keys:
+            async with store.get([key]) as chunks:
+                assert not chunks or bytes(chunks[0]) == payload(key)
+
+
+async def test_policies_rates_and_sizes_of_host_memory_change(tmp_path: Path) -> None:
+    async with at_path(tmp_path, rows=64, disk=64) as (store, session):
+        await filled(store, A)
+        settings = {"bytes": 32 * CHUNK, "eviction_policy": "sieve"}
+        disk = {"eviction_policy": "hit-density(whole_stores=false)", "compaction_rate": "1MiB"}
+        name = store.stats().tiers[0].name
+        job = await ask(session, "settings", host=settings, tiers={name: disk})
+        assert job["state"] == "done"
+        state = await (await session.get("/v1/status")).json()
+        assert state["host"] == {
+            "bytes": 32 * CHUNK,
+            "allocated_bytes": 64 * CHUNK,
+            "eviction_policy": "sieve",
+        }
+        (tier, _) = state["tiers"]
+        assert tier["eviction_policy"] == "hit-density(whole_stores=False)"
+        assert tier["compaction_rate"] == 2**20
+        assert await store.resolve(A) == 4
+        await ask(
+            session, "settings", host={"bytes": 64 * CHUNK}, tiers={"0": {"compaction_rate": 0}}
+        )
+        assert store.stats().rows == 64
+
+
+async def test_a_job_tells_how_far_it_is_and_can_be_cancelled(tmp_path: Path) -> None:
+    keys = keys_of("long", 64)
+    async with at_path(tmp_path, rows=64) as (store, session):
+        await store.put(keys, payloads(keys))
+        async with store.get(keys):
+            asked = {"host": {"bytes": 16 * CHUNK}}
+            job = await (await session.post("/v1/settings", json=asked)).json()
+            number = job["job"]
+
+            async def left() -> int:
+                told = await (await session.get(f"/v1/jobs/{number}")).json()
+                assert told["state"] == "running"
+                return int(told["left"])
+
+            for _ in range(1000):
+                if await left() == 48:
+                    break
+                await asyncio.sleep(0.01)
+            assert await left() == 48
+            await session.delete(f"/v1/jobs/{number}")
+            told = await (await session.get(f"/v1/jobs/{number}?wait=60")).json()
+            assert told["state"] == "cancelled"
+
+
+async def test_jobs_are_bounded(tmp_path: Path) -> None:
+    keys = keys_of("long", 8)
+    async with at_path(tmp_path, rows=8) as (store, session):
+        await store.put(keys, payloads(keys))
+        async with store.get(keys):
+            asked = {"host": {"bytes": CHUNK}}
+            for _ in range(MOST_RUNNING):
+                assert (await session.post("/v1/settings", json=asked)).status == 202
+            response = await session.post("/v1/settings", json=asked)
+            assert response.status == 400
+            assert "jobs run already" in (await response.json())["error"]
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+async def test_many_keys_are_done_in_batches(tmp_path: Path, count: int) -> None:
+    keys = keys_of("long", count)
+    async with at_path(tmp_path, rows=512) as (store, session):
+        if keys:
+            await store.put(keys, payloads(keys))
+        job = await ask(session, "remove", **named(keys))
+        assert (job["state"], job["done"], job["affected"]) == ("done", count, count)
+        assert store.stats().chunks == 0

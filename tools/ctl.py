@@ -1,0 +1,252 @@
+"""``kvstore ctl``: inspect and change a store while it serves, by its control socket."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvstore.errors import KVStoreError
+from kvstore.sizes import format_size
+
+__all__ = ["add_ctl_arguments", "run_ctl"]
+
+ANSWER_SECONDS = 90.0
+"""Longest time without an answer."""
+
+WAIT_SECONDS = 1.0
+"""How often progress is shown."""
+
+
+class Client:
+    """Asks one control server.
+
+    Args:
+        where: the path of its socket, or ``http://HOST:PORT``.
+        token: names changes on a port.
+    """
+
+    def __init__(self, where: str, token: str | None) -> None:
+        self._where = where
+        self._token = token
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            KVStoreError: if there is no answer, or the server refuses.
+        """
+        headers = {"Host": "localhost", "Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        connection = self._connect()
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, headers)
+            response = connection.getresponse()
+            status, told = response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or repr(error)
+            raise KVStoreError(f"{self._where}: no answer: {reason}") from error
+        finally:
+            connection.close()
+        try:
+            answer = json.loads(told)
+        except ValueError as error:
+            raise KVStoreError(f"{self._where}: is no control socket of kvstore") from error
+        if status >= 400:
+            raise KVStoreError(f"{self._where}: {answer.get('error', status)}")
+        assert isinstance(answer, dict)
+        return answer
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if not self._where.startswith("http://"):
+            return _UnixConnection(self._where)
+        place = urlsplit(self._where)
+        if place.hostname is None or place.port is None:
+            raise KVStoreError(f"{self._where}: must be http://HOST:PORT")
+        return http.client.HTTPConnection(place.hostname, place.port, timeout=ANSWER_SECONDS)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=ANSWER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("where", metavar="PATH|URL", help="control socket, or http://HOST:PORT")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="token, for a port")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="WHAT", dest="what")
+    commands.add_parser("status", help="settings, chunks, and jobs")
+    for name, text in (
+        ("prefetch", "fetch chunks to host memory"),
+        ("retain", "protect chunks from eviction"),
+        ("release", "end the protection of chunks; they are the first to leave"),
+        ("demote", "let chunks leave host memory once a tier has them"),
+        ("remove", "remove chunks everywhere, durably"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("keys", nargs="*", metavar="KEY", help="keys in hexadecimal")
+        command.add_argument(
+            "--file", metavar="FILE", help="JSON with keys, or with tokens and model; - for stdin"
+        )
+        if name == "retain":
+            command.add_argument("--seconds", type=float, required=True)
+        _add_common(command)
+    text = "forget everything, on every tier"
+    _add_common(commands.add_parser("reset", help=text, description=text))
+    text = "change sizes, policies and the rate of compaction"
+    command = commands.add_parser("set", help=text, description=text)
+    command.add_argument(
+        "settings",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="host.bytes, host.eviction_policy, tiers.N.capacity_bytes, "
+        "tiers.N.eviction_policy, tiers.N.compaction_rate; tiers as status numbers them",
+    )
+    _add_common(command)
+    for name, text in (("job", "show a job"), ("cancel", "cancel a job")):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("number", type=int)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dry-run", action="store_true", help="only report what would be done")
+    command.add_argument("--detach", action="store_true", help="do not wait for the end")
+
+
+def run_ctl(options: argparse.Namespace) -> int:
+    """Do what is asked for; 1 if a job failed or was cancelled.
+
+    Raises:
+        KVStoreError: if the server does not answer, or refuses.
+    """
+    token = None
+    if options.token_file is not None:
+        token = options.token_file.read_text().strip()
+    client = Client(options.where, token)
+    if options.what == "status":
+        return _print(client.ask("GET", "/v1/status"), options.json, _status_lines)
+    if options.what in ("job", "cancel"):
+        method = "GET" if options.what == "job" else "DELETE"
+        return _print(client.ask(method, f"/v1/jobs/{options.number}"), options.json, _job_lines)
+    command = "settings" if options.what == "set" else options.what
+    told = client.ask("POST", f"/v1/{command}", _body(options))
+    if options.dry_run:
+        return _print(told, options.json, _dry_lines)
+    if not options.detach:
+        told = _wait(client, told, quiet=options.json)
+    return _print(told, options.json, _job_lines)
+
+
+def _body(options: argparse.Namespace) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    if options.what == "set":
+        body = _settings(options.settings)
+    elif options.what != "reset":
+        if bool(options.keys) == (options.file is not None):
+            raise KVStoreError("name the chunks by KEY or by --file, one of them")
+        body = {"keys": options.keys} if options.keys else _read(options.file)
+    if options.what == "retain":
+        body["seconds"] = options.seconds
+    return body | ({"dry_run": True} if options.dry_run else {})
+
+
+def _read(name: str) -> dict[str, Any]:
+    text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise KVStoreError(f"{name}: is not JSON: {error}") from error
+    if isinstance(found, list):
+        return {"keys": found}
+    if not isinstance(found, dict):
+        raise KVStoreError(f"{name}: must be a list of keys, or an object with keys or tokens")
+    return found
+
+
+def _settings(words: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        place, _, field = name.rpartition(".")
+        if not equals or not place:
+            raise KVStoreError(f"{word!r}: write NAME=VALUE, such as host.bytes=8GiB")
+        table = settings
+        for part in place.split(".", 1):
+            table = table.setdefault(part, {})
+        table[field] = value
+    return settings
+
+
+def _wait(client: Client, told: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
+    """Wait until a job has ended, and show its progress to a terminal."""
+    shows = sys.stderr.isatty() and not quiet
+    while told["state"] == "running":
+        told = client.ask("GET", f"/v1/jobs/{told['job']}?wait={WAIT_SECONDS}")
+        if shows:
+            line = f"{told['command']}: {told['done']} of {told['keys']}, {told['left']} to change"
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+    if shows:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return told
+
+
+def _print(told: dict[str, Any], as_json: bool, lines: Any) -> int:
+    print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)))
+    return int(told.get("state") in ("failed", "cancelled"))
+
+
+def _job_lines(told: dict[str, Any]) -> list[str]:
+    line = f"job {told['job']}, {told['command']}: {told['state']} after {told['seconds']:.2f} s"
+    if told["keys"]:
+        line += f"; {told['done']} of {told['keys']} keys, {told['affected']} affected"
+    if told["left"]:
+        line += f"; {told['left']} keys, rows and segments still to change"
+    return [line, *([f"  {told['error']}"] if told["error"] else [])]
+
+
+def _dry_lines(told: dict[str, Any]) -> list[str]:
+    lines = [f"{told['command']}: nothing was done"]
+    if "places" in told:
+        lines[0] += f"; {told['keys']} keys"
+        lines += [f"  {place}: {count}" for place, count in told["places"].items()]
+    lines += [f"  {place}: {count} chunks" for place, count in told.get("chunks", {}).items()]
+    lines += [f"  would change {text}" for text in told.get("would_change", ())]
+    return lines
+
+
+def _status_lines(told: dict[str, Any]) -> list[str]:
+    host, stats = told["host"], told["stats"]
+    lines = [
+        f"process {told['pid']}",
+        f"host: {stats['chunks']} chunks, {format_size(host['bytes'])} of "
+        f"{format_size(host['allocated_bytes'])} in use, {host['eviction_policy']}",
+    ]
+    for tier, its in zip(told["tiers"], stats["tiers"], strict=True):
+        line = f"tier {tier['tier']}, {tier['name']}: {its['chunks']} chunks"
+        if tier["capacity_bytes"] is not None:
+            line += f", at most {format_size(tier['capacity_bytes'])}"
+        if tier["eviction_policy"] is not None:
+            line += f", {tier['eviction_policy']}"
+        if tier["compaction_rate"]:
+            line += f", compaction of {format_size(tier['compaction_rate'])}/s"
+        lines.append(line)
+    if told["changing"]:
+        lines.append(f"{told['changing']} keys, rows and segments still to change")
+    for job in told["jobs"]:
+        lines += _job_lines(job)
+    return lines
