@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.policies.base import LATER, EvictionPolicy, Protected
 from kvstore.policies.table import OrderedTable
 
-__all__ = ["Migration"]
+__all__ = ["Migration", "dismantle"]
 
 
 class Migration(EvictionPolicy):
@@ -159,6 +159,30 @@ class Migration(EvictionPolicy):
             else:
                 victims.append(key)
         return victims
+
+
+def dismantle(policy: EvictionPolicy, count: int) -> bool:
+    """Free about `count` of the keys and numbers that a policy remembers, which nobody uses any more.
+
+    To free a million at once would take as long as many steps.
+
+    Returns:
+        Whether anything is left.
+    """
+    policies = [policy.old, policy.new] if isinstance(policy, Migration) else []
+    for each in policies:
+        if dismantle(each, count):
+            return True
+    for held in vars(policy).values():
+        if isinstance(held, list) and held:
+            del held[-count:]
+            return True
+        if isinstance(held, (OrderedTable, dict, set)) and len(held):
+            take = held.pop if isinstance(held, set) else held.popitem
+            for _ in range(min(count, len(held))):
+                take()
+            return True
+    return False
 
 
 def _evict(

@@ -16,11 +16,11 @@ from kvstore.core.residency.index import Index
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
 from kvstore.policies.base import EvictionPolicy
-from kvstore.policies.migration import Migration
+from kvstore.policies.migration import Migration, dismantle
 
 __all__ = ["MOST_CHANGES", "Settings"]
 
-MOST_CHANGES = 256
+MOST_CHANGES, MOST_ROWS = 1024, 128
 """Most keys that go over to another policy, and most rows that are given up, in one step, for
 policies whose calls cost as much as LRU's."""
 
@@ -45,12 +45,14 @@ class Settings:
         self._budget = budget
         self._rows = pool.rows
         self._migrating: list[HostPool | Index] = []
+        self._replaced: list[EvictionPolicy] = []
         self._progressed = False
 
     @property
     def under_way(self) -> bool:
         """Whether a change has not ended, surplus segments of tiers not counted."""
-        return bool(self._migrating) or self._pool.rows != self._rows
+        unfinished = bool(self._migrating or self._replaced)
+        return unfinished or self._pool.rows != self._rows
 
     @property
     def behind(self) -> bool:
@@ -93,11 +95,16 @@ class Settings:
     def go_on(self, now: float) -> None:
         """Go on with the changes under way. Hits of this step were kept before."""
         self._progressed = False
-        surplus = min(MOST_CHANGES, self._pool.rows - self._rows)
+        most = max(1, int(MOST_ROWS / self._pool.policy.effort))
+        surplus = min(most, self._pool.rows - self._rows)
         if surplus > 0:
             self._room.make(surplus, now, shed_unsaved=False)
             self._progressed = self._pool.withhold(surplus) > 0
             self._pins.resized()
+        if self._replaced:
+            if not dismantle(self._replaced[-1], MOST_CHANGES):
+                self._replaced.pop()
+            self._progressed = True
         for place in list(self._migrating):
             policy = place.policy
             if isinstance(policy, Migration):
@@ -105,6 +112,7 @@ class Settings:
                 if policy.left:
                     continue
                 place.follow(policy.new)
+                self._replaced.append(policy.old)
             self._migrating.remove(place)
             self._policies_changed()
 

@@ -1,0 +1,88 @@
+"""``kvstore ctl``: what it sends, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import kvstore
+from tests.store.support import keys_of, payloads, small
+from tests.tools.test_top import served
+
+A = keys_of("a", 4)
+
+
+async def ctl(*words: str, given: str = "") -> tuple[int, str, str]:
+    """Exit status, output and errors of the command."""
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "kvstore.tools", "ctl", *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def hexes(keys: Sequence[bytes]) -> list[str]:
+    return [key.hex() for key in keys]
+
+
+async def test_it_names_chunks_by_words_files_and_standard_input(tmp_path: Path) -> None:
+    where = str(tmp_path / "s")
+    listed, named = tmp_path / "list.json", tmp_path / "object.json"
+    listed.write_text(json.dumps(hexes(A)))
+    named.write_text(json.dumps({"keys": hexes(A)}))
+    async with kvstore.open(small(tmp_path / "cache", disk=64, control=where)) as store:
+        await store.put(A, payloads(A))
+        for words, given in (
+            (hexes(A), ""),
+            (["--file", str(listed)], ""),
+            (["--file", str(named)], ""),
+            (["--file", "-"], named.read_text()),
+        ):
+            status, out, _ = await ctl(where, "remove", "--dry-run", *words, given=given)
+            assert status == 0
+            assert "remove: nothing was done; 4 keys" in out
+            assert "host: 4" in out
+        status, out, _ = await ctl(where, "--json", "remove", *hexes(A))
+        told = json.loads(out)
+        assert (status, told["state"], told["affected"], told["version"]) == (0, "done", 4, 1)
+        status, out, _ = await ctl(where, "status")
+        assert (status, "job 1, remove: done" in out) == (0, True)
+
+
+async def test_it_ends_with_1_where_a_job_failed_and_2_where_it_was_refused(tmp_path: Path) -> None:
+    where = str(tmp_path / "s")
+    many = keys_of("many", 8)
+    async with kvstore.open(small(tmp_path / "cache", rows=8, control=where)):
+        status, out, _ = await ctl(where, "retain", "--seconds", "60", *hexes(many))
+        assert (status, "4 chunks are beyond pinned_share" in out) == (1, True)
+        for words, reason in (
+            (["remove", "zz"], "'zz' is not 1 to 56 bytes"),
+            (["remove"], "name the chunks by KEY or by --file"),
+            (["set", "bytes=5"], "write NAME=VALUE"),
+            (["set", "host.bytes"], "write NAME=VALUE"),
+            (["job", "99"], "no such job"),
+            (["remove", "--file", str(tmp_path / "missing")], "No such file"),
+        ):
+            status, _, errors = await ctl(where, *words)
+            assert status == 2
+            assert reason in errors
+    status, _, errors = await ctl(where, "status")
+    assert (status, "no answer" in errors) == (2, True)
+
+
+async def test_another_server_is_told_apart(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path)) as store, served(store) as url:
+        port = url.removesuffix("/metrics")
+        status, _, errors = await ctl(port, "status")
+        assert (status, "is no control socket of kvstore" in errors) == (2, True)
+    status, _, errors = await ctl("http://localhost", "status")
+    assert (status, "must be http://HOST:PORT" in errors) == (2, True)
