@@ -162,7 +162,7 @@ class Migration(EvictionPolicy):
 
 
 def dismantle(policy: EvictionPolicy, count: int) -> bool:
-    """Free about `count` of the keys and numbers that a policy remembers, which nobody uses any more.
+    """Free about `count` keys or numbers that a policy remembers and nobody uses any more.
 
     To free a million at once would take as long as many steps.
 

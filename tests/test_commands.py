@@ -57,6 +57,7 @@ NEEDS_VLLM = {"benchmarks/disk.py", "benchmarks/secondary.py", "benchmarks/looku
 SLOW = {
     "benchmarks/first_token.py",
     "benchmarks/queued.py",
+    "benchmarks/control.py",
     "benchmarks/kill_engine.py",
     "examples/demo.py",
 }
