@@ -178,19 +178,19 @@ def look(pid: int, lane: Path, lanes: Sequence[Path]) -> dict[str, int]:
         name, _, value = line.partition(":")
         if name in ("Rss", "Pss"):
             memory[name.lower()] = int(value.split()[0]) * 1024
-    descriptors, beside = 0, 0
+    descriptors, segments = 0, 0
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             file = Path(os.readlink(f"/proc/{pid}/fd/{name}"))
             descriptors += 1
-            beside += file.name.startswith("segment-") and file.parent != lane
-    # Two for each segment of the lanes that it follows, and they come and go.
-    followed = sum(2 for other in lanes if other != lane for _ in other.glob("segment-*"))
+            segments += file.name.startswith("segment-")
+    # Two for each segment of its own lane and of those that it follows: they come and go.
+    followed = sum(2 for each in lanes for _ in each.glob("segment-*"))
     return {
         **memory,
         "descriptors": descriptors,
-        "own_descriptors": descriptors - beside,
-        "stray_descriptors": max(0, beside - followed),
+        "own_descriptors": descriptors - segments,
+        "stray_descriptors": max(0, segments - followed),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
         "lane": used(lane),
         "largest_lane": max(map(used, lanes), default=0),
