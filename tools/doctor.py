@@ -1,17 +1,23 @@
-"""``kvstore doctor``: does the cache help a server, and what should be changed?
+"""``kvstore doctor``: does the cache help, and what should be changed?
 
-Everything is taken from the server's metrics since its start: seconds of prefill that hits have
+Of a server everything is taken from its metrics since its start: seconds of prefill that hits have
 saved, by the measured time to compute a chunk; seconds that requests waited for slower tiers; and
-the bytes that were written to each tier for the chunks that were read from it.
+the bytes that were written to each tier for the chunks that were read from it. Of a cache on disk
+it is taken from its records: how many chunks were read again, and when one was last used.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.top import WHOLE, Snapshot, scrape
 
@@ -26,16 +32,26 @@ WASTED = 20.0
 LOST = 0.05
 """Share of the chunks of stores that may find no room before host memory counts as too small."""
 
+FORGOTTEN_DAYS = 7.0
+"""Days without a use after which a namespace that no process has open counts as forgotten."""
+
+GAP = 0.5
+"""Share of a namespace's files that holds nothing, or chunks from before a reset, from which on
+compacting is worth it."""
+
+FULL = 0.03
+"""Share of the drive below which free space counts as little."""
+
 
 @dataclass
 class Finding:
-    """What was found of one place, host memory or a tier.
+    """What was found of one place: host memory or a tier of a server, or a namespace.
 
     Attributes:
         place: its name.
         verdict: helps, does not help, too little to tell, or not used.
-        loaded: chunks that came from it. saved_s: seconds of computing that they have saved; None
-            if the server does not say how long computing takes.
+        loaded: chunks that came from it; of a namespace, reads of the chunks that it holds.
+        saved_s: seconds of computing that they have saved; None where that is not known.
         advice: what to change, one sentence each.
     """
 
@@ -48,7 +64,11 @@ class Finding:
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("url", metavar="URL", help="metrics, such as http://host:8000/metrics")
+    parser.add_argument(
+        "where",
+        metavar="URL|PATH",
+        help="a server's metrics, such as http://host:8000/metrics, or the folder of a cache",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -56,11 +76,15 @@ def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings; 1 if a place does not help.
 
     Raises:
-        KVStoreError: if the server does not answer, or has no metrics of kvstore.
+        KVStoreError: if the server does not answer, or has no metrics of kvstore; or if there is
+            no cache at that path.
     """
-    now = scrape(options.url)
-    findings = diagnose(now)
-    waited = now.get("wait_seconds_sum")
+    waited: float | None = None
+    if options.where.startswith(("http://", "https://")):
+        now = scrape(options.where)
+        findings, waited = diagnose(now), now.get("wait_seconds_sum")
+    else:
+        findings = examine(Path(options.where))
     if options.json:
         told = {"version": 1, "waited_s": waited, "places": [asdict(each) for each in findings]}
         print(json.dumps(told, indent=2))
@@ -74,9 +98,56 @@ def diagnose(now: Snapshot) -> list[Finding]:
     return [_host(now), *(_tier(now, tier) for tier in now.tiers)]
 
 
+def examine(path: Path) -> list[Finding]:
+    """Judge each namespace of a cache on disk by its records, and look at the drive's free space.
+
+    Raises:
+        KVStoreError: if there is no cache at `path`.
+    """
+    found = [_namespace(path, each) for each in survey(path)]
+    space = shutil.disk_usage(path)
+    if found and space.free < FULL * space.total:
+        found[0].advice.append(
+            f"The drive has {format_size(space.free)} of {format_size(space.total)} free: a lane "
+            "that cannot grow replaces its coldest chunks sooner."
+        )
+    return found
+
+
+def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
+    segments = [segment for lane in held.lanes for segment in lane.segments]
+    live, reused = sum(each.live for each in segments), sum(each.reused for each in segments)
+    size, reads = sum(each.file_bytes for each in segments), sum(each.reads for each in segments)
+    useful = sum(each.live_bytes * (1 - each.outdated / max(each.live, 1)) for each in segments)
+    found = Finding(f"namespace {held.name}", _verdict(reads, live), reads, None)
+    folder = shlex.quote(str(path))
+    if live >= FEW and live > WASTED * max(reused, 1):
+        found.advice.append(
+            f"{live} chunks are kept, and {reused} of them were read again: try "
+            '"admission": "reuse" or "endurance", or see kvstore simulate.'
+        )
+    if held.faults:
+        found.advice.append(f"{len(held.faults)} faults: see kvstore verify {folder}.")
+    if live and not any(lane.owner for lane in held.lanes):
+        days = (time.time() - max(each.used_ms for each in segments) / 1000) / 86400
+        if days > FORGOTTEN_DAYS:
+            found.advice.append(
+                f"No process has it open, and nothing in it was used for {days:.0f} days. It takes "
+                f"{format_size(size)}: kvstore purge {folder} --namespace {held.name} --all, then "
+                f"kvstore compact {folder}."
+            )
+        elif len(segments) > 1 and useful < GAP * size:
+            found.advice.append(
+                f"{format_size(int(useful))} of {format_size(size)} are chunks that can be found: "
+                f"kvstore compact {folder}."
+            )
+    return found
+
+
 def _host(now: Snapshot) -> Finding:
     loaded, stored = int(now.get("loaded_host_chunks")), now.get("stored_chunks")
-    found = Finding("host memory", _verdict(loaded, stored), loaded, _saved(now, loaded))
+    saved = _saved(now, "saved_host_seconds")
+    found = Finding("host memory", _verdict(loaded, stored), loaded, saved)
     lost = now.get("refused_chunks") + now.get("shed_chunks")
     if stored and lost > LOST * stored:
         found.advice.append(
@@ -95,7 +166,8 @@ def _tier(now: Snapshot, tier: str) -> Finding:
     loaded = int(now.get("loaded_disk_chunks", tier))
     read, written = now.get("disk_read_chunks", tier), now.get("disk_written_chunks", tier)
     held = now.get("disk_chunks", tier)
-    found = Finding(tier, _verdict(loaded, max(written, held)), loaded, _saved(now, loaded))
+    saved = _saved(now, "saved_disk_seconds", tier)
+    found = Finding(tier, _verdict(loaded, max(written, held)), loaded, saved)
     if now.get("disk_outpaced", tier):
         found.verdict = "does not help"
         found.advice.append(
@@ -122,14 +194,15 @@ def _verdict(loaded: int, had: float) -> str:
     return "helps" if loaded else "does not help"
 
 
-def _saved(now: Snapshot, loaded: int) -> float | None:
-    pace = now.get("compute_seconds_per_chunk", WHOLE)
-    return loaded * pace if pace else None
+def _saved(now: Snapshot, name: str, tier: str = WHOLE) -> float | None:
+    return now.get(name, tier) if now.get("compute_seconds_per_chunk") else None
 
 
-def _lines(findings: list[Finding], waited: float) -> Iterator[str]:
+def _lines(findings: list[Finding], waited: float | None) -> Iterator[str]:
     for each in findings:
         saved = "" if each.saved_s is None else f", which saved {each.saved_s:.1f} s of computing"
-        yield f"{each.place}: {each.verdict}; {each.loaded} chunks came from it{saved}"
+        came = "chunks came from it" if waited is not None else "reads of its chunks"
+        yield f"{each.place}: {each.verdict}; {each.loaded} {came}{saved}"
         yield from (f"  {sentence}" for sentence in each.advice)
-    yield f"Requests waited {waited:.1f} s for slower tiers."
+    if waited is not None:
+        yield f"Requests waited {waited:.1f} s for slower tiers."

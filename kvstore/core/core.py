@@ -456,13 +456,15 @@ class Core(CoreSteps):
     def stats(self) -> CoreStats:
         """Return a snapshot of counters and gauges."""
         pool, queue, loads, stores = self._pool, self._queue, self._loads, self._stores
+        loads.price(self.compute_pace)
         loaded_from: dict[str, int] = {}
         for origin, count in loads.loaded_from.items():
             medium = self._medium(origin)
             loaded_from[medium] = loaded_from.get(medium, 0) + count
         size, tiers = self._chunk_bytes, [tier.stats() for tier in self.tiers]
         for view, tier in zip(self.tiers, tiers, strict=True):
-            tier.complete(loads.loaded_from[view.number], size)
+            saved = loads.saved.get(view.number, 0.0)
+            tier.complete(loads.loaded_from[view.number], saved, size)
         return CoreStats(
             rows=pool.rows,
             free_rows=pool.free,
@@ -487,6 +489,7 @@ class Core(CoreSteps):
             lapses=queue.lapses,
             loaded=loads.loaded,
             loaded_from=loaded_from,
+            saved=loads.saved.get(-1, 0.0),
             stored=stores.stored,
             stores_deferred=stores.deferred,
             chunks_refused=stores.refused,

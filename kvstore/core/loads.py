@@ -20,6 +20,8 @@ class Loads:
     Attributes:
         loaded: chunks whose load was prepared. loaded_from: the same by number of the tier
             from which they came to host memory, -1 for none.
+        saved: seconds of computing that these loads made unnecessary, by the same numbers, as far
+            as `price` was told how long computing takes.
         stray: keys that were reported but were not being loaded.
     """
 
@@ -33,6 +35,8 @@ class Loads:
         self._uses = uses
         self.loaded = 0
         self.loaded_from: Counter[int] = Counter()
+        self.saved: dict[int, float] = {}
+        self._priced: Counter[int] = Counter()
         self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str) -> list[int]:
@@ -99,6 +103,18 @@ class Loads:
             self._queue.rows_moved(now)
         if request is not None:
             self._requests.drop_if_idle(request)
+
+    def price(self, pace: float) -> None:
+        """Add to `saved` what the loads since the last call saved, at `pace` seconds a chunk.
+
+        While the pace is not known, 0, loads are left for a later call.
+        """
+        if not pace:
+            return
+        for origin, count in self.loaded_from.items():
+            more = count - self._priced[origin]
+            self.saved[origin] = self.saved.get(origin, 0.0) + more * pace
+        self._priced = self.loaded_from.copy()
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield request, key and row of every chunk that is being loaded, once for each pin."""

@@ -118,6 +118,8 @@ class TierStats:
             fit before others have to leave, now.
         set_aside: empty slots that are not used because a write to them failed, now.
         segments, max_segments: now.
+        loaded: chunks read from it and then loaded for the same request. saved: seconds of
+            computing that these made unnecessary, as far as its pace is known.
         promoted: chunks read into host memory. failed_reads: chunks that could
             not be read or whose digest did not match.
         written: chunks written. failed_writes: chunks that could not be written.
@@ -152,6 +154,7 @@ class TierStats:
     segments: int = _now()
     max_segments: int = _now()
     loaded: int = 0
+    saved: float = 0.0
     promoted: int = 0
     failed_reads: int = 0
     corrupt: int = 0
@@ -188,13 +191,15 @@ class TierStats:
     asks: Durations = field(default_factory=Durations)
     ages: Durations = field(default_factory=_ages)
 
-    def complete(self, loaded: int, chunk_bytes: int) -> None:
+    def complete(self, loaded: int, saved: float, chunk_bytes: int) -> None:
         """Fill in what the tier itself does not know.
 
         Args:
-            loaded: chunks that came from it. chunk_bytes: size of a chunk.
+            loaded: chunks that came from it. saved: seconds of computing that they made
+                unnecessary. chunk_bytes: size of a chunk.
         """
         self.loaded = loaded
+        self.saved = saved
         self.read_bytes = self.promoted * chunk_bytes
         self.written_bytes = self.written * chunk_bytes
         self.used_bytes = self.chunks * chunk_bytes
@@ -223,6 +228,8 @@ class CoreStats:
         truncations: waits ended with a shorter prefix because the rest cannot fit.
         lapses: requests whose leases ran out, or were ended early for others.
         loaded: chunks handed to the server. loaded_from: the same by the medium they came from.
+            saved: seconds of computing that those made unnecessary that were in host memory
+            already, as far as its pace is known.
         stored: chunks taken from the server. loaded_bytes, stored_bytes: bytes of both.
         stores_deferred: stores answered "not now, offer it again".
         chunks_refused: chunks of stores that found no room.
@@ -260,6 +267,7 @@ class CoreStats:
     lapses: int = 0
     loaded: int = 0
     loaded_from: dict[str, int] = field(default_factory=dict)
+    saved: float = 0.0
     stored: int = 0
     stores_deferred: int = 0
     chunks_refused: int = 0

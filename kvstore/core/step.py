@@ -408,6 +408,8 @@ class CoreSteps:
     def computed(self, chunks: int, seconds: float) -> None:
         """Note that the server has computed `chunks` of KV in `seconds`: see `recompute`."""
         if chunks > 0 and seconds > 0:
+            # What was loaded since the last measurement saved the time that was known then.
+            self._loads.price(self.compute_pace)
             self._compute.add(chunks, seconds)
 
     # -- inside --------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class JobRunner:
         """Return the counters and gauges of each tier."""
         stats = [tier.stats() for tier in self._jobs.tiers]
         for tier in stats:
-            tier.complete(0, self._chunk_bytes)
+            tier.complete(0, 0.0, self._chunk_bytes)
         return stats
 
     def take_history(self) -> list[tuple[bytes, bool]]:

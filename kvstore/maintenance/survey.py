@@ -42,6 +42,8 @@ READ_BYTES = 8 * 1024 * 1024
 class SegmentSurvey:
     """One segment file; times are ms since 1970, 0 when there are no chunks.
 
+    `reads` counts reads of the live chunks, as far as their owner has noted them; `reused` is how
+    many of the chunks were read at all, `used_ms` when one was last stored or read.
     `outdated` of the `live` chunks are from before the newest reset: of an older epoch than the
     namespace's. Only a process that has not been reset since takes them. `epoch` is the newest of
     all, 0 when there are none.
@@ -60,6 +62,8 @@ class SegmentSurvey:
     reads: int
     epoch: int
     outdated: int = 0
+    reused: int = 0
+    used_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -263,6 +267,8 @@ def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurv
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
         outdated=int((live.records["epoch"] < epoch).sum()),
+        reused=int((live.records["reads"] > 0).sum()),
+        used_ms=max(int(stored.max()), int(live.records["read_ms"].max())) if count else 0,
     ), faults
 
 

@@ -50,6 +50,14 @@ def end_reads(bench: Rig, each: float) -> None:
     bench.step()
 
 
+def load(bench: Rig, prompt: list[bytes]) -> None:
+    """Load a prompt that host memory holds to the device."""
+    assert bench.core.lookup_prefix(prompt, "load") == len(prompt)
+    bench.core.prepare_load(prompt, "load")
+    bench.core.complete_load(prompt, "load")
+    bench.core.on_request_finished("load")
+
+
 def outpaced(bench: Rig) -> bool:
     return bench.stats.tiers[0].outpaced
 
@@ -293,3 +301,21 @@ def test_the_average_is_of_the_last_few_hundred_chunks_whatever_the_batches() ->
     for _ in range(20):
         average.add(1, 1.0)
     assert average.per_chunk < 0.1, "a few single chunks do not say how long many take"
+
+
+def test_saved_seconds_are_what_loads_would_have_taken_to_compute() -> None:
+    one, two = prompts(2)
+    bench = rig([one, two])
+    assert read(bench, one, 0.001) == LONG
+    load(bench, one)
+    tier = bench.stats.tiers[0]
+    assert (tier.loaded, tier.saved, bench.stats.saved) == (LONG, 0.0, 0.0)
+    bench.core.computed(100, 1.0)
+    assert bench.stats.tiers[0].saved == pytest.approx(LONG * 0.01), "priced once it is known"
+    for _ in range(20):
+        bench.core.computed(100, 2.0)
+    assert bench.stats.tiers[0].saved == pytest.approx(LONG * 0.01), "what was saved stays"
+    pace = bench.stats.compute_pace
+    load(bench, one)
+    assert bench.stats.saved == pytest.approx(LONG * pace)
+    assert bench.stats.tiers[0].saved == pytest.approx(LONG * 0.01)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 import kvstore
+from kvstore.tools import doctor
 from kvstore.tools.cli import main
-from kvstore.tools.doctor import diagnose
+from kvstore.tools.doctor import diagnose, examine
 from kvstore.tools.top import Snapshot
 from tests.store.support import keys_of, payloads, small
 from tests.tools.test_top import served
@@ -35,6 +38,8 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
     values = {
         ("stored_chunks", ""): 500.0,
         ("loaded_host_chunks", ""): 300.0,
+        ("saved_host_seconds", ""): 3.0,
+        ("saved_disk_seconds", "disk"): 2.0,
         ("loaded_disk_chunks", "disk"): 200.0,
         ("disk_read_chunks", "disk"): 200.0,
         ("disk_written_chunks", "disk"): 500.0,
@@ -42,7 +47,7 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
     assert said(values) == {"host memory": ("helps", ""), "disk": ("helps", "")}
     host, disk = diagnose(Snapshot(0.0, {**PACE, **values}))
     assert [host.saved_s, disk.saved_s] == pytest.approx([3.0, 2.0])
-    (unknown, _) = diagnose(Snapshot(0.0, values))
+    unknown, _ = diagnose(Snapshot(0.0, values))
     assert unknown.saved_s is None
 
 
@@ -106,3 +111,69 @@ async def test_the_command_over_a_real_store(
     assert text.startswith("host memory: too little to tell; 6 chunks came from it\n")
     assert told["version"] == 1
     assert [each["loaded"] for each in told["places"]] == [6, 0, 0]
+
+
+async def _filled(folder: Path, read: int) -> None:
+    """A cache of 120 chunks, of which so many were read again by a later process."""
+    keys = keys_of("prompt", 120)
+    config = small(folder / "cache", rows=130, disk=160)
+    async with kvstore.open(config) as store:
+        await store.put(keys, payloads(keys))
+    async with kvstore.open(config) as store, store.get(keys[:read]) as chunks:
+        assert len(chunks) == read
+
+
+@pytest.mark.asyncio
+async def test_a_cache_on_disk_is_judged_by_what_was_read_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await _filled(tmp_path, 60)
+    folder = tmp_path / "cache"
+    (found,) = examine(folder)
+    assert (found.verdict, found.loaded, found.saved_s, found.advice) == ("helps", 60, None, [])
+    assert main(["doctor", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{found.place}: helps; 60 reads of its chunks\n"
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_cache_that_nobody_reads_does_not_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await _filled(tmp_path, 0)
+    assert main(["doctor", str(tmp_path / "cache")]) == 1
+    assert "120 chunks are kept, and 0 of them were read again" in capsys.readouterr().out
+
+
+@pytest.mark.asyncio
+async def test_a_forgotten_cache_is_named_with_the_commands_that_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _filled(tmp_path, 60)
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(doctor, "FORGOTTEN_DAYS", -1.0)
+    (found,) = examine(folder)
+    (advice,) = found.advice
+    name = found.place.removeprefix("namespace ")
+    assert f"kvstore purge {folder} --namespace {name} --all" in advice
+    assert main(["purge", str(folder), "--namespace", name, "--all"]) == 0
+    assert main(["compact", str(folder)]) == 0
+    assert [each.verdict for each in examine(folder)] == ["not used"]
+
+
+@pytest.mark.asyncio
+async def test_what_is_damaged_sparse_or_on_a_full_drive_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _filled(tmp_path, 60)
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(doctor, "GAP", 1.1)
+    (found,) = examine(folder)
+    assert "can be found: kvstore compact" in found.advice[0]
+    monkeypatch.setattr(doctor, "FULL", 1.1)
+    segment = next(folder.glob("*/lane-*/segment-*"))
+    os.truncate(segment, segment.stat().st_size // 2)
+    (found,) = examine(folder)
+    assert "faults: see kvstore verify" in found.advice[0]
+    assert "The drive has" in found.advice[-1]
+    shutil.rmtree(folder)

@@ -246,6 +246,7 @@ def test_hits_waits_reads_and_writes_are_told_with_their_tier(seen: Seen) -> Non
     assert seen.total("wait_seconds_count") >= 1
     assert seen.total("wait_seconds_bucket", "+Inf") == seen.total("wait_seconds_count")
     assert 0 < seen.total("wait_seconds_sum") < 30 * deferrals
+    assert seen.total("saved_disk_seconds_total", "disk") > 0
     assert seen.total("disk_read_seconds_count", "disk") >= 1
     assert seen.total("disk_write_seconds_count", "disk") >= 1
     assert seen.total("disk_write_seconds_sum", "disk") > 0

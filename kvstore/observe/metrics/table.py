@@ -73,6 +73,18 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.loaded,
         "Chunks loaded to the device that were read from this tier for the same request.",
     ),
+    _core(
+        "saved_host_seconds",
+        lambda s: s.saved,
+        "Seconds of computing that chunks already in host memory made unnecessary, by the measured "
+        "time to compute a chunk.",
+    ),
+    _tier(
+        "saved_disk_seconds",
+        lambda t: t.saved,
+        "Seconds of computing that chunks read from this tier made unnecessary; what requests "
+        "waited for them is in wait_seconds.",
+    ),
     _core("missed_keys", lambda s: s.misses, "Looked-up keys that were answered with a miss."),
     _core(
         "outpaced_keys",
