@@ -160,8 +160,8 @@ class Tier(ABC):
         """Remove a segment that no running or later call uses; return why it failed, or None."""
         raise NotImplementedError
 
-    def segments_in(self, capacity_bytes: int) -> int:
-        """Return how many segments the tier may have if its size becomes this many bytes.
+    def segments_in(self, capacity_bytes: int) -> Sequence[int]:
+        """Return how many segments each device may have if the size becomes this many bytes.
 
         Raises:
             KVStoreError: if the tier has no size to change, or not even a segment fits.

@@ -59,18 +59,23 @@ class Client:
             answer = json.loads(told)
         except ValueError as error:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore") from error
+        if not isinstance(answer, dict) or "version" not in answer:
+            raise KVStoreError(f"{self._where}: is no control socket of kvstore")
         if status >= 400:
             raise KVStoreError(f"{self._where}: {answer.get('error', status)}")
-        assert isinstance(answer, dict)
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
         if not self._where.startswith("http://"):
             return _UnixConnection(self._where)
-        place = urlsplit(self._where)
-        if place.hostname is None or place.port is None:
+        try:
+            place = urlsplit(self._where)
+            host, port = place.hostname, place.port
+        except ValueError:
+            host = port = None
+        if host is None or port is None:
             raise KVStoreError(f"{self._where}: must be http://HOST:PORT")
-        return http.client.HTTPConnection(place.hostname, place.port, timeout=ANSWER_SECONDS)
+        return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -136,7 +141,7 @@ def run_ctl(options: argparse.Namespace) -> int:
     """
     token = None
     if options.token_file is not None:
-        token = options.token_file.read_text().strip()
+        token = _text_of(options.token_file, "ascii").strip()
     client = Client(options.where, token)
     if options.what == "status":
         return _print(client.ask("GET", "/v1/status"), options.json, _status_lines)
@@ -166,16 +171,23 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    text = sys.stdin.read() if name == "-" else _text_of(Path(name), "utf-8")
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KVStoreError(f"{name}: is not JSON: {error}") from error
     if isinstance(found, list):
         return {"keys": found}
     if not isinstance(found, dict):
         raise KVStoreError(f"{name}: must be a list of keys, or an object with keys or tokens")
     return found
+
+
+def _text_of(path: Path, encoding: str) -> str:
+    try:
+        return path.read_text(encoding=encoding)
+    except (OSError, UnicodeDecodeError) as error:
+        raise KVStoreError(f"{path}: {error}") from error
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
@@ -188,6 +200,8 @@ def _settings(words: list[str]) -> dict[str, Any]:
         table = settings
         for part in place.split(".", 1):
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise KVStoreError(f"{word!r}: {place} is a value, by another word")
         table[field] = value
     return settings
 

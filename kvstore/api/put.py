@@ -165,7 +165,7 @@ class Puts:
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
         """Return the rows that are not pinned by keys other than `keys`."""
-        return self._region.rows - self._core.rows_pinned_besides(frozenset(keys))
+        return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
 
     async def _portion(
         self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str, wait: bool

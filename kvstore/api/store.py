@@ -637,10 +637,12 @@ class Store:
             self._upkeep = self._home.loop.create_task(self._make_steps())
 
     async def _make_steps(self) -> None:
-        while self._core.needs_steps:
-            await asyncio.sleep(UPKEEP_SECONDS)
-            self._driver.pump()
-        self._upkeep = None
+        try:
+            while self._core.needs_steps:
+                await asyncio.sleep(UPKEEP_SECONDS)
+                self._driver.pump()
+        finally:
+            self._upkeep = None
 
     def _stop_upkeep(self) -> None:
         for tier in self._core.tiers:

@@ -30,11 +30,17 @@ logger = logging.getLogger("kvstore")
 FORMAT = 1
 """The version of the JSON. A field may be added without a change of it."""
 
-MOST_KEYS = 2**20
-"""Most keys, or tokens, of one command."""
+MOST_KEYS, MOST_TOKENS = 2**16, 2**18
+"""Most keys, and most tokens, of one command: to read them must not hold the server up."""
+
+MOST_SECONDS = 366 * 24 * 3600
+"""Longest time for which chunks are retained."""
 
 MOST_RUNNING, MOST_ENDED = 16, 64
 """Most jobs that run at once, and most ended ones that are remembered."""
+
+Change = tuple[str, Callable[[Core], Callable[[], None]]]
+"""A text, and what prepares the change: it may fail, and returns what makes the change."""
 
 KeysOf = Callable[[Sequence[int], Mapping[str, Any]], list[bytes]]
 """Returns the keys of the chunks of a prompt, by its tokens and the other fields of the command.
@@ -152,8 +158,9 @@ class Commands:
                 return self._dry(command, {"would_change": [text for text, _ in changes]})
 
             def change(core: Core) -> None:
-                for _, make in changes:
-                    make(core)
+                # Whatever may fail comes first: all of it is changed, or nothing.
+                for commit in [prepare(core) for _, prepare in changes]:
+                    commit()
 
             logger.info(
                 "kvstore: control: %s",
@@ -217,9 +224,13 @@ class Commands:
         }
         if (keys is None) == (tokens is None):
             raise ConfigError("name the chunks by keys or by tokens, one of them")
-        listed = keys if tokens is None else tokens
-        if not isinstance(listed, list) or len(listed) > MOST_KEYS:
-            raise ConfigError(f"keys, or tokens, must be a list of at most {MOST_KEYS}")
+        kind, listed, most = "keys", keys, MOST_KEYS
+        if tokens is not None:
+            kind, listed, most = "tokens", tokens, MOST_TOKENS
+        if not isinstance(listed, list) or len(listed) > most:
+            raise ConfigError(
+                f"{kind} must be a list of at most {most}: name more in more commands"
+            )
         if tokens is None:
             if named:
                 raise ConfigError(f"{next(iter(named))} belongs to tokens, not to keys")
@@ -230,9 +241,9 @@ class Commands:
             raise ConfigError("tokens must be whole numbers, the ids of tokens")
         return list(dict.fromkeys(self._keys_of(listed, named)))
 
-    def _changes(self, given: dict[str, Any]) -> list[tuple[str, Callable[[Core], None]]]:
-        """Check new settings; returns for each a text and what makes it."""
-        changes: list[tuple[str, Callable[[Core], None]]] = []
+    def _changes(self, given: dict[str, Any]) -> list[Change]:
+        """Check new settings."""
+        changes: list[Change] = []
         host, tiers = given.pop("host", {}), given.pop("tiers", {})
         _check_fields("settings", given)
         for name, table in (("host", host), ("tiers", tiers)):
@@ -243,8 +254,13 @@ class Commands:
             changes.append(self._host_size(host["bytes"]))
         if "eviction_policy" in host:
             changes.append(self._new_host_policy(host["eviction_policy"]))
+        named: dict[int, str] = {}
         for name, table in tiers.items():
-            changes += self._tier_changes(self._tier(name), f"tiers.{name}", table)
+            number = self._tier(name)
+            if number in named:
+                raise ConfigError(f"tiers.{named[number]} and tiers.{name} are the same tier")
+            named[number] = name
+            changes += self._tier_changes(number, f"tiers.{name}", table)
         if not changes:
             raise ConfigError("settings: nothing to change; allowed are: host, tiers")
         return changes
@@ -257,7 +273,7 @@ class Commands:
         known = ", ".join(f"{n} ({_name_of(self._tiers[n])})" for n in self._policies)
         raise ConfigError(f"tiers.{name}: unknown; tiers that can be changed: {known or 'none'}")
 
-    def _host_size(self, value: object) -> tuple[str, Callable[[Core], None]]:
+    def _host_size(self, value: object) -> Change:
         size = check_size("host.bytes", value, self._row_bytes)
         rows = size // self._row_bytes
         if rows > self._rows:
@@ -265,57 +281,70 @@ class Commands:
                 f"host.bytes = {size}: at most {self._rows * self._row_bytes}, which were "
                 "allocated at the start"
             )
-        return f"host memory: {rows} chunks", lambda core: core.limit_rows(rows)
+        return f"host memory: {rows} chunks", lambda core: partial(core.limit_rows, rows)
 
-    def _new_host_policy(self, value: object) -> tuple[str, Callable[[Core], None]]:
+    def _new_host_policy(self, value: object) -> Change:
         choice = _policy("host.eviction_policy", value)
-        policy = build_policy(choice, self._rows)
 
-        def change(core: Core) -> None:
-            core.set_policy(None, policy)
-            self._host_policy = choice
+        def prepare(core: Core) -> Callable[[], None]:
+            policy = build_policy(choice, self._rows)
 
-        return f"host memory: {choice}", change
+            def commit() -> None:
+                core.set_policy(None, policy)
+                self._host_policy = choice
 
-    def _tier_changes(
-        self, number: int, where: str, table: object
-    ) -> list[tuple[str, Callable[[Core], None]]]:
+            return commit
+
+        return f"host memory: {choice}", prepare
+
+    def _tier_changes(self, number: int, where: str, table: object) -> list[Change]:
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: must be a table of keys")
         _check_table(where, table, ("capacity_bytes", "eviction_policy", "compaction_rate"))
-        changes: list[tuple[str, Callable[[Core], None]]] = []
-        choice = self._policies[number]
+        changes: list[Change] = []
+        choice: str | Choice | None = None
         if "eviction_policy" in table:
             choice = _policy(f"{where}.eviction_policy", table["eviction_policy"])
         if "compaction_rate" in table:
             rate = check_size(f"{where}.compaction_rate", table["compaction_rate"])
-            chunks = rate / self._row_bytes
             changes.append(
                 (
                     f"{where}: compaction of {rate} bytes per second",
-                    lambda core: core.tiers[number].compact_at(chunks),
+                    lambda core: partial(core.tiers[number].compact_at, rate / self._row_bytes),
                 )
             )
         if "capacity_bytes" in table:
             capacity = check_size(f"{where}.capacity_bytes", table["capacity_bytes"], 1)
-            tier = self._tiers[number]
-            segments = tier.segments_in(capacity)
-
-            def resize(core: Core) -> None:
-                tier.resize(capacity)
-                core.limit_segments(number, segments, partial(build_policy, choice))
-                self._capacities[number], self._policies[number] = capacity, choice
-
-            changes.append((f"{where}: {capacity} bytes, {choice}", resize))
-        elif "eviction_policy" in table:
-
-            def switch(core: Core) -> None:
-                slots = core.tiers[number].index.policy.capacity
-                core.set_policy(number, build_policy(choice, slots))
-                self._policies[number] = choice
-
-            changes.append((f"{where}: {choice}", switch))
+            self._tiers[number].segments_in(capacity)
+            text = f"{where}: {capacity} bytes" + (f", {choice}" if choice is not None else "")
+            changes.append((text, partial(self._prepare_size, number, capacity, choice)))
+        elif choice is not None:
+            changes.append((f"{where}: {choice}", partial(self._prepare_policy, number, choice)))
         return changes
+
+    def _prepare_size(
+        self, number: int, capacity: int, choice: str | Choice | None, core: Core
+    ) -> Callable[[], None]:
+        tier, segments = self._tiers[number], self._tiers[number].segments_in(capacity)
+        # The policy of this moment: another command may have set it since.
+        named = self._policies[number] if choice is None else choice
+        policy = build_policy(named, sum(segments) * core.segment_slots(number))
+
+        def commit() -> None:
+            tier.resize(capacity)
+            core.limit_segments(number, segments, policy)
+            self._capacities[number], self._policies[number] = capacity, named
+
+        return commit
+
+    def _prepare_policy(self, number: int, choice: str | Choice, core: Core) -> Callable[[], None]:
+        policy = build_policy(choice, core.tiers[number].index.policy.capacity)
+
+        def commit() -> None:
+            core.set_policy(number, policy)
+            self._policies[number] = choice
+
+        return commit
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -331,8 +360,10 @@ def _check_fields(command: str, given: Mapping[str, Any]) -> None:
     if command == "retain":
         seconds = given.get("seconds")
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not number or not seconds > 0:  # type: ignore[operator]
-            raise ConfigError("retain: seconds must be given, a number above 0")
+        if not number or not 0 < seconds <= MOST_SECONDS:  # type: ignore[operator]
+            raise ConfigError(
+                f"retain: seconds must be given, a number above 0 and at most {MOST_SECONDS}"
+            )
     for name in ("host", "cold"):
         if name in given and not isinstance(given[name], bool):
             raise ConfigError(f"{command}: {name} must be true or false")

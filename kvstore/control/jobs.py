@@ -29,7 +29,7 @@ BATCH = 128
 LOOK_SECONDS = 0.02
 """How often a job looks whether its batch has taken effect."""
 
-NOWHERE = "nowhere"
+IN_HOST, NOWHERE = "host", "nowhere"
 
 _T = TypeVar("_T")
 
@@ -45,11 +45,18 @@ class Act(Protocol):
 
 
 class Action(ABC):
-    """What one kind of job does, a batch of keys after the other."""
+    """What one kind of job does, a batch of keys after the other.
+
+    Attributes:
+        affected: keys on which it has had an effect.
+    """
+
+    batch = BATCH
+    affected = 0
 
     @abstractmethod
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
-        """Begin with the next batch; returns on how many of its keys it has an effect."""
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        """Begin with the next batch."""
 
     def ended(self, core: Core) -> bool:
         """Whether the last batch has taken effect."""
@@ -68,17 +75,49 @@ class Prefetch(Action):
     """Fetch chunks to host memory: as many as are on a tier, half of host memory at a time."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self._keys: list[bytes] = []
+        self._waiting: list[bytes] = []
+        self._fetching: list[bytes] = []
+        self._missed = 0
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
-        self._keys = keys
-        return core.prefetch(keys, prefix=False)
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        where = {key: core.places(key) for key in keys}
+        here = [key for key, places in where.items() if IN_HOST in places]
+        # These stay, if they were to leave.
+        core.prefetch(here, prefix=False)
+        self._waiting = [key for key in keys if where[key] and IN_HOST not in where[key]]
+        self._fetching = []
 
     def ended(self, core: Core) -> bool:
-        return not core.is_prefetching(self._keys)
+        if core.is_prefetching(self._fetching):
+            return False
+        came = sum(IN_HOST in core.places(key) for key in self._fetching)
+        self.affected += came
+        self._missed += len(self._fetching) - came
+        self._fetching = []
+        if self._waiting:
+            others = core.is_prefetching()
+            core.prefetch(self._waiting, prefix=False)
+            taken = {
+                key
+                for key in self._waiting
+                if IN_HOST in core.places(key) or core.is_prefetching((key,))
+            }
+            self._fetching = [key for key in self._waiting if key in taken]
+            self._waiting = [key for key in self._waiting if key not in taken]
+            if not taken and not others:
+                # Their tier does not answer, or they have left it.
+                self._missed += len(self._waiting)
+                self._waiting = []
+        return not (self._waiting or self._fetching)
 
     def cancel(self, core: Core) -> None:
-        core.stop_prefetch(self._keys)
+        core.stop_prefetch(self._fetching)
+
+    @property
+    def fault(self) -> str | None:
+        if not self._missed:
+            return None
+        return f"{self._missed} chunks could not be read, or found no room in host memory"
 
 
 class Retain(Action):
@@ -89,10 +128,10 @@ class Retain(Action):
         self._host = bool(body.get("host", True))
         self._refused = 0
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         pinned = core.pin(keys, now + self._seconds, host=self._host)
         self._refused += len(keys) - pinned
-        return pinned
+        self.affected += pinned
 
     @property
     def fault(self) -> str | None:
@@ -107,37 +146,52 @@ class Release(Action):
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._cold = bool(body.get("cold", True))
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
-        return core.unpin(keys, cold=self._cold)
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        self.affected += core.unpin(keys, cold=self._cold)
 
 
 class Demote(Action):
     """Let chunks leave host memory as soon as a slower tier has them."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self._keys: list[bytes] = []
+        self._leaving: list[bytes] = []
+        self._stayed = 0
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
-        self._keys = keys
-        return core.demote(keys, now)
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        self._leaving = [key for key in keys if IN_HOST in core.places(key)]
+        core.demote(self._leaving, now)
 
     def ended(self, core: Core) -> bool:
-        return not core.is_demoting(self._keys)
+        if core.is_demoting(self._leaving):
+            return False
+        stayed = sum(IN_HOST in core.places(key) for key in self._leaving)
+        self.affected += len(self._leaving) - stayed
+        self._stayed += stayed
+        return True
 
     def cancel(self, core: Core) -> None:
-        core.stop_demotion(self._keys)
+        core.stop_demotion(self._leaving)
+
+    @property
+    def fault(self) -> str | None:
+        if not self._stayed:
+            return None
+        return f"{self._stayed} chunks stay in host memory: used meanwhile, or on no slower tier"
 
 
 class Remove(Action):
     """Remove chunks from host memory and from every tier of this process, durably."""
 
+    # All records of a tier are read for each batch.
+    batch = 1024
+
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._removal: Any = None
         self._unerased = 0
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._removal = core.remove(keys)
-        return int(self._removal.found)
+        self.affected += self._removal.found
 
     def ended(self, core: Core) -> bool:
         if not self._removal.done:
@@ -173,9 +227,8 @@ class Reset(Action):
         self._reset = reset
         self._uncleared: list[str] = []
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._reset()
-        return 0
 
     def ended(self, core: Core) -> bool:
         self._uncleared = list(core.uncleared)
@@ -194,12 +247,21 @@ class Changing(Action):
     def __init__(self, change: Callable[[Core], None]) -> None:
         self._change = change
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> int:
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._change(core)
-        return 0
 
     def ended(self, core: Core) -> bool:
         return not core.changing
+
+
+class _Over(Action):
+    """What is left of an action that has ended."""
+
+    def __init__(self, affected: int) -> None:
+        self.affected = affected
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        raise AssertionError("the job has ended")
 
 
 class Job:
@@ -207,7 +269,7 @@ class Job:
 
     Attributes:
         number: its name. command: what was asked for. keys: how many keys it is about.
-        done: keys that were dealt with. affected: those of them on which it had an effect.
+        done: keys that were dealt with.
         state: running, done, cancelled or failed.
     """
 
@@ -215,16 +277,21 @@ class Job:
         self.number = number
         self.command = command
         self.keys = len(keys)
-        self.done = self.affected = 0
+        self.done = 0
         self.state = "running"
         self._error: str | None = None
         self._left = 0
         self._action = action
-        self._batches = [list(keys[at : at + BATCH]) for at in range(0, len(keys), BATCH)] or [[]]
+        self._keys: Sequence[bytes] = keys
         self._cancelled = False
         self._began = time.monotonic()
         self._seconds = 0.0
         self.ended = asyncio.Event()
+
+    @property
+    def affected(self) -> int:
+        """Keys on which it has had an effect."""
+        return self._action.affected
 
     def cancel(self) -> None:
         """End it soon. What it has done stays done."""
@@ -255,6 +322,8 @@ class Job:
             if self.state == "running":
                 self.state, self._error = "failed", "the store is being closed"
             self._seconds = time.monotonic() - self._began
+            # It may be remembered for long.
+            self._keys, self._action = (), _Over(self._action.affected)
             self.ended.set()
             logger.info(
                 "kvstore: control: %s of %d keys: %s, %d affected, in %.2f s%s",
@@ -268,9 +337,10 @@ class Job:
             )
 
     async def _run(self, act: Act) -> None:
-        action = self._action
-        for keys in self._batches:
-            self.affected += await act(partial(_begin, action, keys))
+        action, size = self._action, self._action.batch
+        for at in range(0, max(1, len(self._keys)), size):
+            keys = list(self._keys[at : at + size])
+            await act(partial(_begin, action, keys))
             while True:
                 ended, self._left = await act(lambda core, now: (action.ended(core), core.changing))
                 if ended or self._cancelled:
@@ -297,8 +367,8 @@ async def places(act: Act, keys: Sequence[bytes]) -> dict[str, int]:
     return dict(counted)
 
 
-def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> int:
-    return action.begin(core, keys, now)
+def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> None:
+    action.begin(core, keys, now)
 
 
 def _places(keys: Sequence[bytes], core: Core, now: float) -> list[list[str]]:

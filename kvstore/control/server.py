@@ -21,6 +21,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,23 @@ __all__ = ["ControlServer", "loopback"]
 
 logger = logging.getLogger("kvstore")
 
-MOST_BODY = 64 * 2**20
+MOST_BODY = 16 * 2**20
 """Most bytes of a command."""
+
+MOST_CONNECTIONS = 128
+"""Most connections; the oldest are closed beyond that. Each takes a descriptor of the server."""
+
+LOCK_SECONDS = 5.0
+"""Longest wait for other processes that begin to listen in the same folder."""
 
 MOST_WAIT = 60.0
 """Most seconds that a request for a job is held."""
 
 MOST_SOCKETS = 64
 """Most processes on one machine that may be controlled under one name."""
+
+CHECK_SECONDS = 1.0
+"""How often connections are counted."""
 
 LEAST_TOKEN, MOST_TOKEN = 16, 4096
 """Least and most characters of a token."""
@@ -64,7 +74,7 @@ def loopback(where: str) -> tuple[str, int] | None:
     host = host.strip("[]")
     if host not in LOOPBACK:
         raise ValueError(f"must be a path, or a port of {', '.join(LOOPBACK)}")
-    if not port.isdigit() or not 0 < int(port) < 2**16:
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError("the port must be a number from 1 to 65535")
     return host, int(port)
 
@@ -87,6 +97,7 @@ class ControlServer:
         self._commands = commands
         self._token = None if token_file is None else _token_of(token_file)
         self._path: Path | None = None
+        self._made = (0, 0)
         self._stopped = asyncio.Event()
         try:
             place = loopback(where)
@@ -109,7 +120,12 @@ class ControlServer:
             logger.info(
                 "kvstore: controlled at %s", self.where, extra=about("control.open", at=self.where)
             )
-            await self._stopped.wait()
+            while not self._stopped.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), CHECK_SECONDS)
+                assert runner.server is not None
+                for connection in runner.server.connections[:-MOST_CONNECTIONS]:
+                    connection.force_close()
         finally:
             await self._commands.end()
             await runner.cleanup()
@@ -123,7 +139,9 @@ class ControlServer:
         self._socket.close()
         if self._path is not None:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                # Somebody may have removed it, and another process listen there.
+                if _place_of(self._path) == self._made:
+                    self._path.unlink()
             self._path = None
 
     # -- requests --------------------------------------------------------------------------
@@ -158,7 +176,9 @@ class ControlServer:
         if self._token is None:
             raise web.HTTPForbidden(reason="on a port, changes need control_token_file")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        # Headers that are not UTF-8 come with surrogates.
+        told = given.encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(told, self._token.encode()):
             raise web.HTTPForbidden(reason="the token is missing or wrong")
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
@@ -191,9 +211,16 @@ class ControlServer:
     def _listen(self, path: Path) -> socket.socket:
         # Of processes that begin together one looks after the other.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        end = time.monotonic() + LOCK_SECONDS
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            return self._listen_at_first(path)
+            while True:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return self._listen_at_first(path)
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        raise ValueError(f"another process holds {path.parent} locked") from None
+                time.sleep(0.02)
         finally:
             os.close(folder)
 
@@ -209,12 +236,20 @@ class ControlServer:
                 os.fchmod(listening.fileno(), stat.S_IRUSR | stat.S_IWUSR)
                 listening.bind(str(at))
                 listening.listen()
+                # A process may change its folder.
+                self._path = at.absolute()
+                self._made = _place_of(self._path)
             except OSError:
                 listening.close()
                 raise
-            self._path = at
             return listening
         raise ValueError(f"{MOST_SOCKETS} processes listen there already")
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """Return what tells the file at the path from any other."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino
 
 
 def _is_served(path: Path) -> bool:
@@ -280,8 +315,8 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
         body = json.loads(text) if text else {}
-    except ValueError as error:
-        raise ConfigError(f"the body is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is not JSON that can be read: {error}") from error
     if not isinstance(body, dict):
         raise ConfigError("the body must be a JSON object")
     return body
@@ -289,7 +324,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 def _number_of(request: web.Request) -> int:
     number = request.match_info["number"]
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() and len(number) < 20 else -1
 
 
 def _seconds_of(request: web.Request) -> float:

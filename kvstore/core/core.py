@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvstore.core.chunk import FILLING
 from kvstore.core.hints import Hints, read_hints
 from kvstore.core.removal import Removal
+from kvstore.core.reports import Outcome
 from kvstore.core.request import Request, RequestState
 from kvstore.core.statistics import CoreStats
 from kvstore.core.step import MOST_HINTED, CoreSteps
@@ -212,6 +213,32 @@ class Core(CoreSteps):
                 self._queue.answer(request, self.now)
                 request.ask(self.now)
 
+    def on_request_decided(self, request_id: str, *, loads: bool) -> None:
+        """Note that the server asks no more for this request: it loads what was found, or nothing.
+
+        Chunks that were deferred in this step are not fetched for it. If it loads nothing, its
+        wait and its leases end.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._lookups.pause()
+        request.defer(False)
+        if not loads:
+            if request.state is RequestState.WAITING:
+                self._queue.answer(request, self.now, Outcome.GONE)
+            self._queue.release(request)
+
+    @property
+    def rows(self) -> int:
+        """Rows of host memory in use: see `limit_rows`."""
+        return self._pool.rows
+
+    @property
+    def loadable_rows(self) -> int:
+        """Rows that one request can get at most: those that are not pinned."""
+        return self._pool.rows - self._pins.rows
+
     def on_request_finished(self, request_id: str, now: float | None = None) -> None:
         """End a request's wait and its leases. Loads under way go on.
 
@@ -273,8 +300,8 @@ class Core(CoreSteps):
         """Fetch leading `keys` to host memory ahead of requests: see `Prefetches.begin`."""
         return self._prefetches.begin(keys, prefix=prefix)
 
-    def is_prefetching(self, keys: Iterable[bytes]) -> bool:
-        """Whether any of `keys` is still to be fetched ahead of requests, or on its way."""
+    def is_prefetching(self, keys: Iterable[bytes] | None = None) -> bool:
+        """Whether any of `keys`, or of all, is to be fetched ahead of requests, or on its way."""
         return self._prefetches.is_fetching(keys)
 
     def stop_prefetch(self, keys: Collection[bytes]) -> None:
@@ -333,11 +360,13 @@ class Core(CoreSteps):
         self._lookups.pause()
         self._settings.limit_rows(rows)
 
-    def limit_segments(
-        self, tier: int, segments: int, policy_of: Callable[[int], EvictionPolicy]
-    ) -> None:
-        """Let a tier have at most so many segments, and the policy for the chunks that fit."""
-        self._settings.limit_segments(tier, segments, policy_of)
+    def segment_slots(self, tier: int) -> int:
+        """Return how many chunks fit into a segment of a tier that this process owns."""
+        return self._settings.target(tier).segment_slots
+
+    def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
+        """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
+        self._settings.limit_segments(tier, most, policy)
 
     def places(self, key: bytes) -> list[str]:
         """Return where the chunk is, as far as is known: "host", and names of tiers."""

@@ -397,8 +397,10 @@ class Prefetches:
         self._planned += len(keys)
         return True
 
-    def is_fetching(self, keys: Iterable[bytes]) -> bool:
-        """Whether any of `keys` waits for a portion, or is in the one under way."""
+    def is_fetching(self, keys: Iterable[bytes] | None = None) -> bool:
+        """Whether any of `keys`, or of all, waits for a portion, or is in the one under way."""
+        if keys is None:
+            return bool(self._keys) or self._portion is not None
         coming: Collection[bytes] = self._portion.keys if self._portion is not None else ()
         return any(key in self._keys or key in coming for key in keys)
 

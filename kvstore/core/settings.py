@@ -6,12 +6,12 @@ evicts chunks for it; a tier that has too many segments empties the surplus ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvstore.core.eviction import Room
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.residency.base import TierView
+from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.residency.index import Index
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
@@ -45,6 +45,7 @@ class Settings:
         self._budget = budget
         self._rows = pool.rows
         self._migrating: list[HostPool | Index] = []
+        self._next: dict[HostPool | Index, EvictionPolicy] = {}
         self._replaced: list[EvictionPolicy] = []
         self._progressed = False
 
@@ -64,17 +65,27 @@ class Settings:
         """How many keys, rows and segments are still to change."""
         policies = [each.policy for each in self._migrating]
         keys = [each.left for each in policies if isinstance(each, Migration)]
+        keys += [2 * len(place.policy) for place in self._next]
         surplus = [tier.target.surplus for tier in self._tiers if tier.target is not None]
         return sum(keys) + max(0, self._pool.rows - self._rows) + sum(surplus)
 
     def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
-        """Let `policy` replace that of a tier, by its number, or of host memory (None)."""
+        """Let `policy` replace that of a tier, by its number, or of host memory (None).
+
+        If one is being replaced there, `policy` follows when that is over, unless yet another one
+        is set by then.
+        """
         place = self._pool if tier is None else self._tiers[tier].index
-        place.follow(Migration(place.policy, policy))
-        if place not in self._migrating:
-            self._migrating.append(place)
-        self._policies_changed()
+        if place in self._migrating:
+            self._next[place] = policy
+            return
+        self._migrate(place, policy)
         self._progressed = True
+
+    def _migrate(self, place: HostPool | Index, policy: EvictionPolicy) -> None:
+        place.follow(Migration(place.policy, policy))
+        self._migrating.append(place)
+        self._policies_changed()
 
     def limit_rows(self, rows: int) -> None:
         """Use only `rows` rows of host memory, of those that were allocated."""
@@ -83,13 +94,16 @@ class Settings:
         self._pins.resized()
         self._progressed = True
 
-    def limit_segments(
-        self, tier: int, segments: int, policy_of: Callable[[int], EvictionPolicy]
-    ) -> None:
-        """Let a tier have at most so many segments, and the policy for the chunks that fit."""
+    def target(self, tier: int) -> CopyTarget:
+        """Return the tier of that number, which this process owns."""
         target = self._tiers[tier].target
         assert target is not None
-        self.set_policy(tier, policy_of(target.limit_segments(segments)))
+        return target
+
+    def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
+        """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
+        self.target(tier).limit_segments(most)
+        self.set_policy(tier, policy)
         self._pins.resized()
 
     def go_on(self, now: float) -> None:
@@ -115,6 +129,9 @@ class Settings:
                 self._replaced.append(policy.old)
             self._migrating.remove(place)
             self._policies_changed()
+            following = self._next.pop(place, None)
+            if following is not None:
+                self._migrate(place, following)
 
     def reset(self) -> None:
         """Nothing is resident: what goes over has gone over. Sizes go on changing."""

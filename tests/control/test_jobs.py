@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,108 @@ async def test_many_keys_are_done_in_batches(tmp_path: Path, count: int) -> None
         job = await ask(session, "remove", **named(keys))
         assert (job["state"], job["done"], job["affected"]) == ("done", count, count)
         assert store.stats().chunks == 0
+
+
+async def test_what_could_not_be_fetched_or_demoted_is_told(tmp_path: Path) -> None:
+    async with at_path(tmp_path, rows=8, disk=64) as (store, session):
+        await filled(store, A)
+        assert (await ask(session, "demote", **named(A)))["affected"] == 4
+        for segment in (tmp_path / "cache").rglob("segment-*.safetensors"):
+            os.truncate(segment, 8192)
+        job = await ask(session, "prefetch", **named(A))
+        assert (job["state"], job["affected"]) == ("failed", 0)
+        assert job["error"].startswith("4 chunks could not be read")
+    async with at_path(tmp_path) as (store, session):
+        await store.put(A, payloads(A))
+        job = await ask(session, "demote", **named(A))
+        assert (job["state"], job["affected"]) == ("failed", 0)
+        assert job["error"].startswith("4 chunks stay in host memory")
+
+
+async def test_more_than_fits_is_fetched_a_part_at_a_time(tmp_path: Path) -> None:
+    keys = keys_of("long", 64)
+    async with at_path(tmp_path, rows=16, disk=64) as (store, session):
+        for at in range(0, 64, 8):
+            await filled(store, keys[at : at + 8])
+        jobs = [ask(session, "prefetch", **named(part)) for part in (keys[:32], keys[32:56])]
+        first, second = await asyncio.gather(*jobs)
+        assert (first["state"], first["done"]) == (second["state"], 32) == ("done", 32)
+        assert first["affected"] == 32
+        last = await ask(session, "prefetch", **named(keys))
+        assert last["state"] == "done"
+        assert await in_host(store, session, keys[48:]) >= 12
+
+
+async def test_a_size_and_a_policy_that_are_set_at_once_both_hold(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=64) as (store, session):
+        changes: list[dict[str, Any]] = [{"eviction_policy": "arc"}, {"capacity_bytes": "1MiB"}]
+        jobs = [ask(session, "settings", tiers={"0": change}) for change in changes]
+        assert [job["state"] for job in await asyncio.gather(*jobs)] == ["done", "done"]
+        tier, *_ = (await (await session.get("/v1/status")).json())["tiers"]
+        assert (tier["eviction_policy"], tier["capacity_bytes"]) == ("arc", 2**20)
+        assert store._core.tiers[0].index.policy.name == "arc"
+        both = {"0": {"capacity_bytes": "2MiB"}, tier["name"]: {"eviction_policy": "lru"}}
+        response = await session.post("/v1/settings", json={"tiers": both})
+        assert response.status == 400
+        assert "are the same tier" in (await response.json())["error"]
+
+
+async def test_of_settings_all_are_changed_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(choice: object, capacity: int) -> None:
+        raise MemoryError
+
+    async with at_path(tmp_path, disk=64) as (store, session):
+        before = store.stats()
+        monkeypatch.setattr("kvstore.control.commands.build_policy", no_memory)
+        host = {"bytes": 2 * CHUNK}
+        job = await ask(session, "settings", host=host, tiers={"0": {"capacity_bytes": "1GiB"}})
+        assert job["state"] == "failed"
+        after = store.stats()
+        assert (after.rows, after.tiers[0].max_segments) == (
+            before.rows,
+            before.tiers[0].max_segments,
+        )
+        tier = store._assembly.tiers[0]
+        assert isinstance(tier, DiskTier)
+        assert tier.volumes[0].max_segments == before.tiers[0].max_segments
+
+
+async def test_jobs_that_have_ended_keep_no_keys(tmp_path: Path) -> None:
+    async with at_path(tmp_path) as (store, session):
+        told = await ask(session, "prefetch", **named(keys_of("many", 500)))
+        assert store._assembly.control is not None
+        job = store._assembly.control._commands.job(told["job"])
+        assert job is not None
+        assert (job.keys, list(job._keys)) == (500, [])
+
+
+async def test_a_longer_put_goes_through_host_memory_that_was_made_smaller(tmp_path: Path) -> None:
+    keys = keys_of("long", 32)
+    async with at_path(tmp_path, rows=32, disk=64) as (store, session):
+        assert (await ask(session, "settings", host={"bytes": 4 * CHUNK}))["state"] == "done"
+        assert await store.put(keys, payloads(keys)) == 32
+        await store.flush()
+        assert store.lookup_prefix(keys) is not False
+        assert await store.resolve(keys[:4]) == 4
+        assert store.stats().tiers[0].chunks == 32
+
+
+async def test_a_disk_becomes_smaller_while_it_is_read_without_end(tmp_path: Path) -> None:
+    keys = keys_of("long", 96)
+    async with at_path(tmp_path, rows=16, disk=128) as (store, session):
+        for at in range(0, 96, 8):
+            await filled(store, keys[at : at + 8])
+        readers = [asyncio.create_task(served(store, keys[n::6])) for n in range(6)]
+        tier = store._assembly.tiers[0]
+        assert isinstance(tier, DiskTier)
+        for segments in (3, 9, 2, 9, 4):
+            size = segments * tier.geometry.file_bytes
+            job = await ask(session, "settings", tiers={"0": {"capacity_bytes": size}})
+            assert job["state"] == "done"
+        assert not any(reader.done() for reader in readers)
+        for reader in readers:
+            reader.cancel()
+        told = store.stats().tiers[0]
+        assert (told.corrupt, told.failed_reads, told.errors) == (0, 0, 0)

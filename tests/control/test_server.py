@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ import pytest
 
 import kvstore
 from kvstore.api.store import Store, start
+from kvstore.control.commands import MOST_KEYS
 from kvstore.errors import ConfigError
 from tests.store.support import keys_of, payloads, small
 
@@ -45,6 +47,14 @@ async def at_port(folder: Path, token: str | None) -> AsyncIterator[aiohttp.Clie
         aiohttp.ClientSession(f"http://{where}") as session,
     ):
         yield session
+
+
+def address(session: aiohttp.ClientSession) -> tuple[str, int]:
+    base = session._base_url
+    assert base is not None
+    assert base.host is not None
+    assert base.port is not None
+    return base.host, base.port
 
 
 def token_file(folder: Path, token: str, mode: int = 0o600) -> Path:
@@ -113,6 +123,40 @@ async def test_where_it_cannot_listen_is_refused(
         pass
 
 
+async def test_a_folder_that_somebody_holds_locked_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.control.server.LOCK_SECONDS", 0.1)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another process holds .* locked"):
+        await start(small(tmp_path / "cache", control=str(tmp_path / "ctl.sock")))
+    os.close(folder)
+
+
+async def test_a_socket_of_another_process_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ctl.sock"
+    first = await start(small(tmp_path / "cache", control=str(path)))
+    path.unlink()
+    async with at_path(tmp_path) as (_, session):
+        await first.close()
+        assert (await session.get("/v1/status")).status == 200
+
+
+async def test_connections_of_a_stranger_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.control.server.MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("kvstore.control.server.CHECK_SECONDS", 0.05)
+    async with at_port(tmp_path, TOKEN) as session:
+        idle = [socket.create_connection(address(session)) for _ in range(12)]
+        # The oldest is closed.
+        assert await asyncio.to_thread(idle[0].recv, 1) == b""
+        assert (await session.get("/v1/status")).status == 200
+        for each in idle:
+            each.close()
+
+
 async def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -155,6 +199,11 @@ async def test_on_a_port_who_changes_something_names_the_token(
             status, answer = await told(await session.post(reset, headers=headers))
             assert status == 403
             assert "token" in answer["error"]
+        # As bytes that are no text.
+        with socket.create_connection(address(session)) as raw:
+            raw.sendall(b"POST /v1/reset HTTP/1.1\r\nHost: localhost\r\n")
+            raw.sendall(b"Authorization: Bearer \xff\xc3\r\nContent-Length: 0\r\n\r\n")
+            assert b" 403 " in await asyncio.to_thread(raw.recv, 200)
         good = {"Authorization": f"Bearer {TOKEN}"}
         assert (await session.post(reset, headers=good)).status == (202 if token else 403)
         # A page in a browser that has another name for this machine.
@@ -183,6 +232,8 @@ async def test_on_a_port_who_changes_something_names_the_token(
         ("retain", {"keys": ["00"], "seconds": True}, "seconds must be given"),
         ("retain", {"keys": ["00"], "seconds": -1}, "a number above 0"),
         ("retain", {"keys": ["00"], "seconds": float("nan")}, "a number above 0"),
+        ("retain", {"keys": ["00"], "seconds": 10**400}, "a number above 0 and at most"),
+        ("remove", {"keys": ["00"] * (MOST_KEYS + 1)}, "keys must be a list of at most 65536"),
         ("retain", {"keys": ["00"], "seconds": 1, "host": "no"}, "host must be true or false"),
         ("release", {"keys": ["00"], "cold": 1}, "cold must be true or false"),
         ("reset", {"keys": ["00"]}, "unknown field reset.keys; allowed are: none"),
@@ -196,6 +247,7 @@ async def test_on_a_port_who_changes_something_names_the_token(
         ("settings", {"host": {"eviction_policy": "best"}}, "unknown policy 'best'; known are"),
         ("settings", {"host": {"eviction_policy": "arc(x=1)"}}, "eviction_policy = "),
         ("settings", {"tiers": {"7": {}}}, "tiers.7: unknown; tiers that can be changed: 0 "),
+        ("settings", {"tiers": {"0": {}, "00": {}}}, "tiers.00: unknown"),
         ("settings", {"tiers": {"0": 5}}, "tiers.0: must be a table"),
         ("settings", {"tiers": {"0": {"path": "/"}}}, "unknown field tiers.0.path"),
         ("settings", {"tiers": {"0": {"capacity_bytes": 5}}}, "needs at least"),
@@ -215,7 +267,7 @@ async def test_what_cannot_be_used_is_refused_by_name_and_nothing_is_done(
         assert (state["jobs"], state["changing"]) == ([], 0)
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '"reset"', "\udcff"])
+@pytest.mark.parametrize("body", ["[]", "{", '"reset"', "\udcff", "[" * 100_000])
 async def test_a_body_that_is_no_object_is_refused(tmp_path: Path, body: str) -> None:
     async with at_path(tmp_path) as (_, session):
         data = body.encode("utf-8", "surrogateescape")
@@ -224,7 +276,14 @@ async def test_a_body_that_is_no_object_is_refused(tmp_path: Path, body: str) ->
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/"), ("GET", "/v1/jobs/5"), ("DELETE", "/v1/jobs/x"), ("PUT", "/v1/status")],
+    [
+        ("GET", "/"),
+        ("GET", "/v1/jobs/5"),
+        ("GET", "/v1/jobs/\u00b2"),
+        ("GET", "/v1/jobs/" + "9" * 5000),
+        ("DELETE", "/v1/jobs/x"),
+        ("PUT", "/v1/status"),
+    ],
 )
 async def test_what_is_not_there_is_told_as_json(tmp_path: Path, method: str, path: str) -> None:
     async with at_path(tmp_path) as (_, session):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, Pace, PeerTier
@@ -626,7 +625,9 @@ class World:
             tier = rng.choice(owned)
             most = len(self.slots[tier.number]) // self.segment_slots
             segments = rng.randrange(most) + 1 if self.relocation else most
-            core.limit_segments(tier.number, segments, partial(create_policy, name))
+            of_each = [len(range(n, segments, self.stripes)) for n in range(self.stripes)]
+            slots = segments * core.segment_slots(tier.number)
+            core.limit_segments(tier.number, of_each, create_policy(name, slots))
 
     @property
     def _most_rows(self) -> int:
@@ -786,12 +787,18 @@ class World:
             assert tried or not known, "it is here, and asked about"
             self.moves.append(move)
             return
+        if move.op is Op.SHRINK:
+            first = move.segment * self.segment_slots
+            self._check_unread(move, range(first, first + self.segment_slots))
         if move.op is Op.RELOCATE:
+            self._check_unread(move, move.targets)
             for target in move.targets:
                 self.slots[move.tier][target] = GARBAGE
                 self.rotten.discard((move.tier, target))
             self.moves.append(move)
             return
+        if move.op is Op.CASCADE and move.tier != self.asked:
+            self._check_unread(move, move.slots)
         for key, row, slot in zip(move.keys, move.rows, move.slots, strict=True):
             owner = self.row_owner[row]
             assert owner is None, f"row {row} is in use by {owner}"
@@ -808,6 +815,13 @@ class World:
         self.sources[move.id] = [self.rows[row] for row in move.rows]
         self.looked_for[move.id] = self.heard_epoch
         self.moves.append(move)
+
+    def _check_unread(self, move: Move, slots: Iterable[int]) -> None:
+        """Nobody reads these slots, which the move is about to write or to remove."""
+        orphans, its = self.core._transfers.orphans, set(slots)
+        for other in self.moves:
+            if other.tier == move.tier and other.op is Op.PROMOTE and other.id not in orphans:
+                assert not its & set(other.slots), "a slot is used again while it is read"
 
     def complete(self, index: int, failures: Collection[int] = ()) -> None:
         """The engine ends a move; `failures` are positions that failed."""
@@ -1286,7 +1300,7 @@ def random_world(rng: random.Random) -> World:
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
         pace=rng.choice((None, None, None, SLOW)),
         reports=rng.random() < 0.5,
-        changes=aside.random() < 0.25,
+        changes=aside.random() < 0.4,
     )
     if world.relocation:
         scatter(world, rng)
@@ -1314,7 +1328,7 @@ def random_act(world: World, rng: random.Random) -> None:
         # Late copies touch their rows at any moment, and end after a while.
         copy = rng.choice(world.late)
         world.land(copy, moment=rng.random() < 0.9)
-    if world.changes and rng.random() < 0.01:
+    if world.changes and rng.random() < 0.03:
         world.change(rng)
     roll = rng.random()
     clients = list(world.clients.values())
@@ -1422,6 +1436,11 @@ def act_of_client(world: World, client: Client, rng: random.Random) -> None:
             world.load(client, answer)
         elif answer == 0 and roll < 0.8:
             client.state = "computing"
+        if answer is not None and rng.random() < 0.3:
+            loads = client.state == "loading" or (answer > 0 and rng.random() < 0.5)
+            world.core.on_request_decided(client.id, loads=loads)
+            if not loads:
+                client.leased = 0
         elif roll > 0.97:
             world.leave(client)
         elif roll > 0.95:

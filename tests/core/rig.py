@@ -129,10 +129,12 @@ class Rig:
         segments: Collection[int] | None = None,
         unread: Collection[bytes] = (),
         ended: float | None = None,
+        unlisted: Collection[bytes] = (),
     ) -> None:
         """The engine ends `move`, at `ended`; the core hears of it at the next step.
 
-        Of those that `failed`, nothing is known of the bytes of `unread`.
+        Of those that `failed`, nothing is known of the bytes of `unread`. Records of `unlisted` are
+        damaged.
         """
         self.moves.remove(move)
         ok = [key not in failed for key in move.keys]
@@ -150,7 +152,11 @@ class Rig:
         found = []
         if move.op is Op.LIST:
             size = self.owned(move.tier).slots.segment_slots
-            found = [each for each in tier.entries.items() if each[1] // size == move.segment]
+            found = [
+                (key, slot)
+                for key, slot in tier.entries.items()
+                if slot // size == move.segment and key not in unlisted
+            ]
         told = Completion(move.id, ok, made, error, found=found, unread=places, ended=ended)
         self.ended.append(told)
 

@@ -207,6 +207,15 @@ def test_a_request_whose_turn_comes_without_a_lookup_keeps_its_chunks_only_for_a
     assert rig.stats.busy_rows == 0
 
 
+def test_a_request_that_loads_nothing_keeps_nothing() -> None:
+    rig = Rig(rows=16, on=[A])
+    queue(rig, "a", A)
+    rig.settle()
+    rig.core.on_request_turn("a")
+    rig.core.on_request_decided("a", loads=False)
+    assert rig.stats.busy_rows == 0
+
+
 def test_a_request_that_stores_without_a_lookup_is_not_queued_any_more() -> None:
     rig = Rig(rows=16, on=[A])
     queue(rig, "a", A)

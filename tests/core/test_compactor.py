@@ -132,6 +132,9 @@ def test_a_chunk_is_served_while_it_is_copied_and_afterwards() -> None:
     assert copy.op is Op.RELOCATE
     keys = [key for key, _ in its]
     assert rig.resolve(keys, "reader") == len(keys), "the copy held up a reader"
+    # Its slots are not given to others under the reader: they are copied once more.
+    assert [tier.entries[key] for key in keys] == [slot for _, slot in its]
+    compact(rig)
     assert all(tier.entries[key] // SLOTS != listing.segment for key in keys)
 
 

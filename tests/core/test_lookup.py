@@ -292,3 +292,29 @@ def test_whoever_goes_on_asking_is_looked_up_although_others_ask_before_it_in_ev
                 answered.add(name)
         rig.step()
     assert answered >= prompts.keys() - ({"r2"} if leaving else set())
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_what_a_server_that_has_decided_was_not_told_yet_is_not_fetched_for_it(loads: bool) -> None:
+    here, below = chain("a", 2), chain("b", 2)
+    rig = Rig(rows=8, on=[below])
+    rig.put(here)
+    rig.step()
+    assert rig.ask(here, "reader") == 2
+    assert rig.ask(below, "reader") is None
+    rig.core.on_request_decided("reader", loads=loads)
+    rig.settle()
+    assert not any(map(rig.in_host, below))
+    assert rig.stats.busy_rows == 0
+
+
+def test_a_request_that_waits_and_is_computed_instead_gives_up_its_leases() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys])
+    assert rig.ask(keys, "reader") is None
+    rig.settle()
+    rig.core.on_request_decided("reader", loads=True)
+    assert rig.stats.busy_rows == 4, "it is about to load them"
+    rig.core.on_request_decided("reader", loads=False)
+    assert rig.stats.busy_rows == 0
+    assert rig.ask(keys, "reader") == 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
+from typing import Any
 
 import pytest
 
@@ -162,7 +164,7 @@ def test_a_tier_that_is_too_large_empties_segments_and_keeps_what_was_used_last(
     rig = Rig(rows=8, on=(keys,), segment_slots=8, segments=4, max_segments=4, relocation_chunks=4)
     tier = rig.core.tiers[0]
     rig.core.touch(keys[::2])
-    rig.core.limit_segments(0, 2, lambda slots: create_policy("lru", slots))
+    rig.core.limit_segments(0, [2], create_policy("lru", 16))
     assert rig.core.changing
     assert tier.index.policy.capacity == 16
     kinds = set()
@@ -178,5 +180,99 @@ def test_a_tier_that_is_too_large_empties_segments_and_keeps_what_was_used_last(
     assert (stats.segments, stats.max_segments, stats.chunks) == (2, 2, 16)
     assert set(tier.entries) == set(keys[::2])
     assert len(set(tier.entries.values())) == 16
-    rig.core.limit_segments(0, 4, lambda slots: create_policy("lru", slots))
+    rig.core.limit_segments(0, [4], create_policy("lru", 32))
     assert (rig.core.changing, rig.stats.tiers[0].room) == (32 if rig.core.changing else 0, 16)
+
+
+def shrinking(keys: list[bytes], **more: Any) -> Rig:
+    """A tier of four segments of eight chunks."""
+    return Rig(
+        rows=16,
+        on=(keys,),
+        segment_slots=8,
+        segments=4,
+        max_segments=4,
+        relocation_chunks=4,
+        **more,
+    )
+
+
+def go_on(rig: Rig, *, steps: int = 60, but: Collection[Op] = (), **how: Any) -> None:
+    """Steps in which all moves end but those of some kinds."""
+    for _ in range(steps):
+        rig.step(0.01)
+        for move in list(rig.moves):
+            if move.op not in but:
+                rig.end(move, **(how if move.op is Op.LIST else {}))
+
+
+def test_a_segment_is_kept_while_chunks_of_it_are_read() -> None:
+    keys = chain("long", 20)
+    rig = shrinking(keys, deadline=60.0, max_wait=60.0)
+    rig.ask(keys[16:])
+    rig.step()
+    (reading,) = rig.under_way(Op.PROMOTE)
+    rig.core.limit_segments(0, [1], create_policy("lru", 8))
+    go_on(rig, but=[Op.PROMOTE])
+    entries = rig.core.tiers[0].entries
+    assert [entries[key] for key in reading.keys] == reading.slots
+    rig.end(reading)
+    go_on(rig)
+    stats = rig.stats.tiers[0]
+    assert (rig.core.changing, stats.segments, stats.chunks) == (0, 1, 8)
+    assert (stats.corrupt, stats.failed_reads) == (0, 0)
+
+
+def test_chunks_that_are_written_to_a_surplus_segment_are_copied_out_of_it() -> None:
+    keys = chain("long", 24)
+    rig = shrinking(keys)
+    rig.put(A)
+    rig.step()
+    (writing,) = rig.under_way(Op.CASCADE)
+    rig.core.limit_segments(0, [3], create_policy("lru", 24))
+    go_on(rig, but=[Op.CASCADE])
+    rig.end(writing)
+    go_on(rig)
+    stats = rig.stats.tiers[0]
+    assert (rig.core.changing, stats.segments) == (0, 3)
+    assert set(rig.core.tiers[0].entries) == {*keys[4:], *A}
+
+
+def test_a_chunk_with_a_damaged_record_leaves_with_its_segment() -> None:
+    keys = chain("long", 20)
+    rig = shrinking(keys)
+    rig.core.limit_segments(0, [2], create_policy("lru", 16))
+    go_on(rig, unlisted=keys[17:19])
+    stats = rig.stats.tiers[0]
+    assert (rig.core.changing, stats.segments, stats.corrupt) == (0, 2, 2)
+    assert set(rig.core.tiers[0].entries) == {*keys[2:17], keys[19]}
+
+
+def test_segments_go_from_the_device_that_has_too_many() -> None:
+    rig = shrinking(chain("long", 4), stripes=2)
+    rig.core.limit_segments(0, [2, 1], create_policy("lru", 24))
+    go_on(rig)
+    assert rig.owned().slots._segments in ({0, 2, 1}, {0, 2, 3})
+    rig.core.limit_segments(0, [1, 2], create_policy("lru", 24))
+    go_on(rig)
+    held = [segment % 2 for segment in rig.owned().slots._segments]
+    assert held.count(0) == 1
+    assert held.count(1) <= 2
+
+
+def test_of_policies_that_are_set_one_after_the_other_the_last_one_stays() -> None:
+    keys = chain("long", 2 * MOST_CHANGES)
+    rig = Rig(rows=len(keys), on=())
+    rig.put(keys)
+    rig.settle()
+    for _ in range(200):
+        for name in ("fifo", "arc", "s3-fifo"):
+            rig.core.set_policy(None, create_policy(name, len(keys)))
+        rig.step()
+        policy = rig.core._pool.policy
+        assert not isinstance(policy, Migration) or not isinstance(policy.old, Migration)
+        assert rig.core.changing
+    while rig.core.changing:
+        rig.step()
+    assert rig.core._pool.policy.name == "s3-fifo"
+    assert len(rig.core._pool.policy) == len(keys)

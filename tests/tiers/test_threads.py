@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import PathUnusableError
-from kvstore.tiers.disk.threads import IOThreads, Parts
+from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.threads import LOADS_IN_A_ROW, IOThreads, Parts
 from tests.patience import PATIENCE, until, until_async
 from tests.tiers.support import bench_of, disk_of, segment_of
 
@@ -519,4 +520,49 @@ async def test_a_segment_whose_file_is_gone_can_be_removed(tmp_path: Path) -> No
     segment_of(tmp_path).unlink()
     assert await bench.tier.remove_segment(0) is None
     assert disk_of(bench).volumes[0].segments == {}
+    await bench.tier.close([])
+
+
+async def test_under_loads_without_end_others_have_a_turn_now_and_then(pool: Pool) -> None:
+    threads, gate = pool(1), Gate()
+    order: list[str] = []
+
+    def run(name: str, count: int, **how: bool) -> asyncio.Future[list[None]]:
+        return asyncio.ensure_future(threads.run([lambda: order.append(name)] * count, **how))
+
+    first = asyncio.ensure_future(threads.run([gate], load=True))
+    await begun(gate)
+    jobs = [run("load", 1, load=True) for _ in range(3 * LOADS_IN_A_ROW)]
+    jobs += [run("store", 1, load=False), run("grow", 1, load=False, ahead=True)]
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.gather(first, *jobs)
+    # The first load counts, too.
+    assert order.index("grow") == LOADS_IN_A_ROW - 1
+    assert order.index("store") == 2 * LOADS_IN_A_ROW
+
+
+async def test_a_segment_is_not_removed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core never asks for that. If it did, another file could get the descriptor."""
+    bench = bench_of(tmp_path)
+    keys = [key_of(n) for n in range(4)]
+    await bench.store(keys, range(4))
+    volume, gate = disk_of(bench).volumes[0], Gate()
+    begin = volume.backend.begin_reads
+
+    def slow(*given: Any) -> Any:
+        gate()
+        return begin(*given)
+
+    monkeypatch.setattr(volume.backend, "begin_reads", slow)
+    reading = asyncio.ensure_future(bench.fetch(keys, range(4)))
+    await begun(gate)
+    told = await bench.tier.remove_segment(0)
+    assert told is not None
+    assert told.endswith("is in use")
+    gate.opened.set()
+    assert await reading == [True] * 4
+    assert await bench.tier.remove_segment(0) is None
     await bench.tier.close([])

@@ -79,6 +79,21 @@ async def test_it_ends_with_1_where_a_job_failed_and_2_where_it_was_refused(tmp_
     assert (status, "no answer" in errors) == (2, True)
 
 
+async def test_words_and_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    odd, deep = tmp_path / "odd", tmp_path / "deep"
+    odd.write_bytes(b"\xff\xc3")
+    deep.write_text("[" * 100_000)
+    for words in (
+        ["http://127.0.0.1:abc", "status"],
+        ["http://127.0.0.1:9", "--token-file", str(odd), "status"],
+        ["s", "remove", "--file", str(odd)],
+        ["s", "remove", "--file", str(deep)],
+        ["s", "set", "host.bytes=1", "host.bytes.x=2"],
+    ):
+        status, _, errors = await ctl(*words)
+        assert (status, "Traceback" in errors) == (2, False), words
+
+
 async def test_another_server_is_told_apart(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path)) as store, served(store) as url:
         port = url.removesuffix("/metrics")

@@ -25,7 +25,7 @@ from functools import partial
 from types import GeneratorType
 from typing import Any, TypeVar
 
-__all__ = ["IOThreads", "Parts"]
+__all__ = ["LOADS_IN_A_ROW", "IOThreads", "Parts"]
 
 _T = TypeVar("_T")
 
@@ -117,6 +117,10 @@ class _Job:
             self.future.set_result(None)
 
 
+LOADS_IN_A_ROW = 16
+"""Most loads in a row of the threads that do not only load, if something else waits."""
+
+
 class _Idle:
     """Threads of one kind that have nothing to do. The lock is held at each call.
 
@@ -160,6 +164,7 @@ class IOThreads:
         self._loads: _Queue = deque()
         self._stores: _Queue = deque()
         self._before_stores: _Queue = deque()
+        self._in_a_row = 0
         self._lock = threading.Lock()
         self._for_loads, self._for_all = _Idle(self._lock), _Idle(self._lock)
         self._closed = False
@@ -202,7 +207,8 @@ class IOThreads:
         """Move what the operations that `cut` returns move; it is itself called by a thread.
 
         An operation may have two parts, and takes no longer than a transfer of one batch.
-        Loads come first, then what is `ahead` of stores, then stores.
+        Loads come first, then what is `ahead` of stores, then stores; but under loads without end
+        the others have a turn after each `LOADS_IN_A_ROW`.
 
         Returns their results in order. Waits for all, even when cancelled: the
         memory that operations use is theirs until they have ended, so
@@ -336,8 +342,10 @@ class IOThreads:
         with self._lock:
             while True:
                 queue = self._loads
-                if not queue and idle is self._for_all:
-                    queue = self._before_stores or self._stores
+                if idle is self._for_all:
+                    others = self._before_stores or self._stores
+                    if others and (not queue or self._in_a_row >= LOADS_IN_A_ROW):
+                        queue = others
                 if queue:
                     break
                 if beside or self._closed:
@@ -345,6 +353,8 @@ class IOThreads:
                 idle.wait()
             if beside and (self._idle_for(queue) or not queue[0][0].short):
                 return None
+            if idle is self._for_all:
+                self._in_a_row = self._in_a_row + 1 if queue is self._loads else 0
             return queue, *queue.popleft()
 
     def _idle_for(self, queue: _Queue) -> int:

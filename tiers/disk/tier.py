@@ -306,9 +306,9 @@ class DiskTier(Tier):
         unread = [place for place, ok in enumerate(done.ok) if not ok and place not in done.lost]
         return Transfer(done.ok, error_of(done.error, done.ok), unread)
 
-    def segments_in(self, capacity_bytes: int) -> int:
+    def segments_in(self, capacity_bytes: int) -> list[int]:
         share = capacity_bytes // len(self.volumes)
-        return sum(volume.segments_in(share) for volume in self.volumes)
+        return [volume.segments_in(share) for volume in self.volumes]
 
     def resize(self, capacity_bytes: int) -> None:
         for volume in self.volumes:

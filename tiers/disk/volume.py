@@ -120,6 +120,9 @@ class Volume:
         self._reads: dict[int, npt.NDArray[np.uint32]] = {}
         self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
         self._growth = threading.Lock()
+        # How many batches use each segment's files; none of these is removed.
+        self._used: dict[int, int] = {}
+        self._using = threading.Lock()
         self.trust = trust
         folder = namespace.establish(path, trust)
         self.lane = Lane.acquire(folder, lane, trust)
@@ -237,7 +240,25 @@ class Volume:
     def _move_batch(
         self, job: Job, places: Sequence[Sequence[int]], region: PinnedRegion, sequence: int
     ) -> Parts[str | None]:
-        extents = [self._extent(job, indices, region) for indices in places]
+        with self._using:
+            extents = [self._extent(job, indices, region) for indices in places]
+            numbers = [extent.segment.number for extent in extents]
+            for number in numbers:
+                self._used[number] = self._used.get(number, 0) + 1
+        try:
+            return (yield from self._move_extents(job, extents, places, sequence))
+        finally:
+            with self._using:
+                for number in numbers:
+                    self._used[number] -= 1
+
+    def _move_extents(
+        self,
+        job: Job,
+        extents: Sequence[Extent],
+        places: Sequence[Sequence[int]],
+        sequence: int,
+    ) -> Parts[str | None]:
         moving = (
             Reading(self.backend, extents) if job.load else Writing(self.backend, extents, sequence)
         )
@@ -365,11 +386,17 @@ class Volume:
         """Remove a segment's file; why that cannot be, or None. May block."""
         with self._growth:
             segment = self.segments[number]
+            with self._using:
+                if self._used.get(number):
+                    return f"{segment.path} is in use"
+                del self.segments[number]
             try:
                 segment.remove()
             except OSError as error:
+                self.segments[number] = segment
                 return f"{segment.path} cannot be removed: {error.strerror}"
-            del self.segments[number], self._reads[number], self._read_ms[number]
+            del self._reads[number], self._read_ms[number]
+            self._used.pop(number, None)
             segment.close()
             return None
 
@@ -482,7 +509,10 @@ class Volume:
 
 def _warn_of_size(folder: Path, capacity_bytes: int) -> None:
     """Say once that a capacity can never be used up, which is a mistake more often than not."""
-    found = os.statvfs(folder)
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return
     size = found.f_blocks * found.f_frsize
     # A file system that does not tell its size says 0.
     if 0 < size < capacity_bytes:

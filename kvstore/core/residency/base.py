@@ -120,8 +120,13 @@ class TierView(ABC):
         """Number of segments that are to be emptied, as the tier was made smaller."""
         return 0
 
-    def limit_segments(self, most: int) -> int:
-        """Set how many segments there may be; returns how many chunks fit into them."""
+    @property
+    def segment_slots(self) -> int:
+        """Number of chunks that fit into a segment."""
+        raise AssertionError(f"tier {self.name} is not this process's to resize")
+
+    def limit_segments(self, most: Sequence[int]) -> None:
+        """Set how many segments there may be on each of the tier's devices."""
         raise AssertionError(f"tier {self.name} is not this process's to resize")
 
     def compaction(self, now: float) -> Move | None:

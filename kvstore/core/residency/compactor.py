@@ -9,7 +9,8 @@ promoted or stored. Compaction can be stopped at any moment: a copied chunk has 
 valid copies, and either may be used.
 
 A tier that was made smaller empties its surplus segments in the same way, at any time and without
-a budget; where other segments have no room, the coldest chunks are evicted.
+a budget; where other segments have no room, the coldest chunks are evicted. Chunks of the segment
+that are being read or written meanwhile are waited for: their slots, and the file, stay until then.
 
 A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
@@ -46,6 +47,7 @@ class Compactor:
         tier: the number of the tier.
         batch: most chunks that one move may copy; 0 if the tier cannot copy.
         evict: evicts so many chunks of the tier.
+        drop: forgets chunks whose records are damaged.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Compactor:
         slots: Slots,
         batch: int,
         evict: Callable[[int], None] = lambda count: None,
+        drop: Callable[[Sequence[bytes]], None] = lambda keys: None,
     ) -> None:
         self._tier = tier
         self._index = index
         self._slots = slots
         self._batch = batch
         self._evict = evict
+        self._drop = drop
         self._rate = 0.0
         self.relocated = 0
         self.removed_segments = 0
@@ -71,6 +75,10 @@ class Compactor:
         self._filling: deque[bytes] | None = None
         """Chunks to fill the victim with once it is empty; None if it is to be removed then."""
         self._emptied = False
+        self._looks = 0
+        """How often the victim was listed."""
+        self._unlisted: list[bytes] | None = None
+        """Chunks of the victim that the tier does not list; None: not known."""
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
         self._under_way = False
@@ -174,13 +182,19 @@ class Compactor:
         for place, (key, source, target, ok) in enumerate(copies):
             # The chunk may have left meanwhile, and may even be back in another slot.
             here = index.entries.get(key) == source
+            if place in unread:
+                slots.set_aside((target,), now)
+                continue
+            if here and key in index.reading:
+                # The slot must not be used for others before that read has ended.
+                slots.give((target,))
+                if self._pending is not None:
+                    self._pending.append((key, source))
+                continue
             if ok and here:
                 index.relocate(key, target)
                 slots.give((source,))
                 self.relocated += 1
-                continue
-            if place in unread:
-                slots.set_aside((target,), now)
                 continue
             slots.give((target,))
             if here:
@@ -192,7 +206,11 @@ class Compactor:
             return None
         self._victim = victim
         self._slots.retire(victim)
-        return self._move(Op.LIST, segment=victim)
+        return self._list()
+
+    def _list(self) -> Move:
+        self._looks += 1
+        return self._move(Op.LIST, segment=self._victim)
 
     def _begin_next(self, groups: deque[Sequence[bytes]]) -> Move | None:
         """Begin to make room for the next chunks that are not in order."""
@@ -226,6 +244,8 @@ class Compactor:
             return self._copy_out(now)
         if not self._emptied:
             if not self._slots.is_empty(self._victim):
+                if self._shrinks:
+                    return self._clear_rest()
                 # It still has chunks that the tier did not list, as their records are damaged.
                 self._give_up(now)
                 return None
@@ -233,6 +253,24 @@ class Compactor:
         if self._filling is None:
             return self._move(Op.SHRINK, segment=self._victim)
         return self._fill(self._filling)
+
+    def _clear_rest(self) -> Move | None:
+        """Let chunks leave the victim that the tier has not listed."""
+        index, size, victim = self._index, self._slots.segment_slots, self._victim
+        if any(slot // size == victim for slot in index.writing.values()):
+            return None
+        if self._looks < 2:
+            # Some were being written when it was listed.
+            return self._list()
+        if self._unlisted is None:
+            self._unlisted = [key for key, slot in index.entries.items() if slot // size == victim]
+        gone = [
+            key
+            for key in self._unlisted
+            if index.entries.get(key, -1) // size == victim and key not in index.reading
+        ]
+        self._drop(gone)
+        return None
 
     def _fill(self, filling: deque[bytes]) -> Move | None:
         """Copy the next chunks into the emptied segment, which is in use once all are there."""
@@ -257,17 +295,22 @@ class Compactor:
         assert self._pending is not None
         count = min(self._batch, int(self._allowance))
         here: list[tuple[bytes, int]] = []
-        entries = self._index.entries
+        busy: list[tuple[bytes, int]] = []
+        entries, reading = self._index.entries, self._index.reading
         while self._pending and len(here) < count:
             key, slot = self._pending.popleft()
             if entries.get(key) == slot:
-                here.append((key, slot))
+                (busy if key in reading else here).append((key, slot))
+        self._pending.extend(busy)
         targets = self._slots.take(len(here))
         if len(targets) < len(here) and self._shrinks:
             targets += self._evict_for(len(here) - len(targets))
             here = [(key, slot) for key, slot in here if entries.get(key) == slot]
             self._slots.give(targets[len(here) :])
             targets = targets[: len(here)]
+            # What finds no room now has to wait: all others are in use or pinned.
+            self._pending.extend(here[len(targets) :])
+            here = here[: len(targets)]
         if len(targets) < len(here):
             self._slots.give(targets)
             self._give_up(now)
@@ -301,6 +344,7 @@ class Compactor:
     def _end(self) -> None:
         """Forget the victim."""
         self._victim, self._pending, self._filling, self._emptied = -1, None, None, False
+        self._looks, self._unlisted = 0, None
 
     def _move(
         self,

@@ -49,7 +49,12 @@ class OwnedTier(CopyTarget):
             self.entries.values(),
         )
         self.compactor = Compactor(
-            number, self.index, self.slots, recovered.relocation_chunks, self._evict
+            number,
+            self.index,
+            self.slots,
+            recovered.relocation_chunks,
+            self._evict,
+            self._drop_damaged,
         )
 
     def accepts(self, now: float) -> bool:
@@ -204,12 +209,19 @@ class OwnedTier(CopyTarget):
     def surplus(self) -> int:
         return self.slots.surplus
 
-    def limit_segments(self, most: int) -> int:
+    def limit_segments(self, most: Sequence[int]) -> None:
         self.slots.limit(most)
-        return most * self.slots.segment_slots
+
+    @property
+    def segment_slots(self) -> int:
+        return self.slots.segment_slots
 
     def _evict(self, count: int) -> None:
         self.slots.give(self.index.evict(count, ()))
+
+    def _drop_damaged(self, keys: Sequence[bytes]) -> None:
+        self.forget(keys)
+        self.count("corrupt", len(keys))
 
     @property
     def compaction_rate(self) -> float:

@@ -187,6 +187,10 @@ class Slots:
         self.max_segments = max_segments
         self._segments = set(segments)
         self._stripes = [ExtentAllocator(segment_slots) for _ in range(stripes)]
+        # The most segments of each device; none until they are limited anew.
+        self._most_of: tuple[int, ...] = ()
+        self._excess: dict[int, int] = {}
+        self._surplus = 0
         self._retired = -1
         self._retired_free: set[int] = set()
         self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
@@ -212,8 +216,8 @@ class Slots:
 
     @property
     def surplus(self) -> int:
-        """Number of segments beyond `max_segments`, which was lowered."""
-        return max(0, self.segments - self.max_segments)
+        """Number of segments beyond the limits, which were lowered."""
+        return self._surplus
 
     @property
     def aside(self) -> int:
@@ -259,10 +263,22 @@ class Slots:
         """Return the number of free slots on the devices that are not passed over."""
         return sum(stripe.free for stripe in self._without(passed_over))
 
-    def limit(self, most: int) -> None:
-        """Set `max_segments`. Surplus segments stay until they were emptied."""
-        self.max_segments = most
+    def limit(self, most: Sequence[int]) -> None:
+        """Set the most segments of each device. Surplus segments stay until they were emptied."""
+        self.max_segments = sum(most)
+        self._most_of = tuple(most)
         self.cannot_grow = False
+        self._segments_changed()
+
+    def _segments_changed(self) -> None:
+        """Count the surplus segments; to be called when segments came or went."""
+        have = Counter(segment % len(self._stripes) for segment in self._segments)
+        self._excess = {
+            device: have[device] - most
+            for device, most in enumerate(self._most_of)
+            if have[device] > most
+        }
+        self._surplus = sum(self._excess.values())
 
     # -- give and take ---------------------------------------------------------------
 
@@ -346,6 +362,7 @@ class Slots:
             self.cannot_grow = False
             self._segments.add(segment)
             self._give_segment(segment)
+        self._segments_changed()
         if not segments:
             self.cannot_grow = True
             self.upkeep.trip(now)
@@ -354,6 +371,7 @@ class Slots:
         """Add segments whose growth began before a reset: clearing will free their slots."""
         self.growing = self.growing_slowly = False
         self._segments.update(segments)
+        self._segments_changed()
 
     # -- clearing --------------------------------------------------------------------
 
@@ -369,6 +387,7 @@ class Slots:
         self._segments = set(segments)
         for segment in self._segments:
             self._give_segment(segment)
+        self._segments_changed()
         self.clearing = False
 
     def not_cleared(self, now: float) -> None:
@@ -394,12 +413,13 @@ class Slots:
         return victim if live <= most * size and enough else None
 
     def surplus_segment(self) -> int | None:
-        """Return the segment to empty next if there are too many, of the device with the most."""
-        if not self.surplus:
+        """Return the segment to empty next, of the device that has most beyond its limit."""
+        if not self._excess:
             return None
         stripes = len(self._stripes)
-        most = Counter(segment % stripes for segment in self._segments)
-        return max(self._segments, key=lambda each: (most[each % stripes], self._free_in(each)))
+        device = max(self._excess, key=self._excess.__getitem__)
+        its = (segment for segment in self._segments if segment % stripes == device)
+        return max(its, key=self._free_in)
 
     def emptiest_segment(self, passed_over: Collection[int]) -> int | None:
         """Return the segment that holds the fewest chunks, of those not passed over."""
@@ -431,6 +451,7 @@ class Slots:
     def segment_removed(self, segment: int) -> None:
         """Forget the segment, which was emptied and removed."""
         self._segments.discard(segment)
+        self._segments_changed()
         size, aside = self.segment_slots, self._aside
         self._aside = {slot: at for slot, at in aside.items() if slot // size != segment}
         self._retired, self._retired_free = -1, set()
