@@ -58,6 +58,7 @@ SLOW = {
     "benchmarks/first_token.py",
     "benchmarks/queued.py",
     "benchmarks/control.py",
+    "benchmarks/hybrid.py",
     "benchmarks/kill_engine.py",
     "examples/demo.py",
 }

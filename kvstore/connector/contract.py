@@ -32,13 +32,14 @@ The manager guarantees:
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from kvstore.connector.mediums import LoadStoreSpec
-from kvstore.connector.queued import QueuedKeys
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import KVStoreError
 
 __all__ = [
@@ -285,6 +286,17 @@ class OffloadingManager(ABC):
 
     def on_request_turn(self, req_context: RequestContext) -> None:  # noqa: B027
         """Note that a request's turn has come, whether or not anything of it is looked up."""
+
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:  # noqa: B027
+        """Note that no more is looked up for a request: it loads what was found, or nothing."""
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether a chunk whose lookup was deferred is known to exist, and so will be a hit."""
+        return False
+
+    def most_tokens(self, groups: GroupSizes) -> int:
+        """Return how many tokens one request can load at once."""
+        return sys.maxsize
 
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
         """End a request: it looks up and prepares no more. Completions may still come."""

@@ -6,6 +6,7 @@ This module is long because a manager has every call in two forms: with its requ
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
@@ -24,7 +25,7 @@ from kvstore.connector.contract import (
     by_lists,
 )
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
-from kvstore.connector.queued import QueuedKeys, usable_keys
+from kvstore.connector.queued import GroupSizes, QueuedKeys, tokens_that_fit, usable_keys
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import CoreStats
 from kvstore.core.transfers import Transfer
@@ -74,6 +75,9 @@ STEP_SECONDS = 0.25
     "on_new_request",
     "on_request_queued",
     "on_request_turn",
+    "on_request_decided",
+    "is_coming",
+    "most_tokens",
     "on_request_finished",
     "on_schedule_end",
     "on_step_reported",
@@ -393,18 +397,32 @@ class KVStoreManager(OffloadingManager):
             envelope=getattr(req_context, "kv_hints", None),
         )
 
+    def is_coming(self, key: bytes) -> bool:
+        return key in self._core.chunks or self._core.contains_prefix((key,)) == 1
+
+    def most_tokens(self, groups: GroupSizes) -> int:
+        if len(groups) == 1 or not self._core.tiers:
+            # Fetched as far as rows allow, from the beginning; or not fetched at all.
+            return sys.maxsize
+        return tokens_that_fit(groups, self._core.loadable_rows)
+
     def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
         if not self._fetches_queued or not self._core.tiers:
             return
         stores = any(tier.store is not None for tier in self._core.tiers)
         # What a tier has that is not read for the moment may be fetched later.
         any_length = stores or len(groups) == 1
-        keys = usable_keys(groups, len if any_length else self._core.contains_prefix)
+        known = len if any_length else self._core.contains_prefix
+        sizes = tuple((group.tokens_per_chunk, group.window_chunks) for group in groups)
+        keys = usable_keys(groups, known, self.most_tokens(sizes))
         if keys and self._core.on_request_queued(req_context.req_id, keys):
             self.stepper.hand_over()
 
     def on_request_turn(self, req_context: RequestContext) -> None:
         self._core.on_request_turn(req_context.req_id)
+
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:
+        self._core.on_request_decided(req_context.req_id, loads=loads)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         request = req_context.req_id

@@ -91,20 +91,20 @@ class Matcher:
 
         A run that begins at the first key may be shorter. One at the end of `keys` takes `needed`
         chunks, because the boundary may lie within its last chunk. None if a key after the run's
-        beginning is being fetched; earlier keys have been looked up, too, so that all are fetched
-        at once.
+        beginning is being fetched. A key that may turn out to be a miss does not count: earlier
+        ones have been looked up, too, so that all are fetched at once.
         """
-        lookup = self._manager.lookup
+        lookup, is_coming = self._manager.lookup, self._manager.is_coming
         run = 0
         deferred = False
         for place in range(len(keys) - 1, -1, -1):
             answer = lookup(keys[place], context)
-            if answer:
+            deferred |= answer is None
+            if answer or (answer is None and is_coming(keys[place])):
                 run += 1
                 if run == needed:
                     return None if deferred else place + run
             else:
-                deferred |= answer is None
                 run = 0
                 needed = group.window_chunks(0)
         return None if deferred else run

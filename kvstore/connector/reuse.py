@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from kvstore.connector.contract import (
@@ -15,6 +15,7 @@ from kvstore.connector.contract import (
     by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 
 __all__ = ["FilterReusedOffloadingManager"]
 
@@ -146,6 +147,21 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def on_new_request(self, req_context: RequestContext) -> None:
         self.backing.on_new_request(req_context)
+
+    def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
+        self.backing.on_request_queued(req_context, groups)
+
+    def on_request_turn(self, req_context: RequestContext) -> None:
+        self.backing.on_request_turn(req_context)
+
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:
+        self.backing.on_request_decided(req_context, loads=loads)
+
+    def is_coming(self, key: bytes) -> bool:
+        return self.backing.is_coming(key)
+
+    def most_tokens(self, groups: GroupSizes) -> int:
+        return self.backing.most_tokens(groups)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         self._named.pop(req_context.req_id, None)

@@ -54,6 +54,7 @@ class ConnectorScheduler:
         """
         self.manager: OffloadingManager = manager or spec.get_manager()
         self._groups = groups_of(spec)
+        self._sizes = tuple(group.sizes for group in self._groups)
         self._windowed = any(group.window is not None for group in self._groups)
         self._matcher = Matcher(self.manager, self._groups)
         self._jobs = Jobs(spec.num_workers)
@@ -110,6 +111,7 @@ class ConnectorScheduler:
         if matched is None:
             self._stats.deferred += 1
             return None, False
+        self.manager.on_request_decided(tracked.context, loads=matched > 0)
         used = tracked.take_used(loaded=not self.manager.loads_are_uses)
         if used:
             self.manager.touch(used, tracked.context)
@@ -119,6 +121,7 @@ class ConnectorScheduler:
         keys = [state.keys for state in tracked.groups]
         # The last token is always computed, so a window has to reach back from there.
         end = tracked.request.num_tokens - self._windowed
+        end = min(end, tracked.computed + self.manager.most_tokens(self._sizes))
         matched = self._matcher.match(keys, tracked.computed, end, tracked.context)
         if matched and self._loads.under_way(tracked, matched):
             return None

@@ -37,6 +37,12 @@ class Group:
     window: int | None
     uncut: int
 
+    @property
+    def sizes(self) -> tuple[int, int | None]:
+        """Tokens of a chunk, and how many of the last chunks the next token needs at most."""
+        window = None if self.window is None else self.window_chunks(1)
+        return self.tokens_per_chunk, window
+
     def chunks_to(self, tokens: int) -> int:
         """Count the chunks that contain any of the first `tokens` tokens."""
         return -(-tokens // self.tokens_per_chunk)

@@ -14,6 +14,8 @@ from `get_handshake_metadata` to the scheduler's half, which opens host memory a
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -34,8 +36,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvstore.connector.queued import QueuedKeys
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
+from kvstore.types import about
 from kvstore.vllm.checks import check_prefix_caching
 from kvstore.vllm.engine import (
     Engine,
@@ -53,6 +56,8 @@ from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 
 __all__ = ["KVStoreConnector"]
+
+logger = logging.getLogger("kvstore")
 
 OUR_SPEC = {"spec_name": KVStoreOffloadingSpec.__name__, "spec_module_path": "kvstore.vllm"}
 
@@ -107,6 +112,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._rank = int(config.parallel.rank)
         self._spec = _spec(config, self._engine)
         self._scheduler: OffloadingConnectorScheduler | None = None
+        self._sizes: GroupSizes = ()
         self._look = self._looked = 0
         self._told = False
         self._pause_told = False
@@ -186,8 +192,26 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
                 self._spec.close()
             raise
 
+        self._sizes = tuple(
+            (group.tokens_per_chunk, group.sliding_window_size_in_chunks)
+            for group in self._scheduler.config.kv_group_configs
+        )
         manager = self._manager
-        if manager is not None and manager.commands is not None:
+        if manager is None:
+            return
+        most, longest = (
+            manager.most_tokens(self._sizes),
+            self._vllm_config.model_config.max_model_len,
+        )
+        if most < longest:
+            logger.warning(
+                "host memory has room for %d tokens of a prompt with all groups of layers: of a "
+                "longer prefix on a slower tier only that much is loaded (max_model_len is %d)",
+                most,
+                longest,
+                extra=about("store.small", tokens=most, max_model_len=longest),
+            )
+        if manager.commands is not None:
             manager.commands.name_keys(self._keys_of_prompt)
 
     def _keys_of_prompt(self, tokens: Sequence[int], named: Mapping[str, Any]) -> list[bytes]:
@@ -243,7 +267,20 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
+        if self._manager is not None and found[0] is not None:
+            self._manager.on_request_decided(request.request_id, loads=found[0] > 0)
         return found
+
+    def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        # Called from 0.30 on. vLLM looks for a state at the largest boundary up to which attention
+        # is found. That much may not fit into host memory together.
+        most: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
+        fits = sys.maxsize if self._manager is None else self._manager.most_tokens(self._sizes)
+        if fits == sys.maxsize:
+            return most
+        # vLLM takes the last token off where a group has a window.
+        fits += any(window is not None for _, window in self._sizes)
+        return fits if most is None else min(most, fits)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         orders = super().build_connector_meta(scheduler_output)

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from kvstore.connector.contract import ReqContext as Request
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
-from kvstore.connector.queued import QueuedKeys
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.core.chunk import READY
 from kvstore.types import about
 from kvstore.vllm.layout import EngineShape, manager_region, release_region
@@ -277,6 +277,14 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_request_turn(self, name: str) -> None:
         """Note that vLLM asks about a request, whether or not it looks anything up."""
         self._core.on_request_turn(name)
+
+    def on_request_decided(self, name: str, *, loads: bool) -> None:
+        """Note that vLLM asks no more: it loads what was found, or nothing."""
+        self._core.on_request_decided(name, loads=loads)
+
+    def most_tokens(self, groups: GroupSizes) -> int:
+        """Return how many tokens one request can load at once."""
+        return self._manager.most_tokens(groups)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._requests.pop(req_context.req_id, None)
