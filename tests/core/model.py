@@ -1300,7 +1300,7 @@ def random_world(rng: random.Random) -> World:
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
         pace=rng.choice((None, None, None, SLOW)),
         reports=rng.random() < 0.5,
-        changes=aside.random() < 0.4,
+        changes=aside.random() < 0.25,
     )
     if world.relocation:
         scatter(world, rng)
@@ -1328,7 +1328,7 @@ def random_act(world: World, rng: random.Random) -> None:
         # Late copies touch their rows at any moment, and end after a while.
         copy = rng.choice(world.late)
         world.land(copy, moment=rng.random() < 0.9)
-    if world.changes and rng.random() < 0.03:
+    if world.changes and rng.random() < 0.01:
         world.change(rng)
     roll = rng.random()
     clients = list(world.clients.values())
