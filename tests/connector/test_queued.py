@@ -137,10 +137,14 @@ def test_a_prompt_of_several_groups_is_loaded_up_to_where_all_of_them_fit(tmp_pa
         narrow.scheduler.on_new_request(request)
         found: list[int | None] = []
 
-        def answered(narrow: Server = narrow, request: Request = request) -> bool:
-            found.append(narrow.find(request))  # noqa: B023
+        def answered(
+            narrow: Server = narrow,
+            request: Request = request,
+            found: list[int | None] = found,
+        ) -> bool:
+            found.append(narrow.find(request))
             narrow.step()
-            return found[-1] is not None  # noqa: B023
+            return found[-1] is not None
 
         until(answered)
         assert (rows, found[-1]) == (rows, chunks * TOKENS)

@@ -1436,6 +1436,8 @@ def act_of_client(world: World, client: Client, rng: random.Random) -> None:
             world.load(client, answer)
         elif answer == 0 and roll < 0.8:
             client.state = "computing"
+
+        # Whatever it does with the answer: it may say so, or go away, or ask for other keys.
         if answer is not None and rng.random() < 0.3:
             loads = client.state == "loading" or (answer > 0 and rng.random() < 0.5)
             world.core.on_request_decided(client.id, loads=loads)
