@@ -110,6 +110,11 @@ class HostPool:
         return len(self._held)
 
     @property
+    def soon_free(self) -> int:
+        """Leaving chunks that nobody reads: their rows are free once they are needed."""
+        return len(self._uncopied) + len(self._copied)
+
+    @property
     def leavable(self) -> int:
         """Chunks that could leave now, one by one."""
         return len(self.chunks) - self.busy - self.unsaved - self.marked

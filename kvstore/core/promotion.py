@@ -175,7 +175,7 @@ class Grants:
             staying = len(request.leases) + self._pins.rows
             if self._pins.rows and pool.busy <= staying:
                 staying = len(request.leases) + self._pins.rows_besides(request.leases)
-            others = pool.busy > staying or pool.held > 0
+            others = pool.busy > staying or pool.held > 0 or pool.soon_free > 0
             if self._budget.cut_short or others:
                 request.stick(-1)
                 return False

@@ -7,6 +7,7 @@ makes. It is driven by a seeded generator or by hypothesis.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -225,6 +226,8 @@ class World:
         """Tiers whose moves do not end at present."""
         self.segment_ids: list[set[int]] = []
         """Segments that each tier has."""
+        self.most_of: dict[int, list[int]] = {}
+        """The most of each device, of tiers whose size was changed."""
         self.cramped: set[int] = set()
         """Tiers that can neither grow nor be cleared at present."""
         self.begin([{} for _ in self.slots], [{0} for _ in self.slots])
@@ -243,6 +246,7 @@ class World:
         directories: list[TierView] = []
         self.store_has = self.shared.setdefault(self.weights, {})
         self.segment_ids = segments
+        self.most_of.clear()
         for index, entries in enumerate(found):
             slots = len(self.slots[index])
             if index == self.asked:
@@ -626,6 +630,7 @@ class World:
             most = len(self.slots[tier.number]) // self.segment_slots
             segments = rng.randrange(most) + 1 if self.relocation else most
             of_each = [len(range(n, segments, self.stripes)) for n in range(self.stripes)]
+            self.most_of[tier.number] = of_each
             slots = segments * core.segment_slots(tier.number)
             core.limit_segments(tier.number, of_each, create_policy(name, slots))
 
@@ -823,6 +828,15 @@ class World:
             if other.tier == move.tier and other.op is Op.PROMOTE and other.id not in orphans:
                 assert not its & set(other.slots), "a slot is used again while it is read"
 
+    def _next_segment(self, tier: int) -> list[int]:
+        """The number of the segment that a tier makes next, on a device that may have one more."""
+        ids, stripes, most = self.segment_ids[tier], self.stripes, self.most_of.get(tier)
+        have = Counter(number % stripes for number in ids)
+        numbers = range((len(ids) + 1) * stripes)
+        unused = (n for n in numbers if n not in ids)
+        may = (n for n in unused if most is None or have[n % stripes] < most[n % stripes])
+        return list(itertools.islice(may, 1))
+
     def complete(self, index: int, failures: Collection[int] = ()) -> None:
         """The engine ends a move; `failures` are positions that failed."""
         move = self.moves.pop(index)
@@ -846,7 +860,7 @@ class World:
             self._complete_compaction(move, ok, failed)
             return
         if move.op is Op.GROW and not failed:
-            segments = [next(n for n in range(len(ids) + 1) if n not in ids)]
+            segments = self._next_segment(move.tier)
             ids.update(segments)
         elif move.op is Op.CLEAR and move.tier == self.followed:
             # What the neighbour has stays; from now on only what is of the epoch is told.
@@ -1230,11 +1244,12 @@ class World:
         client = self.arrive("reach", prompt, length)
         evicted = sum(tier.index.evicted for tier in core.tiers)
         known = 0
+        asks = self.asked >= 0 and self._store_is_awaited()
         for key in client.keys:
             # Computing is sooner than reading from a tier that is outpaced.
             read = [t for t in core.tiers if not t.health.recompute.outpaced]
             held = [self._held(t, key) for t in read if key in t.entries]
-            if self.asked >= 0 and core.tiers[self.asked] in read and key in self.store_has:
+            if asks and core.tiers[self.asked] in read and key in self.store_has:
                 held.append(key)
             if key not in core._pool.chunks and (not held or held[0] != key):
                 break
@@ -1253,6 +1268,13 @@ class World:
             assert answer >= min(known, core._pool.rows), f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
+
+    def _store_is_awaited(self) -> bool:
+        """Whether a request would wait for the store's answer, though it lacked one chunk only."""
+        store = self.core.tiers[self.asked].store
+        assert store is not None
+        pace = self.core.compute_pace
+        return store.patience.lasts(1, pace, pace) > 0
 
     def _held(self, tier: TierView, key: bytes) -> bytes:
         """The key of what lies where the tier's entry of `key` says."""
@@ -1300,7 +1322,7 @@ def random_world(rng: random.Random) -> World:
         reserve=rng.choice((0, 1, rows // 4, rows // 2)),
         pace=rng.choice((None, None, None, SLOW)),
         reports=rng.random() < 0.5,
-        changes=aside.random() < 0.25,
+        changes=aside.random() < 0.4,
     )
     if world.relocation:
         scatter(world, rng)
@@ -1328,7 +1350,7 @@ def random_act(world: World, rng: random.Random) -> None:
         # Late copies touch their rows at any moment, and end after a while.
         copy = rng.choice(world.late)
         world.land(copy, moment=rng.random() < 0.9)
-    if world.changes and rng.random() < 0.01:
+    if world.changes and rng.random() < 0.03:
         world.change(rng)
     roll = rng.random()
     clients = list(world.clients.values())

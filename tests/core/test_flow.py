@@ -158,3 +158,19 @@ def test_a_tier_that_cannot_store_does_not_hold_up_host_memory() -> None:
     rig.step()
     assert store(rig, chain("c", 4)) == chain("c", 4)
     assert on_disk(rig) == set()
+
+
+def test_the_row_of_a_chunk_that_was_just_given_up_is_waited_for() -> None:
+    rig, (head, middle, tail) = demoting(rows=2), chain("a", 3)
+    store(rig, [middle])
+    rig.settle()
+    store(rig, [head])
+    rig.settle()
+    store(rig, [tail])
+    rig.settle()
+    assert on_disk(rig) == {middle}
+    assert rig.in_host(head)
+    assert rig.in_host(tail)
+    # The tail answers "hit" at first, and then leaves for the middle.
+    assert rig.resolve([head, middle, tail]) == 2
+    assert rig.stats.truncations == 1
