@@ -52,8 +52,7 @@ class Settings:
     @property
     def under_way(self) -> bool:
         """Whether a change has not ended, surplus segments of tiers not counted."""
-        unfinished = bool(self._migrating or self._replaced)
-        return unfinished or self._pool.rows != self._rows
+        return bool(self._migrating or self._replaced or self._pool.rows != self._rows)
 
     @property
     def behind(self) -> bool:

@@ -193,8 +193,9 @@ class Stores:
 
     def forget_deferred(self, request: Request) -> None:
         """Stop waiting for the deferred store of the request."""
-        self._waiting -= request.store_deferred is not None
-        request.defer_store(None)
+        if request.store_deferred is not None:
+            self._waiting -= 1
+            request.defer_store(None)
 
     def reset(self) -> None:
         """Forget every store that was deferred."""

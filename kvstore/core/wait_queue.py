@@ -257,6 +257,8 @@ class WaitQueue:
 
     def release(self, request: Request) -> None:
         """End all leases of the request."""
+        if not request.leases:
+            return
         pool = self._pool
         leased = [pool.chunks[key] for key in request.leases]
         if request.pending:

@@ -89,7 +89,7 @@ class Compactor:
     @property
     def idle(self) -> bool:
         """Whether compaction is off and no segment is being emptied."""
-        return not self._rate and self._victim < 0 and not self._slots.surplus
+        return not (self._rate or self._slots.surplus) and self._victim < 0
 
     @property
     def rate(self) -> float:

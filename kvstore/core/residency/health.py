@@ -268,8 +268,9 @@ class Health:
             self._unhindered = now
         if not in_flight and self._calm:
             self._heard = False
-            gives_up = self._compare(now, compute, reading, None, messages)
-            return messages, gives_up
+            if compute <= 0 and not self.recompute.outpaced:
+                return messages, False
+            return messages, self._compare(now, compute, reading, None, messages)
         if self._faulty:
             self._faulty = {n: until for n, until in self._faulty.items() if until > now}
         if self._arrived:

@@ -167,6 +167,7 @@ class Slots:
         cannot_grow: growth failed, or does not end: new chunks displace old ones meanwhile.
         growing_slowly: growth takes too long: chunks without a free slot are not stored meanwhile.
         clearing: everything was forgotten, and no slot is assigned until that is durable.
+        surplus: number of segments beyond the limits, which were lowered.
         upkeep: open while growth or clearing has failed: neither is tried again for a while.
 
     Args:
@@ -190,7 +191,7 @@ class Slots:
         # The most segments of each device; none until they are limited anew.
         self._most_of: tuple[int, ...] = ()
         self._excess: dict[int, int] = {}
-        self._surplus = 0
+        self.surplus = 0
         self._retired = -1
         self._retired_free: set[int] = set()
         self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
@@ -213,11 +214,6 @@ class Slots:
     def segments(self) -> int:
         """Number of segments that are ready."""
         return len(self._segments)
-
-    @property
-    def surplus(self) -> int:
-        """Number of segments beyond the limits, which were lowered."""
-        return self._surplus
 
     @property
     def aside(self) -> int:
@@ -278,7 +274,7 @@ class Slots:
             for device, most in enumerate(self._most_of)
             if have[device] > most
         }
-        self._surplus = sum(self._excess.values())
+        self.surplus = sum(self._excess.values())
 
     # -- give and take ---------------------------------------------------------------
 
