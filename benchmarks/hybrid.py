@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.serving.servers import offload
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 
-CHUNK_BYTES = {"llama": 512 * 1024, "gemma": 32 * 1024, "lfm2": 64 * 1024}
+CHUNK_BYTES = {"llama": 2**19, "gemma": 2**15, "lfm2": 2**16, "qwen": 2**17}
 ENGINES = ("none", "native", "kvstore")
 DISK_BYTES = 2**30
 BLOCK = 32
@@ -51,7 +51,7 @@ class Case:
             "model": self.model,
             "max_tokens": 8,
             "engine": {
-                "dtype": "float32",
+                "dtype": "bfloat16" if self.model == "qwen" else "float32",
                 "enable_prefix_caching": True,
                 "max_model_len": 2048,
                 "num_gpu_blocks_override": 1200,

@@ -6,10 +6,12 @@ input says its last token again and again: a server that loads wrong KV would st
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHARP", "write_model"]
+__all__ = ["SHARP", "write_apart", "write_model"]
 
 SPREAD = 0.2
 """Of the weights."""
@@ -31,3 +33,17 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     model.get_input_embeddings().weight.data *= FAINT
     model.save_pretrained(folder)
+
+
+def write_apart(folder: Path, config: dict[str, Any]) -> None:
+    """Do as `write_model` in another process: one that has computed may not be forked.
+
+    Raises:
+        SystemExit: it could not be written.
+    """
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=write_model, args=(folder, config))
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        sys.exit("the model could not be written")

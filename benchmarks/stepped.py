@@ -30,6 +30,7 @@ class Server:
         preempted: how often requests were preempted.
         leads: for each case that was asked for with its leads, and each token of its completion,
             by how much its log probability was above that of the next best.
+        logprobs: in the same way the log probabilities themselves.
 
     Args:
         folder: where the model is made; it becomes the working directory.
@@ -63,6 +64,7 @@ class Server:
         self._preemptions: dict[str, int] = {}
         self.cached = 0
         self.leads: dict[Hashable, list[float]] = {}
+        self.logprobs: dict[Hashable, list[float]] = {}
 
     @property
     def scheduler(self) -> Any:
@@ -113,6 +115,8 @@ class Server:
                     done.append((case, list(said.token_ids)))
                     if said.logprobs is not None:
                         self.leads[case] = [_lead(each) for each in said.logprobs]
+                        chosen = zip(said.logprobs, said.token_ids, strict=True)
+                        self.logprobs[case] = [found[token].logprob for found, token in chosen]
                     self.cached += output.num_cached_tokens or 0
             for name, request in self.scheduler.requests.items():
                 if request.num_preemptions:

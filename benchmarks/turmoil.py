@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from dry import read_options
-from random_model import SHARP, write_model
+from random_model import SHARP, write_apart
 from rounds import MODELS, prompt
 from stepped import Completed, Server, copy_late
 
@@ -40,6 +39,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "gemma": {"sliding_window": 64, **SHARP},
+    "lfm2": {},
+    "qwen": {},
 }
 """What differs from the models of `examples/rounds.py`."""
 
@@ -83,13 +84,7 @@ def started(
 
 def reference(folder: Path, model: str, engine: dict[str, Any]) -> None:
     """The completions of every case up to a tie, by an engine without offload with room for all."""
-    # In a process of its own: one that has computed may not be forked into workers.
-    made = folder / "tiny-model", config_of(model)
-    writer = multiprocessing.get_context("fork").Process(target=write_model, args=made)
-    writer.start()
-    writer.join()
-    if writer.exitcode:
-        sys.exit("the model could not be written")
+    write_apart(folder / "tiny-model", config_of(model))
     server = started(folder, model, engine, None, 20 * DEVICE_BLOCKS[model])
     for seed in range(PROMPTS):
         for length in LENGTHS:
@@ -204,7 +199,7 @@ def main() -> int:
     """Read the command line and run; 1 if a token differs or a row is held."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--episodes", type=int, default=100)
-    parser.add_argument("--model", choices=sorted(SMALL), default="llama")
+    parser.add_argument("--model", choices=sorted(DEVICE_BLOCKS), default="llama")
     parser.add_argument("--engine", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--offload", type=json.loads, default={}, help="kvstore's, as JSON")
     parser.add_argument("--seed", type=int, default=1)

@@ -90,7 +90,38 @@ LFM2 = {
 }
 """Short convolutions, whose states are kept at the ends of blocks, between layers of attention."""
 
-MODELS = {"llama": LLAMA, "gemma": GEMMA, "lfm2": LFM2}
+QWEN = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+"""Gated delta nets, which vLLM computes on a CPU in bfloat16 only, between layers of attention."""
+
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "lfm2": LFM2, "qwen": QWEN}
 
 ENGINE = {
     "load_format": "dummy",

@@ -49,6 +49,7 @@ UNDER += "runpy.run_path('benchmarks/step.py', run_name='__main__')"
 RUN_ELSEWHERE = {
     "benchmarks/turmoil.py": "tests/vllm/test_turmoil.py",
     "benchmarks/reset_engine.py": "tests/vllm/test_reset.py",
+    "benchmarks/turns.py": "tests/vllm/test_hybrid.py",
 }
 """Programs that tests of their own run: here their options are checked."""
 
@@ -62,7 +63,7 @@ SLOW = {
     "benchmarks/kill_engine.py",
     "examples/demo.py",
 }
-SLOW |= {"benchmarks.serving", "benchmarks.dashboard"}
+SLOW |= {"benchmarks.serving", "benchmarks.dashboard", "benchmarks.vllm_clients"}
 """Programs that start several engines of vLLM: `make figures` runs them. Else they only start."""
 
 ONCE = {"benchmarks.hosts", "benchmarks/opening.py", "examples.paged_engine", *NEEDS_VLLM, *SLOW}

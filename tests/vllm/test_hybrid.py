@@ -1,15 +1,21 @@
-"""A model with recurrent layers beside attention: hits from host and disk, and the same tokens."""
+"""A model with recurrent layers beside attention: hits from host and disk, and the same tokens.
+
+`python benchmarks/turns.py` takes more turns.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import ONE_PROCESS, Run, run_engine
+from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, Run, run_engine, run_script
 
 pytest.importorskip("vllm")
+
+TURNS = Path(__file__).resolve().parents[2] / "benchmarks" / "turns.py"
 
 LENGTHS = (90, 300, 500, 700)
 PROMPTS = [[seed, LENGTHS[seed % 4]] for seed in range(12)]
@@ -79,3 +85,17 @@ def test_where_host_memory_is_tight_what_fits_with_its_states_is_loaded(
     fits = [hit if hit // BLOCK + 1 <= rows else 0 for hit in HITS]
     assert tight.rounds["one by one"].cached == fits
     assert 0 in fits
+
+
+def test_answers_are_equal_to_the_last_bit_over_aborts_resets_and_a_restart(tmp_path: Path) -> None:
+    """Its weights are such that wrong KV gives wrong tokens, which dummy weights may not."""
+    log = tmp_path / "log.txt"
+    options = ["--model", "lfm2", "--turns", "32", "--each", "16"]
+    status = run_script(TURNS, options, tmp_path, log, {}, launcher=None, timeout=ENGINE_SECONDS)
+    text = log.read_text()
+    assert status == 0, text[-4000:]
+    found = json.loads(text.strip().rpartition("\n")[2])
+    assert found["turns"] == 32
+    assert found["wrong tokens"] == found["wrong log probabilities"] == 0
+    for what in ("aborted", "resets", "loaded from disk", "loaded from host"):
+        assert found.get(what, 0) > 0, f"no {what}: {found}"

@@ -1,9 +1,9 @@
 """vLLM's own tests of one release, from its source distribution.
 
 What is downloaded is checked against a digest; the folder appears only when all of it is there, and
-is left alone when it is. It gets the tests and what they need to be imported: not vLLM's
-own `tests/conftest.py`, which wants the whole of vLLM's test environment, and instead of a
-model that they would fetch by name its configuration.
+is left alone when it is. It gets the tests, what they need to be imported, and a client for
+benchmarks: not vLLM's own `tests/conftest.py`, which wants the whole of vLLM's test environment,
+and instead of a model that they would fetch by name its configuration.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WANTED = (
     "tests/v1/kv_connector/unit/utils.py",
     "tests/v1/kv_connector/unit/offloading_connector/",
     "tests/v1/kv_offload/",
+    "benchmarks/multi_turn/",
 )
 
 MODEL = "facebook/opt-125m"
