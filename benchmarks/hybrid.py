@@ -25,12 +25,12 @@ from revision import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.serving.servers import offload
+from examples.rounds import MOST_EXACT
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 
 CHUNK_BYTES = {"llama": 2**19, "gemma": 2**15, "lfm2": 2**16, "qwen": 2**17}
 ENGINES = ("none", "native", "kvstore")
 DISK_BYTES = 2**30
-BLOCK = 32
 PROMPTS = 18
 
 
@@ -51,7 +51,7 @@ class Case:
             "model": self.model,
             "max_tokens": 8,
             "engine": {
-                "dtype": "bfloat16" if self.model == "qwen" else "float32",
+                "dtype": MOST_EXACT[self.model],
                 "enable_prefix_caching": True,
                 "max_model_len": 2048,
                 "num_gpu_blocks_override": 1200,

@@ -39,8 +39,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "gemma": {"sliding_window": 64, **SHARP},
-    "lfm2": {},
-    "qwen": {},
 }
 """What differs from the models of `examples/rounds.py`."""
 
@@ -72,7 +70,7 @@ Case = tuple[int, int]
 
 
 def config_of(model: str) -> dict[str, Any]:
-    return {**MODELS[model], **SMALL[model]}
+    return {**MODELS[model], **SMALL.get(model, {})}
 
 
 def started(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from dry import read_options
 from random_model import write_apart
-from rounds import prompt
+from rounds import MOST_EXACT, prompt
 from stepped import Server, copy_late
 from turmoil import config_of
 
@@ -59,12 +59,14 @@ Turn = dict[str, Any]
 
 def started(folder: Path, options: argparse.Namespace, offload: dict[str, Any] | None) -> Server:
     blocks = DEVICE_BLOCKS[options.model] * (1 if offload is not None else 20)
-    more: dict[str, Any] = {
+    arguments = {
+        **ENGINE,
+        "dtype": MOST_EXACT[options.model],
         "num_gpu_blocks_override": blocks,
         "enable_prefix_caching": offload is not None,
+        **options.engine,
     }
-    more |= {"dtype": "bfloat16" if options.model == "qwen" else "float32", **options.engine}
-    return Server(folder, config_of(options.model), offload, **{**ENGINE, **more})
+    return Server(folder, config_of(options.model), offload, **arguments)
 
 
 def answer(server: Server, asked: list[int], tokens: int) -> tuple[list[int], list[float]]:

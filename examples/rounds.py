@@ -123,6 +123,9 @@ QWEN = {
 
 MODELS = {"llama": LLAMA, "gemma": GEMMA, "lfm2": LFM2, "qwen": QWEN}
 
+MOST_EXACT = {"llama": "float32", "gemma": "float32", "lfm2": "float32", "qwen": "bfloat16"}
+"""The most exact `dtype` in which vLLM computes each of them on a CPU."""
+
 ENGINE = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,

@@ -199,10 +199,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         manager = self._manager
         if manager is None:
             return
-        most, longest = (
-            manager.most_tokens(self._sizes),
-            self._vllm_config.model_config.max_model_len,
-        )
+        most = manager.most_tokens(self._sizes)
+        longest = self._vllm_config.model_config.max_model_len
         if most < longest:
             logger.warning(
                 "host memory has room for %d tokens of a prompt with all groups of layers: of a "
