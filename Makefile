@@ -125,7 +125,7 @@ flapping: $(READY)
 
 # Anything at all in the place of segment files: about forty minutes.
 fuzz: $(READY)
-	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py -n 2 --timeout 3600 -o faulthandler_timeout=3700
+	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py -n 2 --dist worksteal --timeout 3600 -o faulthandler_timeout=3700
 
 # Remove what was set up.
 clean:

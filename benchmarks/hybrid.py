@@ -28,7 +28,15 @@ from benchmarks.serving.servers import offload
 from examples.rounds import MOST_EXACT
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 
-CHUNK_BYTES = {"llama": 2**19, "gemma": 2**15, "lfm2": 2**16, "qwen": 2**17}
+CHUNK_BYTES = {
+    "llama": 2**19,
+    "gemma": 2**15,
+    "lfm2": 2**16,
+    "qwen": 2**17,
+    "granite": 3 * 2**16,
+    "falcon": 3 * 2**16,
+    "nemotron": 3 * 2**16,
+}
 ENGINES = ("none", "native", "kvstore")
 DISK_BYTES = 2**30
 PROMPTS = 18

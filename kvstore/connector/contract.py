@@ -287,8 +287,14 @@ class OffloadingManager(ABC):
     def on_request_turn(self, req_context: RequestContext) -> None:  # noqa: B027
         """Note that a request's turn has come, whether or not anything of it is looked up."""
 
-    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:  # noqa: B027
-        """Note that no more is looked up for a request: it loads what was found, or nothing."""
+    def on_request_decided(  # noqa: B027
+        self, req_context: RequestContext, *, loads: bool, start: int
+    ) -> None:
+        """Note that no more is looked up for a request: it loads what was found, or nothing.
+
+        Args:
+            start: the first token of the prompt that it computes.
+        """
 
     def is_coming(self, key: bytes) -> bool:
         """Whether a chunk whose lookup was deferred is known to exist, and so will be a hit."""

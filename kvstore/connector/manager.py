@@ -389,9 +389,11 @@ class KVStoreManager(OffloadingManager):
         if self._spans is not None:
             headers = getattr(req_context, "trace_headers", None) or {}
             self._spans.belongs_to(req_context.req_id, headers.get("traceparent"))
+        position = getattr(req_context, "position", None)
+        self.computing.opened(req_context.req_id, position)
         self._core.on_new_request(
             req_context.req_id,
-            getattr(req_context, "position", None),
+            position,
             one_group=self._one_group,
             params=getattr(req_context, "kv_transfer_params", None),
             envelope=getattr(req_context, "kv_hints", None),
@@ -421,7 +423,8 @@ class KVStoreManager(OffloadingManager):
     def on_request_turn(self, req_context: RequestContext) -> None:
         self._core.on_request_turn(req_context.req_id)
 
-    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool, start: int) -> None:
+        self.computing.decided(req_context.req_id, start)
         self._core.on_request_decided(req_context.req_id, loads=loads)
 
     def on_request_finished(self, req_context: RequestContext) -> None:

@@ -154,8 +154,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def on_request_turn(self, req_context: RequestContext) -> None:
         self.backing.on_request_turn(req_context)
 
-    def on_request_decided(self, req_context: RequestContext, *, loads: bool) -> None:
-        self.backing.on_request_decided(req_context, loads=loads)
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool, start: int) -> None:
+        self.backing.on_request_decided(req_context, loads=loads, start=start)
 
     def is_coming(self, key: bytes) -> bool:
         return self.backing.is_coming(key)

@@ -111,7 +111,8 @@ class ConnectorScheduler:
         if matched is None:
             self._stats.deferred += 1
             return None, False
-        self.manager.on_request_decided(tracked.context, loads=matched > 0)
+        start = num_computed_tokens + matched
+        self.manager.on_request_decided(tracked.context, loads=matched > 0, start=start)
         used = tracked.take_used(loaded=not self.manager.loads_are_uses)
         if used:
             self.manager.touch(used, tracked.context)

@@ -19,7 +19,8 @@ from itertools import islice
 from kvstore.core.async_lookup import Questions
 from kvstore.core.chunk import FILLING
 from kvstore.core.host import HostPool
-from kvstore.core.promotion import MOST_PORTION, MOST_SHARE, PORTION_SHARE, Grant, Grants
+from kvstore.core.prefetch import MOST_PORTION, MOST_SHARE, PORTION_SHARE
+from kvstore.core.promotion import Grant, Grants
 from kvstore.core.request import Request
 from kvstore.core.residency.base import TierView
 from kvstore.core.usage import link

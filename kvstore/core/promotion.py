@@ -1,36 +1,36 @@
-"""Promotion: choose which chunks are read from slower tiers now.
+"""Promotion: choose which chunks are read from slower tiers now, for requests that wait.
 
-`Grants` serves the requests that wait, in the order in which they joined, as far as rows allow.
-Granted chunks are leased, so promotions cannot evict each other. Promotions under way use only a
-part of host memory, so a tier that does not answer leaves rows to stores and to other tiers. A
-long prefix is read in portions. The request at the head gets rows first. When no row can become
-free for it, it is answered with the prefix that is there.
+`Grants` serves them in the order in which they joined, as far as rows allow. Granted chunks are
+leased, so promotions cannot evict each other. Promotions under way use only a part of host memory,
+so a tier that does not answer leaves rows to stores and to other tiers. A long prefix is read in
+portions. The request at the head gets rows first. When no row can become free for it, it is
+answered with the prefix that is there.
 
-`Prefetches` reads chunks that no request has asked for yet, while no request waits. They are read
-in portions, in the order in which they were named. They displace chunks that the policy gives up,
-but none that waits for a copy. Prefetched chunks are ordinary chunks: they are not leased.
+While requests wait for rows and the server computes nothing, the last of them is answered so, too:
+it would have to wait for longest. So the server computes from the end of the queue while chunks are
+fetched for its head. (Within one prompt: Jin et al., "Compute or load KV cache? Why not both?",
+2024.)
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
 
-from kvstore.core.chunk import READY, Chunk
+from kvstore.core.chunk import Chunk
 from kvstore.core.eviction import Room
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
 from kvstore.core.request import Request, RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
-from kvstore.core.usage import Chains, link
+from kvstore.core.usage import Chains
 from kvstore.core.wait_queue import WaitQueue
 
-__all__ = ["LEFT_TO_OTHERS", "Grant", "Grants", "Prefetches"]
+__all__ = ["LEFT_TO_OTHERS", "Grant", "Grants"]
 
 LEFT_TO_OTHERS = 4
 """Promotions of one tier leave one in this many rows of host memory to others. Several tiers
@@ -85,6 +85,10 @@ class Grants:
         self._chains = chains
         self._budget = budget
         self.truncations = 0
+        # Whether the server has computed chunks since the last `grant`, and when it has before.
+        # Infinite for a server that does not tell.
+        self._computes = False
+        self._computed = math.inf
         # Requests whose chains the policies may not know completely.
         self._unlinked: deque[Request] = deque()
 
@@ -111,14 +115,21 @@ class Grants:
         """Forget the requests."""
         self._unlinked.clear()
 
-    def grant(self, now: float) -> list[Grant]:
-        """Lease and fetch for the requests in the queue, in order, as far as rows allow."""
+    def grant(self, now: float, compute: float = 0.0) -> list[Grant]:
+        """Lease and fetch for the requests in the queue, in order, as far as rows allow.
+
+        Args:
+            compute: seconds that the server takes to compute a chunk; 0 if not known.
+        """
         grants: list[Grant] = []
         pool, budget = self._pool, self._budget
         if budget.granted <= 0:
             return grants
+        if self._computes:
+            self._computes, self._computed = False, now
         blocked = for_rows = False
         spoken_for = 0  # rows that the first request waiting for its tier will need
+        last: Request | None = None  # of those that wait for rows
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
             if wanted and request.needs_rows:
@@ -143,9 +154,13 @@ class Grants:
                     spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
                 elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked = for_rows = True
+            if request.short_of_rows:
+                last = request
             self._queue.answer_if_complete(request, now)
             if budget.granted <= 0:
                 break
+        if last is not None and compute:
+            self._leave_to_server(last, now, compute)
         return grants
 
     def ahead(self, request: Request, now: float, *, most: int) -> list[Grant]:
@@ -182,9 +197,30 @@ class Grants:
             if request.stuck != pool.step - 1:
                 request.stick(pool.step)
                 return False
-        self.truncations += 1
-        request.grant(len(request.keys), needs_rows=None, short_of_rows=request.short_of_rows)
+        self._abandon(request)
         return True
+
+    def computed(self) -> None:
+        """Note that the server has computed chunks since the last step."""
+        self._computes = True
+
+    def _leave_to_server(self, request: Request, now: float, compute: float) -> None:
+        """Abandon what the request lacks rows for if it could have been computed by now.
+
+        Counted is the time in which nothing moved for it and the server has computed nothing. While
+        it computes for others, computing this, too, would make them wait.
+        """
+        lacking = len(request.keys) - request.granted
+        if now - max(request.moved, self._computed) > lacking * compute:
+            self._abandon(request)
+            self._queue.answer_if_complete(request, now)
+            # It computes this now. The one before it waits for as long at least.
+            self._computed = now
+
+    def _abandon(self, request: Request) -> None:
+        """Give up the keys that are not granted: its answer is a shorter prefix."""
+        self.truncations += 1
+        request.grant(len(request.keys), needs_rows=None, short_of_rows=False)
 
     def _grant(
         self, request: Request, now: float, *, unasked: bool = False, most: int = sys.maxsize
@@ -307,138 +343,3 @@ class Grants:
 def _all_there(keys: Sequence[bytes], entries: Container[bytes], chunks: Container[bytes]) -> bool:
     """Whether all `keys` are among the tier's `entries` and none has a chunk in host memory."""
     return all(map(entries.__contains__, keys)) and not any(map(chunks.__contains__, keys))
-
-
-PORTION_SHARE = 8
-"""A portion fills at most one in this many rows of host memory."""
-
-MOST_PORTION = 256
-"""Most chunks of a portion."""
-
-MOST_SHARE = 2
-"""At most one in this many rows of host memory may be waited for at once."""
-
-MOST_PLANNED = 2**20
-"""Most keys that may be planned to be fetched later."""
-
-_NAME = "\0prefetch"
-
-
-class Prefetches:
-    """Chunks to be fetched ahead of requests: see the module's text.
-
-    Args:
-        keep: told of chunks that are in host memory already: they shall stay there.
-
-    Attributes:
-        begun: chunks whose fetch was begun.
-    """
-
-    def __init__(
-        self,
-        pool: HostPool,
-        tiers: Sequence[TierView],
-        queue: WaitQueue,
-        grants: Grants,
-        keep: Callable[[Collection[bytes]], None],
-    ) -> None:
-        self._pool = pool
-        self._tiers = tiers
-        self._queue = queue
-        self._grants = grants
-        self._keep = keep
-        self.begun = 0
-        # Keys that wait for a portion, oldest first, and the portion under way.
-        self._keys: dict[bytes, None] = {}
-        self._portion: Request | None = None
-        # Keys to be fetched later, by time, and how many they are.
-        self._plans: list[tuple[float, int, list[bytes]]] = []
-        self._planned = 0
-        self._numbers = count()
-
-    def __bool__(self) -> bool:
-        """Whether anything waits, is planned or is under way."""
-        return bool(self._keys) or self._portion is not None or bool(self._plans)
-
-    def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
-        """Fetch those of the leading `keys` that only a slower tier has, when no request waits.
-
-        Args:
-            prefix: stop at the first chunk that is nowhere; else pass over it, as where keys of
-                several KV cache groups are named together.
-
-        Returns:
-            How many are on their way or will be: at most as many as half of host memory holds.
-        """
-        most = max(1, self._pool.rows // MOST_SHARE)
-        alive = [tier for tier in self._tiers if tier.health.alive]
-        coming = 0
-        for key in keys:
-            chunk = self._pool.chunks.get(key)
-            if chunk is not None:
-                coming += chunk.state < READY
-                self._keep((key,))
-                continue
-            if not any(key in tier.entries for tier in alive):
-                if prefix:
-                    break
-                continue
-            if key not in self._keys and len(self._keys) >= most:
-                break
-            self._keys[key] = None
-            coming += 1
-        return coming
-
-    def plan(self, keys: Sequence[bytes], when: float) -> bool:
-        """Plan to fetch these keys at that time; False if too many are planned already."""
-        if self._planned + len(keys) > MOST_PLANNED:
-            return False
-        heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
-        self._planned += len(keys)
-        return True
-
-    def is_fetching(self, keys: Iterable[bytes] | None = None) -> bool:
-        """Whether any of `keys`, or of all, waits for a portion, or is in the one under way."""
-        if keys is None:
-            return bool(self._keys) or self._portion is not None
-        coming: Collection[bytes] = self._portion.keys if self._portion is not None else ()
-        return any(key in self._keys or key in coming for key in keys)
-
-    def drop(self, keys: Collection[bytes]) -> None:
-        """Forget these keys, which are not wanted any more; moves under way go on."""
-        for key in keys:
-            self._keys.pop(key, None)
-
-    def go_on(self, now: float) -> list[Grant]:
-        """Fetch the next portion, if its turn has come."""
-        while self._plans and self._plans[0][0] <= now:
-            keys = heapq.heappop(self._plans)[2]
-            self._planned -= len(keys)
-            self.begin(keys, prefix=False)
-        portion = self._portion
-        if portion is not None:
-            if portion.pending:
-                return []
-            self._queue.remove(portion)
-            self._portion = None
-        if not self._keys or self._queue.has_wishes:
-            return []
-        size = max(1, min(self._pool.rows // PORTION_SHARE, MOST_PORTION))
-        portion = Request(_NAME)
-        portion.ask(now)
-        portion.name_keys(islice(self._keys, size))
-        link(self._pool.policy, portion.keys)
-        grants = self._grants.ahead(portion, now, most=size)
-        self.drop(portion.keys[: portion.granted])
-        self.begun += sum(len(chunks) for _, chunks, _ in grants)
-        self._portion = portion
-        return grants
-
-    def reset(self) -> None:
-        """Forget everything that is to be fetched."""
-        self._keys.clear()
-        self._plans.clear()
-        self._planned = 0
-        if self._portion is not None:
-            self._queue.remove(self._portion)
-            self._portion = None

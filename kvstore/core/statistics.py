@@ -225,7 +225,8 @@ class CoreStats:
         compute_pace: recent seconds to compute a chunk; 0 if not known.
         deferrals: waits begun.
         timeouts: waits ended by their deadline.
-        truncations: waits ended with a shorter prefix because the rest cannot fit.
+        truncations: waits ended with a shorter prefix because the rest cannot fit, or not before
+            the server could compute it.
         lapses: requests whose leases ran out, or were ended early for others.
         loaded: chunks handed to the server. loaded_from: the same by the medium they came from.
             saved: seconds of computing that those made unnecessary that were in host memory

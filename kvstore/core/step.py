@@ -19,7 +19,8 @@ from kvstore.core.host import HostPool
 from kvstore.core.loads import Loads
 from kvstore.core.lookup import Lookups
 from kvstore.core.pins import PINNED_SHARE, Pins
-from kvstore.core.promotion import Grants, Prefetches
+from kvstore.core.prefetch import Prefetches
+from kvstore.core.promotion import Grants
 from kvstore.core.removal import Removals
 from kvstore.core.reports import Log, SpanBegin, SpanEnd, Spans
 from kvstore.core.request import MOST_REQUESTS, Request, Requests, RequestState
@@ -285,7 +286,7 @@ class CoreSteps:
             uses.tell_some()
         if self._queue.waiting:
             self._lookups.keep_hits()
-            for tier, chunks, slots in self._grants.grant(now):
+            for tier, chunks, slots in self._grants.grant(now, self.compute_pace):
                 moves += self._transfers.promote(tier, chunks, slots, now)
         if self._arrivals:
             self._lookups.keep_hits()
@@ -411,6 +412,7 @@ class CoreSteps:
             # What was loaded since the last measurement saved the time that was known then.
             self._loads.price(self.compute_pace)
             self._compute.add(chunks, seconds)
+            self._grants.computed()
 
     # -- inside --------------------------------------------------------------------------
 

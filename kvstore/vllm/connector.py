@@ -266,7 +266,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             request, num_computed_tokens
         )
         if self._manager is not None and found[0] is not None:
-            self._manager.on_request_decided(request.request_id, loads=found[0] > 0)
+            start = num_computed_tokens + found[0]
+            self._manager.on_request_decided(request.request_id, loads=found[0] > 0, start=start)
         return found
 
     def _max_loadable_tokens(self, request: Any, num_computed_tokens: int) -> int | None:

@@ -278,9 +278,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Note that vLLM asks about a request, whether or not it looks anything up."""
         self._core.on_request_turn(name)
 
-    def on_request_decided(self, name: str, *, loads: bool) -> None:
-        """Note that vLLM asks no more: it loads what was found, or nothing."""
-        self._core.on_request_decided(name, loads=loads)
+    def on_request_decided(self, name: str, *, loads: bool, start: int) -> None:
+        """Note that vLLM asks no more: it loads what was found, and computes from `start` on."""
+        self._manager.on_request_decided(Request(name), loads=loads, start=start)
 
     def most_tokens(self, groups: GroupSizes) -> int:
         """Return how many tokens one request can load at once."""

@@ -90,6 +90,42 @@ def test_of_several_groups_none_counts_more_than_the_one_that_was_missed() -> No
     assert told.samples == [(5, 1.0), (6, 1.0)]
 
 
+ATTENTION = [b"a%02d" % n + b"\0\0\0\0" for n in range(8)]
+STATES = [b"s%02d" % n + b"\0\0\0\1" for n in range(8)]
+
+
+def place(key: bytes) -> int:
+    """Chunks of 16 tokens."""
+    return 16 * (int(key[1:3]) + 1)
+
+
+def test_where_places_are_known_what_lies_behind_the_first_computed_token_counts() -> None:
+    """A recurrent layer misses states at boundaries at which none is ever kept."""
+    told = Told()
+    told.computing.opened("r", place)
+    for key in STATES[:2:-1]:
+        told.computing.missed("r", key)
+    told.step(("r", [*ATTENTION, STATES[2], STATES[7]]), at=1.0)
+    assert told.samples == [(6, 1.0)], "five of attention, and a state; three were loaded"
+
+
+def test_a_server_that_tells_where_it_begins_is_believed() -> None:
+    told = Told()
+    told.computing.opened("r", place)
+    told.computing.decided("r", 32)
+    told.step(("r", [*ATTENTION[:4], STATES[3]]), at=1.0)
+    told.step(("r", [*ATTENTION[4:], STATES[7]]), at=3.0, takes=2.0)
+    assert told.samples == [(3, 1.0), (5, 2.0)]
+
+
+def test_a_chunk_of_each_group_is_no_prompt_either() -> None:
+    told = Told()
+    told.computing.opened("r", place)
+    told.computing.decided("r", 0)
+    told.step(("r", [ATTENTION[0], STATES[0]]), at=1.0)
+    assert told.samples == []
+
+
 def test_a_server_that_reports_no_steps_says_nothing_and_costs_no_memory() -> None:
     told = Told()
     for step in range(10 * MOST_STEPS):

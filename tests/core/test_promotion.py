@@ -184,6 +184,93 @@ def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
     assert rig.stats.timeouts == 1
 
 
+def busy_with_others(rig: Rig, rows: int = 4) -> None:
+    """So many of the eight rows are being loaded by another request; the server computes."""
+    theirs = chain("theirs", rows)
+    rig.core.computed(10, 1.0)
+    rig.put(theirs)
+    rig.settle()
+    assert rig.ask(theirs, "other") == rows
+    rig.load(theirs, "other")
+
+
+def test_rows_are_waited_for_no_longer_than_it_takes_to_compute_what_is_missing() -> None:
+    mine = chain("a", 8)
+    rig = Rig(rows=8, on=[mine], recompute=0.1)
+    busy_with_others(rig)
+    assert rig.ask(mine) is None
+    rig.settle()
+    rig.wait(0.3)
+    assert rig.ask(mine) is None, "four chunks are computed in 0.4 s"
+    rig.wait(0.3)
+    assert rig.ask(mine) == 4
+    assert (rig.stats.truncations, rig.stats.timeouts) == (1, 0)
+
+
+def test_the_last_of_those_that_wait_for_rows_is_left_to_the_server_first() -> None:
+    first, second = chain("a", 8), chain("b", 4)
+    rig = Rig(rows=8, on=[first + second], recompute=0.1)
+    busy_with_others(rig)
+    assert rig.ask(first, "first") is None
+    assert rig.ask(second, "second") is None
+    rig.settle()
+    rig.wait(0.6)
+    assert rig.ask(second, "second") == 0
+    assert rig.ask(first, "first") is None, "the server computes the other"
+    rig.wait(0.5)
+    assert rig.ask(first, "first") == 4
+    assert (rig.stats.truncations, rig.stats.timeouts) == (2, 0)
+    rig.core.on_request_finished("first")
+    rig.core.complete_load(chain("theirs", 4), "other")
+    rig.settle()
+    assert rig.ask(second, "third") is None, "who comes later is not concerned"
+    assert rig.resolve(second, "third") == 4
+
+
+def test_a_server_that_does_not_tell_whether_it_computes_waits_until_the_deadline() -> None:
+    mine, theirs = chain("a", 8), chain("b", 4)
+    rig = Rig(rows=8, on=[mine], recompute=0.1)
+    rig.put(theirs)
+    rig.settle()
+    assert rig.ask(theirs, "other") == 4
+    rig.load(theirs, "other")
+    assert rig.ask(mine) is None
+    rig.settle()
+    rig.wait(0.9)
+    assert rig.ask(mine) is None
+    rig.wait(0.3)
+    assert rig.ask(mine) == 4
+    assert (rig.stats.truncations, rig.stats.timeouts) == (0, 1)
+
+
+def test_while_the_server_computes_for_others_rows_are_waited_for() -> None:
+    mine = chain("a", 8)
+    rig = Rig(rows=8, on=[mine])
+    busy_with_others(rig)
+    assert rig.ask(mine) is None
+    rig.settle()
+    for _ in range(4):
+        rig.core.computed(10, 1.0)
+        rig.wait(0.1)
+        assert rig.ask(mine) is None
+    rig.wait(0.5)
+    assert rig.ask(mine) == 4, "nothing was computed for as long as the four would have taken"
+    assert (rig.stats.truncations, rig.stats.timeouts) == (1, 0)
+
+
+def test_chunks_on_their_way_are_waited_for_when_no_more_rows_are() -> None:
+    mine = chain("a", 8)
+    rig = Rig(rows=8, on=[mine], recompute=0.1)
+    busy_with_others(rig, 3)
+    assert rig.ask(mine) is None
+    rig.wait(0.5)
+    assert rig.ask(mine) is None, "five are being read"
+    assert rig.stats.truncations == 1, "the other three are not waited for any more"
+    rig.settle()
+    assert rig.ask(mine) == 5
+    assert (rig.stats.truncations, rig.stats.timeouts) == (1, 0)
+
+
 def test_chunks_that_others_find_at_every_step_are_not_waited_for() -> None:
     mine, hot = chain("a", 6), chain("hot", 4)
     rig = Rig(rows=8, on=[mine], deadline=1.0)

@@ -24,7 +24,12 @@ HITS = [length // BLOCK * BLOCK for _, length in PROMPTS]
 
 
 def run(
-    folder: Path, rounds: list[dict[str, Any]], *, rows: int = 1024, offload: bool = True
+    folder: Path,
+    rounds: list[dict[str, Any]],
+    *,
+    rows: int = 1024,
+    offload: bool = True,
+    **options: Any,
 ) -> Run:
     tier = {
         "type": "disk",
@@ -42,7 +47,9 @@ def run(
                 "max_model_len": 1024,
                 "num_gpu_blocks_override": 400,
             },
-            "kvstore": {"cpu_bytes_to_use": rows * 65536, "tiers": [tier]} if offload else None,
+            "kvstore": {"cpu_bytes_to_use": rows * 65536, "tiers": [tier], **options}
+            if offload
+            else None,
             "max_tokens": 6,
             "rounds": [{"prompts": PROMPTS, **one} for one in rounds],
         },
@@ -85,6 +92,15 @@ def test_where_host_memory_is_tight_what_fits_with_its_states_is_loaded(
     fits = [hit if hit // BLOCK + 1 <= rows else 0 for hit in HITS]
     assert tight.rounds["one by one"].cached == fits
     assert 0 in fits
+
+
+def test_the_pace_of_computing_is_measured_though_all_chunks_are_on_disk(
+    folder: Path, truth: list[list[int]]
+) -> None:
+    """Prompts that do not fit with their states are computed, and no lookup says so."""
+    found = run(folder, [{}], rows=16, recompute_s="auto").rounds["0"]
+    assert found.tokens == truth
+    assert found.metrics["compute_seconds_per_chunk"] > 0
 
 
 def test_answers_are_equal_to_the_last_bit_over_aborts_resets_and_a_restart(tmp_path: Path) -> None:

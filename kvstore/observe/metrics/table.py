@@ -111,7 +111,7 @@ METRICS: tuple[Metric, ...] = (
         "truncations",
         lambda s: s.truncations,
         "Requests that were answered with a shorter prefix because host memory had no "
-        "room for more.",
+        "room for more, or had none before the server could compute it.",
     ),
     _core(
         "lapses",

@@ -1,0 +1,156 @@
+"""Prefetch: read chunks from slower tiers that no request has asked for yet.
+
+They are read while no request waits, in portions, in the order in which they were named. They
+displace chunks that the policy gives up, but none that waits for a copy. Prefetched chunks are
+ordinary chunks: they are not leased.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count, islice
+
+from kvstore.core.chunk import READY
+from kvstore.core.host import HostPool
+from kvstore.core.promotion import Grant, Grants
+from kvstore.core.request import Request
+from kvstore.core.residency.base import TierView
+from kvstore.core.usage import link
+from kvstore.core.wait_queue import WaitQueue
+
+__all__ = ["MOST_PORTION", "MOST_SHARE", "PORTION_SHARE", "Prefetches"]
+
+PORTION_SHARE = 8
+"""A portion fills at most one in this many rows of host memory."""
+
+MOST_PORTION = 256
+"""Most chunks of a portion."""
+
+MOST_SHARE = 2
+"""At most one in this many rows of host memory may be waited for at once."""
+
+MOST_PLANNED = 2**20
+"""Most keys that may be planned to be fetched later."""
+
+_NAME = "\0prefetch"
+
+
+class Prefetches:
+    """Chunks to be fetched ahead of requests: see the module's text.
+
+    Args:
+        keep: told of chunks that are in host memory already: they shall stay there.
+
+    Attributes:
+        begun: chunks whose fetch was begun.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        tiers: Sequence[TierView],
+        queue: WaitQueue,
+        grants: Grants,
+        keep: Callable[[Collection[bytes]], None],
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._queue = queue
+        self._grants = grants
+        self._keep = keep
+        self.begun = 0
+        # Keys that wait for a portion, oldest first, and the portion under way.
+        self._keys: dict[bytes, None] = {}
+        self._portion: Request | None = None
+        # Keys to be fetched later, by time, and how many they are.
+        self._plans: list[tuple[float, int, list[bytes]]] = []
+        self._planned = 0
+        self._numbers = count()
+
+    def __bool__(self) -> bool:
+        """Whether anything waits, is planned or is under way."""
+        return bool(self._keys) or self._portion is not None or bool(self._plans)
+
+    def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
+        """Fetch those of the leading `keys` that only a slower tier has, when no request waits.
+
+        Args:
+            prefix: stop at the first chunk that is nowhere; else pass over it, as where keys of
+                several KV cache groups are named together.
+
+        Returns:
+            How many are on their way or will be: at most as many as half of host memory holds.
+        """
+        most = max(1, self._pool.rows // MOST_SHARE)
+        alive = [tier for tier in self._tiers if tier.health.alive]
+        coming = 0
+        for key in keys:
+            chunk = self._pool.chunks.get(key)
+            if chunk is not None:
+                coming += chunk.state < READY
+                self._keep((key,))
+                continue
+            if not any(key in tier.entries for tier in alive):
+                if prefix:
+                    break
+                continue
+            if key not in self._keys and len(self._keys) >= most:
+                break
+            self._keys[key] = None
+            coming += 1
+        return coming
+
+    def plan(self, keys: Sequence[bytes], when: float) -> bool:
+        """Plan to fetch these keys at that time; False if too many are planned already."""
+        if self._planned + len(keys) > MOST_PLANNED:
+            return False
+        heapq.heappush(self._plans, (when, next(self._numbers), list(keys)))
+        self._planned += len(keys)
+        return True
+
+    def is_fetching(self, keys: Iterable[bytes] | None = None) -> bool:
+        """Whether any of `keys`, or of all, waits for a portion, or is in the one under way."""
+        if keys is None:
+            return bool(self._keys) or self._portion is not None
+        coming: Collection[bytes] = self._portion.keys if self._portion is not None else ()
+        return any(key in self._keys or key in coming for key in keys)
+
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Forget these keys, which are not wanted any more; moves under way go on."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def go_on(self, now: float) -> list[Grant]:
+        """Fetch the next portion, if its turn has come."""
+        while self._plans and self._plans[0][0] <= now:
+            keys = heapq.heappop(self._plans)[2]
+            self._planned -= len(keys)
+            self.begin(keys, prefix=False)
+        portion = self._portion
+        if portion is not None:
+            if portion.pending:
+                return []
+            self._queue.remove(portion)
+            self._portion = None
+        if not self._keys or self._queue.has_wishes:
+            return []
+        size = max(1, min(self._pool.rows // PORTION_SHARE, MOST_PORTION))
+        portion = Request(_NAME)
+        portion.ask(now)
+        portion.name_keys(islice(self._keys, size))
+        link(self._pool.policy, portion.keys)
+        grants = self._grants.ahead(portion, now, most=size)
+        self.drop(portion.keys[: portion.granted])
+        self.begun += sum(len(chunks) for _, chunks, _ in grants)
+        self._portion = portion
+        return grants
+
+    def reset(self) -> None:
+        """Forget everything that is to be fetched."""
+        self._keys.clear()
+        self._plans.clear()
+        self._planned = 0
+        if self._portion is not None:
+            self._queue.remove(self._portion)
+            self._portion = None
