@@ -32,7 +32,17 @@ from rounds import MOST_EXACT, prompt
 from stepped import Server, copy_late
 from turmoil import config_of
 
-BLOCK = 32
+BLOCK = {
+    "llama": 32,
+    "gemma": 32,
+    "lfm2": 32,
+    "qwen": 32,
+    "granite": 96,
+    "falcon": 96,
+    "nemotron": 96,
+}
+"""Tokens of a block, the fewest in which vLLM keeps a state."""
+
 CONVERSATIONS = 8
 SAID = (8, 90)
 """Fewest and most tokens of a user in one turn."""
@@ -41,16 +51,30 @@ ANSWERED = (1, 24)
 MOST_TOKENS = 640
 """A conversation ends before it gets longer, and another takes its place."""
 
-DEVICE_BLOCKS = {"llama": 26, "gemma": 70, "lfm2": 36, "qwen": 36}
-HOST_BYTES = {"llama": "3MiB", "gemma": "3MiB", "lfm2": "4MiB", "qwen": "10MiB"}
+DEVICE_BLOCKS = {
+    "llama": 26,
+    "gemma": 70,
+    "lfm2": 36,
+    "qwen": 36,
+    "granite": 24,
+    "falcon": 24,
+    "nemotron": 24,
+}
+HOST_BYTES = {
+    "llama": "3MiB",
+    "gemma": "3MiB",
+    "lfm2": "4MiB",
+    "qwen": "10MiB",
+    "granite": "5MiB",
+    "falcon": "5MiB",
+    "nemotron": "5MiB",
+}
 """For two or three conversations; the rest comes from disk."""
 
 ENGINE = {
     "load_format": "auto",
-    "block_size": BLOCK,
     "max_model_len": MOST_TOKENS + 64,
     "max_num_seqs": 4,
-    "max_num_batched_tokens": BLOCK,
 }
 
 Turn = dict[str, Any]
@@ -61,6 +85,8 @@ def started(folder: Path, options: argparse.Namespace, offload: dict[str, Any] |
     blocks = DEVICE_BLOCKS[options.model] * (1 if offload is not None else 20)
     arguments = {
         **ENGINE,
+        "block_size": BLOCK[options.model],
+        "max_num_batched_tokens": BLOCK[options.model],
         "dtype": MOST_EXACT[options.model],
         "num_gpu_blocks_override": blocks,
         "enable_prefix_caching": offload is not None,

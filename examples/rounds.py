@@ -198,8 +198,6 @@ MODELS = {
     "nemotron": NEMOTRON,
 }
 
-MAMBA2 = frozenset({"granite", "falcon", "nemotron"})
-
 MOST_EXACT = {name: "bfloat16" if name == "qwen" else "float32" for name in MODELS}
 """The most exact `dtype` in which vLLM computes each of them on a CPU."""
 
@@ -270,10 +268,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(scenario["model_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    name = scenario.get("model", "llama")
-    config = {**MODELS[name], **scenario.get("config", {})}
-    if name in MAMBA2:
-        _keep_no_states_inside_steps()
+    config = {**MODELS[scenario.get("model", "llama")], **scenario.get("config", {})}
+    work_around(config)
     (folder / "config.json").write_text(json.dumps(config))
     arguments = {**ENGINE, **scenario.get("engine", {})}
     if scenario.get("kvstore") is not None:
@@ -337,15 +333,17 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def _keep_no_states_inside_steps() -> None:
-    """Let vLLM end a step of a prompt where it keeps a state, for engines in this process.
+def work_around(config: dict[str, Any]) -> None:
+    """Let vLLM compute a model that it otherwise does not on a CPU, for engines in this process.
 
-    Its Mamba2 for CPUs has no states from the middle of a step (0.32: `IndexError`).
+    Its Mamba2 has no states from the middle of a step there (0.32: `IndexError`). Here it ends a
+    step of a prompt wherever it keeps a state.
     """
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    if config["model_type"] in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+        MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
 
 
 def _hinted(llm: Any, prompts: list[Any], sampling: Any, actions: list[list[Any]]) -> list[Any]:
