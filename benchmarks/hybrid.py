@@ -6,9 +6,9 @@ For each model and size of host memory, in chunks: an engine stores the prompts,
 other, and ends. Then, round by round and each engine in turn, one that has just started gets all of
 them at once. Prints the seconds until all are answered as a ratio to the engine without offload,
 the share of the prompts' tokens that were not computed, and the waits that ended at a deadline.
-Ends with status 1 if an engine over kvstore gives another token than the one without offload. In
-bfloat16 a batch of another size changes tokens, so those models have vLLM's dummy weights, with
-which tokens hardly depend on the KV cache. `turns.py` compares every model's answers.
+Ends with status 1 if an engine over kvstore gives another token than the one without offload; with
+vLLM's dummy weights, which it takes, tokens hardly depend on the KV cache. `turns.py` compares
+answers: with weights of more effect a batch of another size changes tokens by itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import Any
 
 from dry import read_options
 from meter import median
-from random_model import SHARP, write_apart
 from revision import ROOT
 
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.serving.servers import offload
-from examples.rounds import MODELS, MOST_EXACT
+from examples.rounds import MOST_EXACT
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 
 CHUNK_BYTES = {
@@ -54,31 +53,14 @@ class Case:
     rows: int
     prompts: list[list[int]]
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """What differs from the model of `examples/rounds.py`."""
-        return SHARP if self.model == "gemma" else {}
-
-    @property
-    def weights(self) -> str:
-        """Where they come from: see the module's text."""
-        return "auto" if MOST_EXACT[self.model] == "float32" else "dummy"
-
-    def prepare(self) -> None:
-        """Write the model."""
-        if self.weights == "auto":
-            write_apart(self.folder / "tiny-model", {**MODELS[self.model], **self.changes})
-
     def engine(self, name: str, rounds: list[dict[str, Any]]) -> dict[str, Round]:
         """The rounds of one engine that starts over what the ones before it have left on disk."""
         host = self.rows * CHUNK_BYTES[self.model]
         options = offload(name, host, DISK_BYTES, self.folder / name)
         scenario: dict[str, Any] = {
             "model": self.model,
-            "config": self.changes,
             "max_tokens": 8,
             "engine": {
-                "load_format": self.weights,
                 "dtype": MOST_EXACT[self.model],
                 "enable_prefix_caching": True,
                 "max_model_len": 2048,
@@ -101,7 +83,6 @@ class Case:
 
 def compare(case: Case, rounds: int) -> int:
     """Measure and print one case; how many rounds over kvstore were answered wrong."""
-    case.prepare()
     for name in ENGINES[1:]:
         case.engine(name, [{"pause": 2}])
     found: dict[str, list[Round]] = {name: [] for name in ENGINES}

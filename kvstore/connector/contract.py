@@ -307,8 +307,14 @@ class OffloadingManager(ABC):
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027
         """End a request: it looks up and prepares no more. Completions may still come."""
 
-    def on_schedule_end(self, context: object = None) -> None:  # noqa: B027
-        """End a step of the scheduler. `context`, which some servers pass, is not used."""
+    def on_schedule_end(  # noqa: B027
+        self, context: object = None, *, computes: bool | None = None
+    ) -> None:
+        """End a step of the scheduler. `context`, which some servers pass, is not used.
+
+        Args:
+            computes: whether the step computes tokens of prompts; None: not known.
+        """
 
     def on_step_reported(self) -> None:  # noqa: B027
         """Note that the workers have computed the oldest step that was not reported yet.
@@ -406,8 +412,8 @@ class ListManager(OffloadingManager):
     ) -> None:
         self.inner.complete_store(self._names(keys), success)
 
-    def on_schedule_end(self, context: object = None) -> None:
-        self.inner.on_schedule_end(context)
+    def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
+        self.inner.on_schedule_end(context, computes=computes)
 
     def has_pending_work(self) -> bool:
         return self.inner.has_pending_work()

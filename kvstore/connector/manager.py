@@ -436,11 +436,11 @@ class KVStoreManager(OffloadingManager):
             # A server that has nothing else to do need not take a step for it.
             self.stepper.hand_over()
 
-    def on_schedule_end(self, context: object = None) -> None:
+    def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
         self._asked.clear()
         self._found.clear()
-        self.computing.step_ended(time.monotonic())
-        self.stepper.end()
+        self.computing.step_ended(time.monotonic(), computes)
+        self.stepper.end(self.computing.under_way)
 
     def on_step_reported(self) -> None:
         self.computing.step_reported(time.monotonic())

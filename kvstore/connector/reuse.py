@@ -167,8 +167,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._named.pop(req_context.req_id, None)
         self.backing.on_request_finished(req_context)
 
-    def on_schedule_end(self, context: object = None) -> None:
-        self.backing.on_schedule_end(context)
+    def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
+        self.backing.on_schedule_end(context, computes=computes)
 
     def on_step_reported(self) -> None:
         self.backing.on_step_reported()

@@ -177,7 +177,8 @@ class ConnectorScheduler:
                 tracked.drop_blocks()
                 flush |= tracked.jobs
         self._take_blocks(scheduler_output)
-        self.manager.on_schedule_end()
+        counts = scheduler_output.num_scheduled_tokens.values()
+        self.manager.on_schedule_end(computes=any(count > 1 for count in counts))
         loads = self._loads.take_begun()
         # The blocks of this step's loads were given out for these loads.
         flush |= self._jobs.using(self._written)

@@ -85,10 +85,11 @@ class Grants:
         self._chains = chains
         self._budget = budget
         self.truncations = 0
-        # Whether the server has computed chunks since the last `grant`, and when it has before.
-        # Infinite for a server that does not tell.
-        self._computes = False
-        self._computed = math.inf
+        # Since when the server computes no prompt but what was left to it; infinite while it
+        # computes others, or does not tell.
+        self._idle_since = math.inf
+        # A request was left to the server in the last step.
+        self._has_left = False
         # Requests whose chains the policies may not know completely.
         self._unlinked: deque[Request] = deque()
 
@@ -115,21 +116,20 @@ class Grants:
         """Forget the requests."""
         self._unlinked.clear()
 
-    def grant(self, now: float, compute: float = 0.0) -> list[Grant]:
+    def grant(self, now: float, compute: float = 0.0, began: float = 0.0) -> list[Grant]:
         """Lease and fetch for the requests in the queue, in order, as far as rows allow.
 
         Args:
             compute: seconds that the server takes to compute a chunk; 0 if not known.
+            began: when the step began.
         """
         grants: list[Grant] = []
         pool, budget = self._pool, self._budget
         if budget.granted <= 0:
             return grants
-        if self._computes:
-            self._computes, self._computed = False, now
         blocked = for_rows = False
         spoken_for = 0  # rows that the first request waiting for its tier will need
-        last: Request | None = None  # of those that wait for rows
+        last: Request | None = None  # of those that wait for rows, and were asked for in this step
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
             if wanted and request.needs_rows:
@@ -154,11 +154,11 @@ class Grants:
                     spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
                 elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked = for_rows = True
-            if request.short_of_rows:
+            if request.short_of_rows and request.asked >= began:
                 last = request
             self._queue.answer_if_complete(request, now)
             if budget.granted <= 0:
-                break
+                return grants
         if last is not None and compute:
             self._leave_to_server(last, now, compute)
         return grants
@@ -200,22 +200,31 @@ class Grants:
         self._abandon(request)
         return True
 
-    def computed(self) -> None:
-        """Note that the server has computed chunks since the last step."""
-        self._computes = True
+    def server_computes(self, computes: bool, now: float) -> None:
+        """Note whether the server computes prompts from now on, until the next call.
+
+        While it does not, what would wait longest for rows may be left to it. A server that never
+        tells is taken for busy.
+        """
+        if not computes:
+            self._idle_since = min(self._idle_since, now)
+        elif not self._has_left:
+            self._idle_since = math.inf
+        self._has_left = False
 
     def _leave_to_server(self, request: Request, now: float, compute: float) -> None:
         """Abandon what the request lacks rows for if it could have been computed by now.
 
-        Counted is the time in which nothing moved for it and the server has computed nothing. While
-        it computes for others, computing this, too, would make them wait.
+        Counted is the time in which nothing moved for it and the server has computed no prompt.
+        While it computes for others, computing this, too, would make them wait.
         """
-        lacking = len(request.keys) - request.granted
-        if now - max(request.moved, self._computed) > lacking * compute:
+        # Of several KV cache groups a part of a prefix may be of no use.
+        lacking = len(request.keys) - (0 if request.reordered else request.granted)
+        if now - max(request.moved, self._idle_since) > lacking * compute:
             self._abandon(request)
             self._queue.answer_if_complete(request, now)
             # It computes this now. The one before it waits for as long at least.
-            self._computed = now
+            self._idle_since, self._has_left = now, True
 
     def _abandon(self, request: Request) -> None:
         """Give up the keys that are not granted: its answer is a shorter prefix."""

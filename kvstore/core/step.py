@@ -157,6 +157,7 @@ class CoreSteps:
         # A scheduler calls this for every key of every request.
         self.lookup = self._lookups.lookup
         self.streak = self._lookups.streak
+        self.server_computes = self._grants.server_computes
         self._ended: deque[Completion] = deque()
         # Changes by other processes to their tiers, and how many of the first are taken in.
         self._news: deque[Completion] = deque()
@@ -286,7 +287,7 @@ class CoreSteps:
             uses.tell_some()
         if self._queue.waiting:
             self._lookups.keep_hits()
-            for tier, chunks, slots in self._grants.grant(now, self.compute_pace):
+            for tier, chunks, slots in self._grants.grant(now, self.compute_pace, self._polled):
                 moves += self._transfers.promote(tier, chunks, slots, now)
         if self._arrivals:
             self._lookups.keep_hits()
@@ -412,7 +413,6 @@ class CoreSteps:
             # What was loaded since the last measurement saved the time that was known then.
             self._loads.price(self.compute_pace)
             self._compute.add(chunks, seconds)
-            self._grants.computed()
 
     # -- inside --------------------------------------------------------------------------
 

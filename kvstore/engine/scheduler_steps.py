@@ -146,14 +146,19 @@ class Stepper:
         self.hand_over()
         self.begin()
 
-    def end(self) -> None:
+    def end(self, computes: bool | None = None) -> None:
         """End the step where the scheduler says so.
 
         A step that had nothing else to do waits briefly for the next completion.
+
+        Args:
+            computes: whether the server computes prompts until the next step; None: not known.
         """
         self.ends_told = True
         if not self.begun:
             self.begin()
+        if computes is not None:
+            self.core.server_computes(computes, time.monotonic())
         self.hand_over()
         self.begun = False
         now = time.monotonic()

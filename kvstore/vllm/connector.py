@@ -282,6 +282,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         return fits if most is None else min(most, fits)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
+        if self._manager is not None:
+            self._manager.step_computes(_computes_prompts(scheduler_output))
         orders = super().build_connector_meta(scheduler_output)
         self._was_reset = False
         self._pause_told = self._pause_told and has_paused(self._owner)
@@ -313,6 +315,15 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_worker is not None or self._scheduler is not None:
             super().shutdown()
         self._owner = None
+
+
+def _computes_prompts(scheduler_output: Any) -> bool:
+    """Whether any request computes more than its next token, and tokens that were guessed."""
+    guessed = scheduler_output.scheduled_spec_decode_tokens
+    return any(
+        tokens > 1 + len(guessed.get(name, ()))
+        for name, tokens in scheduler_output.num_scheduled_tokens.items()
+    )
 
 
 def _may_be_fetched(request: Any) -> bool:

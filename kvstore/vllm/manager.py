@@ -160,6 +160,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._scans = Scans()
         self._requests: dict[str, bool] = {}
         """Requests that go on, and whether they did so at a reset."""
+        self._computes: bool | None = None
+        """Whether the step that ends next computes tokens of prompts; None: vLLM does not tell."""
         self._sent = 0
         """Steps whose orders have gone to the workers."""
         self._reported = 0
@@ -290,10 +292,14 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._requests.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
+    def step_computes(self, computes: bool) -> None:
+        """Note whether the step that `on_schedule_end` ends computes tokens of prompts."""
+        self._computes = computes
+
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._sent += 1
         self._scans.end_step()
-        self._manager.on_schedule_end()
+        self._manager.on_schedule_end(computes=self._computes)
 
     def has_pending_work(self) -> bool:
         return self._manager.has_pending_work()

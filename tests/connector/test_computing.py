@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from kvstore.connector.computing import MOST_STEPS, Computing
 from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
+from kvstore.core.request import MOST_REQUESTS
 from kvstore.testing.manager import keys_from
 from tests.connector.test_steps import leave_on_disk, open_manager, store
 
@@ -79,7 +82,7 @@ def test_prompts_that_were_not_missed_and_single_chunks_say_nothing() -> None:
     assert told.samples == []
 
 
-def test_of_several_groups_none_counts_more_than_the_one_that_was_missed() -> None:
+def test_of_several_groups_the_one_that_was_missed_counts() -> None:
     told = Told()
     full = [b"f%02d" % n + b"\0\0\0\0" for n in range(8)]
     window = [b"w%02d" % n + b"\0\0\0\1" for n in range(8)]
@@ -87,7 +90,7 @@ def test_of_several_groups_none_counts_more_than_the_one_that_was_missed() -> No
     told.step(("r", [*full, *window[6:]]), at=1.0)
     told.computing.missed("s", full[5])
     told.step(("s", [*full, *window]), at=3.0)
-    assert told.samples == [(5, 1.0), (6, 1.0)]
+    assert told.samples == [(3, 1.0), (3, 1.0)]
 
 
 ATTENTION = [b"a%02d" % n + b"\0\0\0\0" for n in range(8)]
@@ -106,7 +109,7 @@ def test_where_places_are_known_what_lies_behind_the_first_computed_token_counts
     for key in STATES[:2:-1]:
         told.computing.missed("r", key)
     told.step(("r", [*ATTENTION, STATES[2], STATES[7]]), at=1.0)
-    assert told.samples == [(6, 1.0)], "five of attention, and a state; three were loaded"
+    assert told.samples == [(5, 1.0)], "three were loaded"
 
 
 def test_a_server_that_tells_where_it_begins_is_believed() -> None:
@@ -115,7 +118,37 @@ def test_a_server_that_tells_where_it_begins_is_believed() -> None:
     told.computing.decided("r", 32)
     told.step(("r", [*ATTENTION[:4], STATES[3]]), at=1.0)
     told.step(("r", [*ATTENTION[4:], STATES[7]]), at=3.0, takes=2.0)
-    assert told.samples == [(3, 1.0), (5, 2.0)]
+    assert told.samples == [(2, 1.0), (4, 2.0)]
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_what_is_offered_again_because_there_was_no_room_counts_once(placed: bool) -> None:
+    told = Told()
+    told.computing.opened("r", place if placed else None)
+    told.computing.missed("r", ATTENTION[2])
+    for at in (1.0, 3.0):
+        told.step(("r", ATTENTION[:6]), at=at)
+    told.step(("r", ATTENTION), at=5.0)
+    assert told.samples == [(4, 1.0), (2, 1.0)]
+
+
+def test_whether_the_server_computes_is_known_until_its_steps_are_reported() -> None:
+    computing = Told().computing
+    assert computing.under_way is False
+    computing.step_ended(1.0, True)
+    computing.step_ended(2.0, False)
+    assert computing.under_way is True, "the step before has begun only now"
+    computing.step_reported(3.0)
+    assert computing.under_way is False
+    computing.step_ended(4.0)
+    assert computing.under_way is None, "this one does not tell"
+
+
+def test_requests_whose_end_is_not_reported_are_forgotten() -> None:
+    told = Told()
+    for number in range(MOST_REQUESTS + 10):
+        told.computing.opened(str(number), place)
+    assert len(told.computing._prompts) == MOST_REQUESTS
 
 
 def test_a_chunk_of_each_group_is_no_prompt_either() -> None:

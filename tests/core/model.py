@@ -1254,12 +1254,12 @@ class World:
             if key not in core._pool.chunks and (not held or held[0] != key):
                 break
             known += 1
+        # A server that computes for others leaves rows the time to become free.
+        core.server_computes(True, self.now)
         answer = self.ask(client)
         for _ in range(50):
             if answer is not None:
                 break
-            # A server that computes for others leaves rows the time to become free.
-            self.core._grants.computed()
             self.step(0.001)
             while self.moves:
                 self.complete(0)
@@ -1439,6 +1439,7 @@ def rare_act(world: World, rng: random.Random) -> None:
         return
     elif roll < 0.43:
         world.core.computed(rng.choice((10, 10_000)), rng.choice((1.0, 1000.0, 1e6)))
+        world.core.server_computes(rng.random() < 0.5, world.now)
     elif roll < 0.55:
         tier = rng.choice([tier for tier in tiers if tier != world.followed] or [0])
         if world.slots[tier]:

@@ -185,13 +185,21 @@ def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
 
 
 def busy_with_others(rig: Rig, rows: int = 4) -> None:
-    """So many of the eight rows are being loaded by another request; the server computes."""
+    """So many of the eight rows are being loaded by another request; the server is idle."""
     theirs = chain("theirs", rows)
-    rig.core.computed(10, 1.0)
+    rig.core.server_computes(False, rig.now)
     rig.put(theirs)
     rig.settle()
     assert rig.ask(theirs, "other") == rows
     rig.load(theirs, "other")
+
+
+def wait_asking(rig: Rig, seconds: float, asking: dict[str, list[bytes]]) -> None:
+    """Steps of 0.1 s in which the server asks for requests that wait."""
+    for _ in range(round(seconds / 0.1)):
+        for name, keys in asking.items():
+            rig.ask(keys, name)
+        rig.step(0.1)
 
 
 def test_rows_are_waited_for_no_longer_than_it_takes_to_compute_what_is_missing() -> None:
@@ -200,24 +208,26 @@ def test_rows_are_waited_for_no_longer_than_it_takes_to_compute_what_is_missing(
     busy_with_others(rig)
     assert rig.ask(mine) is None
     rig.settle()
-    rig.wait(0.3)
+    wait_asking(rig, 0.3, {"r": mine})
     assert rig.ask(mine) is None, "four chunks are computed in 0.4 s"
-    rig.wait(0.3)
+    wait_asking(rig, 0.3, {"r": mine})
     assert rig.ask(mine) == 4
     assert (rig.stats.truncations, rig.stats.timeouts) == (1, 0)
 
 
 def test_the_last_of_those_that_wait_for_rows_is_left_to_the_server_first() -> None:
     first, second = chain("a", 8), chain("b", 4)
-    rig = Rig(rows=8, on=[first + second], recompute=0.1)
+    rig = Rig(rows=8, on=[first + second], recompute=0.1, deadline=2.0)
     busy_with_others(rig)
+    asking = {"first": first, "second": second}
     assert rig.ask(first, "first") is None
     assert rig.ask(second, "second") is None
     rig.settle()
-    rig.wait(0.6)
+    wait_asking(rig, 0.6, asking)
     assert rig.ask(second, "second") == 0
     assert rig.ask(first, "first") is None, "the server computes the other"
-    rig.wait(0.5)
+    rig.core.server_computes(True, rig.now)
+    wait_asking(rig, 0.5, {"first": first})
     assert rig.ask(first, "first") == 4
     assert (rig.stats.truncations, rig.stats.timeouts) == (2, 0)
     rig.core.on_request_finished("first")
@@ -225,6 +235,18 @@ def test_the_last_of_those_that_wait_for_rows_is_left_to_the_server_first() -> N
     rig.settle()
     assert rig.ask(second, "third") is None, "who comes later is not concerned"
     assert rig.resolve(second, "third") == 4
+
+
+def test_a_request_that_the_server_has_no_place_for_is_not_left_to_it() -> None:
+    mine = chain("a", 8)
+    rig = Rig(rows=8, on=[mine], recompute=0.01)
+    busy_with_others(rig)
+    assert rig.ask(mine) is None
+    rig.settle()
+    rig.wait(0.6)
+    rig.core.complete_load(chain("theirs", 4), "other")
+    assert rig.resolve(mine) == 8
+    assert rig.stats.truncations == 0
 
 
 def test_a_server_that_does_not_tell_whether_it_computes_waits_until_the_deadline() -> None:
@@ -245,16 +267,18 @@ def test_a_server_that_does_not_tell_whether_it_computes_waits_until_the_deadlin
 
 def test_while_the_server_computes_for_others_rows_are_waited_for() -> None:
     mine = chain("a", 8)
-    rig = Rig(rows=8, on=[mine])
+    rig = Rig(rows=8, on=[mine], recompute=0.1, deadline=2.0)
     busy_with_others(rig)
     assert rig.ask(mine) is None
     rig.settle()
-    for _ in range(4):
-        rig.core.computed(10, 1.0)
-        rig.wait(0.1)
-        assert rig.ask(mine) is None
-    rig.wait(0.5)
-    assert rig.ask(mine) == 4, "nothing was computed for as long as the four would have taken"
+    rig.core.server_computes(True, rig.now)
+    wait_asking(rig, 0.9, {"r": mine})
+    assert rig.ask(mine) is None
+    rig.core.server_computes(False, rig.now)
+    wait_asking(rig, 0.3, {"r": mine})
+    assert rig.ask(mine) is None
+    wait_asking(rig, 0.3, {"r": mine})
+    assert rig.ask(mine) == 4
     assert (rig.stats.truncations, rig.stats.timeouts) == (1, 0)
 
 
@@ -263,7 +287,7 @@ def test_chunks_on_their_way_are_waited_for_when_no_more_rows_are() -> None:
     rig = Rig(rows=8, on=[mine], recompute=0.1)
     busy_with_others(rig, 3)
     assert rig.ask(mine) is None
-    rig.wait(0.5)
+    wait_asking(rig, 0.5, {"r": mine})
     assert rig.ask(mine) is None, "five are being read"
     assert rig.stats.truncations == 1, "the other three are not waited for any more"
     rig.settle()

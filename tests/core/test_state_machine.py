@@ -165,9 +165,16 @@ class StoreAgainstSets(RuleBasedStateMachine):
             self.note_stored(client.stored)
         self.world.leave(client)
 
-    @rule(chunks=st.sampled_from((10, 10_000)), seconds=st.sampled_from((1.0, 1e3, 1e6)))
-    def server_tells_how_long_computing_takes(self, chunks: int, seconds: float) -> None:
+    @rule(
+        chunks=st.sampled_from((10, 10_000)),
+        seconds=st.sampled_from((1.0, 1e3, 1e6)),
+        goes_on=st.booleans(),
+    )
+    def server_tells_how_long_computing_takes(
+        self, chunks: int, seconds: float, goes_on: bool
+    ) -> None:
         self.world.core.computed(chunks, seconds)
+        self.world.core.server_computes(goes_on, self.world.now)
 
     @rule()
     def engine_works(self) -> None:

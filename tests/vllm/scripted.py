@@ -242,7 +242,7 @@ class OurManager(OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         self.contents.ended[req_context.req_id] += 1
 
-    def on_schedule_end(self, context: object = None) -> None:
+    def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
         self.contents.steps += 1
 
     def reset(self) -> None:
