@@ -121,71 +121,60 @@ QWEN = {
 }
 """Gated delta nets, which vLLM computes on a CPU in bfloat16 only, between layers of attention."""
 
-GRANITE = {
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "model_type": "granitemoehybrid",
+MAMBA2 = {
     "hidden_size": 256,
     "intermediate_size": 512,
-    "shared_intermediate_size": 512,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "num_hidden_layers": 4,
-    "layer_types": ["mamba", "attention"] * 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 64,
-    "mamba_d_state": 32,
-    "mamba_chunk_size": 64,
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
     "torch_dtype": "float32",
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+"""What the models with Mamba2 have in common."""
+
+GRANITE = {
+    **MAMBA2,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 512,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention"] * 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
 
 FALCON = {
+    **MAMBA2,
     "architectures": ["FalconH1ForCausalLM"],
     "model_type": "falcon_h1",
-    "hidden_size": 256,
-    "intermediate_size": 512,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "mamba_d_ssm": 512,
     "mamba_n_heads": 8,
     "mamba_d_head": 64,
     "mamba_d_state": 32,
     "mamba_chunk_size": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 """Attention and Mamba2 side by side in each layer."""
 
 NEMOTRON = {
+    **MAMBA2,
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
-    "hidden_size": 256,
-    "intermediate_size": 512,
     "hybrid_override_pattern": "M*-M*-",
     "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 64,
     "ssm_state_size": 32,
     "mamba_num_heads": 8,
     "mamba_head_dim": 64,
     "n_groups": 2,
     "chunk_size": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
 MODELS = {

@@ -184,10 +184,11 @@ def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
     assert rig.stats.timeouts == 1
 
 
-def busy_with_others(rig: Rig, rows: int = 4) -> None:
-    """So many of the eight rows are being loaded by another request; the server is idle."""
+def busy_with_others(rig: Rig, rows: int = 4, *, tells: bool = True) -> None:
+    """So many of the eight rows are being loaded by another request; the server tells it idles."""
     theirs = chain("theirs", rows)
-    rig.core.server_computes(False, rig.now)
+    if tells:
+        rig.core.server_computes(False, rig.now)
     rig.put(theirs)
     rig.settle()
     assert rig.ask(theirs, "other") == rows
@@ -250,17 +251,14 @@ def test_a_request_that_the_server_has_no_place_for_is_not_left_to_it() -> None:
 
 
 def test_a_server_that_does_not_tell_whether_it_computes_waits_until_the_deadline() -> None:
-    mine, theirs = chain("a", 8), chain("b", 4)
+    mine = chain("a", 8)
     rig = Rig(rows=8, on=[mine], recompute=0.1)
-    rig.put(theirs)
-    rig.settle()
-    assert rig.ask(theirs, "other") == 4
-    rig.load(theirs, "other")
+    busy_with_others(rig, tells=False)
     assert rig.ask(mine) is None
     rig.settle()
-    rig.wait(0.9)
+    wait_asking(rig, 0.9, {"r": mine})
     assert rig.ask(mine) is None
-    rig.wait(0.3)
+    wait_asking(rig, 0.3, {"r": mine})
     assert rig.ask(mine) == 4
     assert (rig.stats.truncations, rig.stats.timeouts) == (0, 1)
 
