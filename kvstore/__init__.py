@@ -96,12 +96,18 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Parts of kvstore import others by way of this package, so it stays empty
-    # until a name is asked for.
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # A type checker refuses names that are not above.
 
-    return getattr(import_module(home), name)
+    def __getattr__(name: str) -> Any:
+        # Parts of kvstore import others by way of this package, so it stays empty
+        # until a name is asked for.
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -185,7 +185,8 @@ def control_of(
         from kvstore.control.server import ControlServer
     except ImportError as error:
         raise ConfigError(
-            f"control = {config.control!r}: needs aiohttp, pip install kvstore[control] ({error})"
+            f"control = {config.control!r}: needs aiohttp, "
+            f"pip install 'kvstore-offload[control]' ({error})"
         ) from error
     commands = Commands(config, tiers, region.rows, region.row_bytes, description)
     return ControlServer(config.control, config.control_token_file, commands), commands

@@ -6,24 +6,19 @@ import re
 
 __all__ = ["format_size", "parse_size"]
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= dict.fromkeys((_letter, f"{_letter}b"), 1000**_power)
+    _UNITS |= dict.fromkeys((f"{_letter}i", f"{_letter}ib"), 1024**_power)
 
-ALLOWED = 'allowed are bytes or text such as "64GiB", "512MiB", "1.5TB"'
+ALLOWED = 'allowed are bytes or text such as "64GiB", "64Gi", "1.5TB", "512M"'
 
 
 def parse_size(value: object) -> int:
     """Parse a size in bytes from a whole number, or from text such as ``"64GiB"`` or ``"1.5 TB"``.
+
+    ``Ki``, ``KiB`` and so on are powers of 1024, ``k``, ``kB`` and so on powers of 1000, in either
+    case.
 
     Raises:
         ValueError: for anything else, negative sizes included.

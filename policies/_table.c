@@ -10,6 +10,8 @@
 
    The type does not take part in garbage collection: it holds what must not refer to it. */
 
+/* One build for every Python from 3.11 on. */
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>

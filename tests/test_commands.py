@@ -122,7 +122,7 @@ def unlike() -> list[list[str]]:
         else:
             _, name, arguments = program(words)
             choices = arguments[:1] if name in ("kvstore", "benchmarks/eviction.py") else []
-            if choices == ["ctl"]:
+            if choices in (["ctl"], ["config"]):
                 choices = [word for word in arguments if not word.startswith(("-", "/"))]
             alike = (name, *choices, *([] if name in ONCE else sorted(flags_of(arguments))))
         found.setdefault(alike, words)
@@ -277,6 +277,16 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         return
     if arguments[0] == "ctl":
         await run_ctl(arguments, folder)
+        return
+    if arguments[0] == "config":
+        toml, told = folder / "kvstore.toml", folder / "FILE.json"
+        toml.write_text('cpu_bytes_to_use = "1MiB"\nchunk_bytes = 4096\n')
+        told.write_text('{"host": "1GiB"}')
+        files = {file.name: str(file) for file in (toml, told)}
+        words = [files.get(word, word) for word in arguments]
+        if words == ["config", "check"]:
+            words.append(str(toml))
+        run(["-m", "kvstore.tools", *words], folder)
         return
     if arguments[0] == "simulate":
         requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]

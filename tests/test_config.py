@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from kvstore import Config, DiskConfig
+from kvstore import Config, DiskConfig, TierConfig
+from kvstore.config.describe import json_schema, keys_of, sample
+from kvstore.config.values import SCHEMAS
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
@@ -46,6 +51,9 @@ def disk(**values: Any) -> DiskConfig:
         (" 1.5 TB ", 1_500_000_000_000),
         ("1.5KiB", 1536),
         ("3mb", 3_000_000),
+        ("64Gi", 64 * GIB),
+        ("64G", 64 * 10**9),
+        ("2 k", 2000),
         ("9007199254740993", 9007199254740993),
     ],
 )
@@ -133,12 +141,12 @@ def test_it_cannot_be_changed_afterwards() -> None:
 
 def test_from_python_it_is_checked_in_the_same_way() -> None:
     direct = Config(
-        cpu_bytes_to_use="1GiB",  # type: ignore[arg-type]
-        tiers=[DiskConfig("/cache", "1TiB")],  # type: ignore[arg-type]
+        cpu_bytes_to_use="1GiB",
+        tiers=[DiskConfig("/cache", "1TiB")],
     )
     assert direct == config(tiers=[DISK])
     with pytest.raises(ConfigError, match="cpu_bytes_to_use = 'much'"):
-        Config(cpu_bytes_to_use="much")  # type: ignore[arg-type]
+        Config(cpu_bytes_to_use="much")
     with pytest.raises(ConfigError, match="io_threads = 0"):
         DiskConfig(Path("/cache"), 1, io_threads=0)
     with pytest.raises(ConfigError, match="lease_s = -1"):
@@ -187,6 +195,9 @@ KNOWN_FILTERS = f"known are: {', '.join(filter_names())}"
 REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"cpu_bytes": 1}, "unknown key cpu_bytes = 1", "allowed are: cpu_bytes_to_use, evic"),
     ({7: 1}, "unknown key 7 = 1", "allowed are: cpu_bytes_to_use"),
+    ({"dedline_s": 1}, "unknown key dedline_s = 1", "did you mean deadline_s?"),
+    ({"Spans": True}, "unknown key Spans = True", "did you mean spans?"),
+    ({"disk_byte": 1}, "unknown key disk_byte = 1", "did you mean disk_bytes?"),
     ({"cpu_bytes_to_use": "64 Gigs"}, "cpu_bytes_to_use = '64 Gigs'", '"64GiB"'),
     ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use = 0", "at least 1 byte"),
     ({"cpu_bytes_to_use": -5}, "cpu_bytes_to_use = -5", "negative"),
@@ -235,7 +246,8 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
 ]
 
 REFUSED_DISK: list[tuple[dict[str, Any], str, str]] = [
-    ({"capacity": 1}, "unknown key tiers[0].capacity = 1", "allowed are: path, capacity_bytes"),
+    ({"capacity": 1}, "unknown key tiers[0].capacity = 1", "did you mean capacity_bytes?"),
+    ({"zone": 1}, "unknown key tiers[0].zone = 1", "; allowed are: path, capacity_bytes"),
     ({"capacity_bytes": "lots"}, "tiers[0].capacity_bytes = 'lots'", '"64GiB"'),
     ({"capacity_bytes": 0}, "tiers[0].capacity_bytes = 0", "at least 1 byte"),
     ({"path": ""}, "tiers[0].path = ''", "path of a folder"),
@@ -360,6 +372,116 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Config.from_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         Config.from_toml(tmp_path)
+
+
+# -- the environment -------------------------------------------------------------------------
+
+
+def test_the_environment_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('cpu_bytes_to_use = "1GiB"\ndeadline_s = 3\n[identity]\nmodel = "one"\n')
+    told = Config.from_environment(
+        {
+            "KVSTORE_CONFIG": str(file),
+            "KVSTORE_CONFIG_IDENTITY": '{model = "two"}',
+            "KVSTORE_CONFIG_LEASE_S": "1.5",
+            "KVSTORE_CONFIG_NAMESPACE": "2024",
+            "KVSTORE_CONFIG_SPANS": "true",
+            "KVSTORE_CONFIG_RECOMPUTE_S": "auto",
+            "KVSTORE_CONFIG_EVICTION_POLICY": "{name = 's3-fifo', small = 0.2}",
+            "KVSTORE_CONFIG_DISK": "/cache",
+            "KVSTORE_CONFIG_DISK_BYTES": "1TiB",
+            "KVSTORE_CONFIGURATION": "not ours",
+        }
+    )
+    assert told == config(
+        deadline_s=3,
+        identity={"model": "two"},
+        lease_s=1.5,
+        namespace="2024",
+        spans=True,
+        eviction_policy={"name": "s3-fifo", "small": 0.2},
+        tiers=[DISK],
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "no configuration: give one, or set KVSTORE_CONFIG to the path of one"),
+        ({"KVSTORE_CONFIG": "/none.toml"}, "/none.toml: cannot be read"),
+        (
+            {"KVSTORE_CONFIG_HOTS": "1GiB"},
+            "unknown variable KVSTORE_CONFIG_HOTS: did you mean host?",
+        ),
+        ({"KVSTORE_CONFIG_DEADLINE_S": "1"}, "missing key cpu_bytes_to_use"),
+        ({"KVSTORE_CONFIG_HOST": "lots"}, "host = 'lots'"),
+        ({"KVSTORE_CONFIG_HOST": "1", "KVSTORE_CONFIG_SPANS": "yes"}, "spans = 'yes'"),
+        ({"KVSTORE_CONFIG_HOST": "1", "KVSTORE_CONFIG_LEASE_S": "-1"}, "lease_s = -1"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config.from_environment(variables)
+    assert str(refusal.value).startswith(message)
+
+
+# -- the schema ------------------------------------------------------------------------------
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"host": "1GiB", "disk": "/cache", "disk_bytes": 5},
+    {"cpu_bytes_to_use": 1, "tiers": [DISK, {"type": "object", "url": "file:///x"}]},
+    {"cpu_bytes_to_use": "1 gi", "recompute_s": 0, "eviction_policy": {"name": "lru"}},
+    {"cpu_bytes_to_use": 1, "admission": [], "identity": {}, "recompute_s": "auto"},
+    {"cpu_bytes_to_use": 1, "chunk_bytes": None, "admission": ["reuse", {"name": "doorkeeper"}]},
+    {"cpu_bytes_to_use": 1, "tiers": [{**DISK, "path": ["/a", "/b"], "lane": 3, "flow": "demote"}]},
+]
+
+
+@pytest.mark.parametrize("values", ACCEPTED)
+def test_the_schema_accepts_what_is_accepted(values: dict[str, Any]) -> None:
+    Config.from_mapping(values)
+    jsonschema.validate(values, json_schema())
+
+
+def test_the_schema_refuses_what_is_refused_but_for_names_and_rules_of_several_keys() -> None:
+    """Names of plugins, sizes that are too large as text, and what JSON cannot say are let pass."""
+    schema = jsonschema.Draft202012Validator(json_schema())
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    whole = [({"cpu_bytes_to_use": 1, **values}, named) for values, named, _ in REFUSED]
+    tiers = [
+        ({"cpu_bytes_to_use": 1, "tiers": [{**DISK, **values}]}, named)
+        for values, named, _ in REFUSED_DISK
+    ]
+    passed = [
+        named
+        for values, named in whole + tiers
+        if all(isinstance(key, str) for key in values) and schema.is_valid(values)
+    ]
+    plugins = ("eviction_policy", "admission", "path", "type")
+    unsayable = re.compile(r"= (nan|inf|1000|2\.0|'0'|'1KiB'|\{'x': nan|\{1: 2)|\{1, 2\}")
+    for named in passed:
+        key = named.split(" = ")[0].rpartition(".")[2]
+        assert key in plugins or unsayable.search(named), named
+    assert len(passed) < 30 < len(whole + tiers) - len(passed)
+
+
+def test_every_key_has_a_text_and_a_schema() -> None:
+    for cls in (Config, DiskConfig, TierConfig):
+        for name, key in keys_of(cls).items():
+            assert key.text, name
+            assert key.converter in SCHEMAS or name in ("type", "tiers"), name
+
+
+def test_the_sample_sets_each_key_once_and_its_defaults_are_true() -> None:
+    lines = sample().splitlines()
+    commented = [line.removeprefix("# ") for line in lines if re.match(r"# \w+ = (?!\.\.\.)", line)]
+    plain = "\n".join(lines)
+    assert Config.from_mapping(tomllib.loads(plain)) == Config.from_mapping(
+        tomllib.loads("\n".join(line[2:] if line[2:] in commented else line for line in lines))
+    )
+    for name in [*keys_of(Config), *keys_of(DiskConfig)]:
+        assert any(re.match(rf"(# )?{name} = |\[\[{name}\]\]", line) for line in lines), name
 
 
 def test_the_default_policy_of_host_memory_depends_on_what_is_below() -> None:

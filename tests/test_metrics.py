@@ -192,6 +192,6 @@ def test_the_package_is_named_where_it_is_missing(
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with (
         kvstore.open_sync(small(tmp_path, disk=32)) as store,
-        pytest.raises(ImportError, match=r"pip install kvstore\[metrics\]"),
+        pytest.raises(ImportError, match=r"pip install 'kvstore-offload\[metrics\]'"),
     ):
         Collector(store)

@@ -254,7 +254,7 @@ def test_without_opentelemetry_the_configuration_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ConfigError, match=r"spans = true.*pip install kvstore\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"spans = true.*'kvstore-offload\[tracing\]'"):
         kvstore.open_sync(traced(tmp_path))
 
 

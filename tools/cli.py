@@ -11,17 +11,19 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.tools.config import add_config_arguments, run_config
 from kvstore.tools.ctl import add_ctl_arguments, run_ctl
 from kvstore.tools.doctor import add_doctor_arguments, run_doctor
 from kvstore.tools.inspect import inspect
 from kvstore.tools.simulate import add_arguments, run_simulate
 from kvstore.tools.top import add_top_arguments, run_top
-from kvstore.tools.upkeep import run_compact, run_purge, run_stat
+from kvstore.tools.upkeep import run_compact, run_gc, run_purge, run_stat
 from kvstore.tools.verify import verify
 
 __all__ = ["main"]
@@ -75,26 +77,89 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+STATUS = "exit status: 0 no fault was found, 1 a fault was found, 2 the command failed"
+
+EXAMPLES: Mapping[str, tuple[str, str]] = {
+    "inspect": (
+        "kvstore inspect /nvme/kv\nkvstore inspect /nvme/kv --segments\n"
+        "kvstore inspect /nvme/kv/llama-3f2a --json | jq .namespaces[].lanes[].owner",
+        "operators.md",
+    ),
+    "verify": ("kvstore verify /nvme/kv\nkvstore verify /nvme/kv --json", "operators.md"),
+    "stat": ("kvstore stat /nvme/kv", "operators.md"),
+    "compact": ("kvstore compact /nvme/kv --dry-run\nkvstore compact /nvme/kv", "operators.md"),
+    "purge": (
+        "kvstore purge /nvme/kv --unused 7d --dry-run\n"
+        "kvstore purge /nvme/kv --namespace llama-3f2a --all --yes",
+        "operators.md",
+    ),
+    "gc": ("kvstore gc /nvme/kv --keep 2 --dry-run\nkvstore gc /nvme/kv --keep 2", "operators.md"),
+    "simulate": (
+        "kvstore simulate trace.jsonl --host 5% --disk 20%,40%\n"
+        "kvstore simulate trace.jsonl --host 5% --policy lru,arc,hit-density",
+        "simulate.md",
+    ),
+    "top": ("kvstore top http://host:8000/metrics\nkvstore top /nvme/kv", "operators.md"),
+    "doctor": ("kvstore doctor http://host:8000/metrics\nkvstore doctor /nvme/kv", "operators.md"),
+    "config": (
+        "kvstore config sample > kvstore.toml\nkvstore config check kvstore.toml\n"
+        "kvstore config check vllm.json --chunk-bytes 2MiB --all",
+        "configuration.md",
+    ),
+    "ctl": (
+        "kvstore ctl /run/kvstore.sock status\nkvstore ctl /run/kvstore.sock set host.bytes=32GiB",
+        "control.md",
+    ),
+}
+"""For each command examples, and the page that has more."""
+
+
+class _Commands:
+    """Adds commands to a parser; each one's help has a text, examples and the exit status."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(
+        self, name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        examples, page = EXAMPLES[name]
+        command = self._commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:\n{indent(examples, '  ')}\n\n{STATUS}\nmore: docs/{page}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore", description="Inspect, check, tidy, watch and simulate a KV cache."
+        prog="kvstore",
+        description="Inspect, check, tidy, watch and simulate a KV cache.",
+        epilog=f"{STATUS}\nmore: docs/operators.md; kvstore COMMAND --help has examples",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = _Commands(parser)
     for name, run, text in (
-        ("inspect", inspect, "list namespaces, lanes and segments and their contents"),
+        ("inspect", inspect, "list namespaces and lanes, and what they hold"),
         ("verify", verify, "check every payload against its digest"),
         ("stat", run_stat, "show fragmentation: occupancy of segments, extents"),
         ("compact", run_compact, "remove sparse segments and put chunks in order"),
         ("purge", run_purge, "forget chunks by namespace, age or key"),
+        ("gc", run_gc, "empty all namespaces of a path but those that were used last"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add(name, run, text)
         command.add_argument(
             "path", type=_folder, help="folder of the cache, or one namespace in it"
         )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        command.set_defaults(run=run)
-        if run in (run_compact, run_purge):
+        if run is inspect:
+            command.add_argument("--segments", action="store_true", help="also list each segment")
+        if run in (run_compact, run_purge, run_gc):
             command.add_argument(
                 "--dry-run", action="store_true", help="only report what would be done"
             )
@@ -104,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_false",
                 help="also accept lanes that other users own or may write to",
             )
+        if run in (run_purge, run_gc):
+            command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
+        if run is run_gc:
+            command.add_argument(
+                "--keep", type=_count, metavar="N", required=True, help="namespaces to keep"
+            )
         if run is run_purge:
             command.add_argument("--namespace", help="only in the namespace of that name")
             command.add_argument(
@@ -112,19 +183,19 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
             command.add_argument("--all", action="store_true", help="every chunk")
     text = "replay a trace of requests with other sizes, policies and flows"
-    command = commands.add_parser("simulate", help=text, description=text)
-    add_arguments(command)
-    command.set_defaults(run=run_simulate)
+    add_arguments(commands.add("simulate", run_simulate, text))
     text = "show the rates and states of a server's tiers, or the growth of a cache on disk, live"
-    command = commands.add_parser("top", help=text, description=text)
-    add_top_arguments(command)
-    command.set_defaults(run=run_top)
+    add_top_arguments(commands.add("top", run_top, text))
     text = "say whether the cache helps a server, and what to change"
-    command = commands.add_parser("doctor", help=text, description=text)
-    add_doctor_arguments(command)
-    command.set_defaults(run=run_doctor)
+    add_doctor_arguments(commands.add("doctor", run_doctor, text))
+    text = "check and explain a configuration; print its schema or a sample"
+    add_config_arguments(commands.add("config", run_config, text))
     text = "inspect and change a store while it serves, by its control socket"
-    command = commands.add_parser("ctl", help=text, description=text)
-    add_ctl_arguments(command)
-    command.set_defaults(run=run_ctl)
+    add_ctl_arguments(commands.add("ctl", run_ctl, text))
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, 1 at least")
+    return int(text)

@@ -9,7 +9,6 @@ it is taken from its records: how many chunks were read again, and when one was 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
+from kvstore.tools.output import print_json
 from kvstore.tools.top import WHOLE, Snapshot, scrape
 
 __all__ = ["Finding", "add_doctor_arguments", "diagnose", "run_doctor"]
@@ -86,8 +86,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     else:
         findings = examine(Path(options.where))
     if options.json:
-        told = {"version": 1, "waited_s": waited, "places": [asdict(each) for each in findings]}
-        print(json.dumps(told, indent=2))
+        print_json({"waited_s": waited, "places": [asdict(each) for each in findings]})
     else:
         print("\n".join(_lines(findings, waited)))
     return int(any(each.verdict == "does not help" for each in findings))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet, sample
 from kvstore.sizes import format_size
-from kvstore.tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
+from kvstore.tools.output import print_json, print_table
+from kvstore.tools.replays import about, chunks_of, note, print_trace, scaled, split
 
 __all__ = ["replay_fleets"]
 
@@ -46,12 +46,12 @@ def replay_fleets(
     note("")
     if options.json:
         replays = [_row_of_fleet(*row) for row in rows]
-        print(json.dumps({"trace": about(trace, part), "replays": replays}, indent=2))
+        print_json({"trace": about(trace, part), "replays": replays})
         return 0
     print_trace(trace, part)
     print(f"{options.replicas} servers; sizes are per server")
     shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
-    print_table([HEADER, *shown])
+    print_table([f">{name}" for name in HEADER], shown)
     return 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
 
 from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, survey
 from kvstore.sizes import format_size
+from kvstore.tools.output import age, print_json, print_table
 
 __all__ = ["inspect"]
 
@@ -18,49 +18,65 @@ def inspect(options: argparse.Namespace) -> int:
     namespaces = survey(options.path)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        report = {"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]}
-        print(json.dumps(report, indent=2))
+        print_json({"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]})
     else:
         for namespace in namespaces:
-            _print(namespace)
+            _print(namespace, segments=options.segments)
     return 1 if faults else 0
 
 
-def _print(namespace: NamespaceSurvey) -> None:
+def _print(namespace: NamespaceSurvey, *, segments: bool) -> None:
     epoch = f", epoch {namespace.epoch}" if namespace.epoch else ""
     print(f"namespace {namespace.name}{epoch}")
     for name, value in sorted(namespace.identity.items()):
         print(f"  {name}: {json.dumps(value)[:100]}")
-    for lane in namespace.lanes:
-        owner = f"in use by process {lane.owner}" if lane.owner else "not in use"
-        live = sum(segment.live for segment in lane.segments)
-        size = sum(segment.file_bytes for segment in lane.segments)
-        outdated = sum(segment.outdated for segment in lane.segments)
-        held = sum(segment.live_bytes for segment in lane.segments)
-        print(
-            f"  lane {lane.number}, {owner}: {live} chunks, {format_size(held)} "
-            f"in {format_size(size)}"
-            + (f", {outdated} of them from before a reset" if outdated else "")
-        )
-        _print_segments(lane)
+    outdated = any(segment.outdated for lane in namespace.lanes for segment in lane.segments)
+    columns = [">lane", ">process", ">chunks", ">bytes", ">files", ">segments", ">reads"]
+    columns += [">outdated"] * outdated
+    print_table(
+        [*columns, ">oldest", ">newest"],
+        [_row(lane, outdated=outdated) for lane in namespace.lanes],
+        indent=2,
+    )
+    if segments:
+        for lane in namespace.lanes:
+            _print_segments(lane)
     for fault in namespace.faults:
         print(f"  WRONG {fault}")
+
+
+def _row(lane: LaneSurvey, *, outdated: bool) -> list[object]:
+    its = lane.segments
+    row: list[object] = [lane.number, lane.owner or "-"]
+    row.append(f"{sum(segment.live for segment in its):,}")
+    row.append(format_size(sum(segment.live_bytes for segment in its)))
+    row.append(format_size(sum(segment.file_bytes for segment in its)))
+    row += [f"{len(its):,}", f"{sum(segment.reads for segment in its):,}"]
+    if outdated:
+        row.append(f"{sum(segment.outdated for segment in its):,}")
+    held = [segment for segment in its if segment.live]
+    row.append(age(min((segment.oldest_ms for segment in held), default=0)))
+    row.append(age(max((segment.newest_ms for segment in held), default=0)))
+    return row
 
 
 def _print_segments(lane: LaneSurvey) -> None:
     if not lane.segments:
         return
-    print(f"    {'segment':<28}{'live':>8}{'slots':>8}{'bytes':>12}{'reads':>8}  oldest .. newest")
-    for segment in lane.segments:
-        name = segment.path.rsplit("/", 1)[-1]
-        print(
-            f"    {name:<28}{segment.live:>8}{segment.slots:>8}"
-            f"{format_size(segment.live_bytes):>12}{segment.reads:>8}  "
-            f"{_when(segment.oldest_ms)} .. {_when(segment.newest_ms)}"
-        )
-
-
-def _when(milliseconds: int) -> str:
-    if not milliseconds:
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(milliseconds / 1000))
+    print(f"  lane {lane.number}")
+    print_table(
+        ["segment", ">live", ">slots", ">bytes", ">reads", ">oldest", ">newest"],
+        [
+            (
+                segment.path.rsplit("/", 1)[-1],
+                segment.live,
+                segment.slots,
+                format_size(segment.live_bytes),
+                segment.reads,
+                age(segment.oldest_ms),
+                age(segment.newest_ms),
+            )
+            for segment in lane.segments
+        ],
+        indent=4,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.simulation import Setup, Trace
 from kvstore.sizes import parse_size
 
-__all__ = ["about", "chunks_of", "note", "print_table", "print_trace", "scaled", "split"]
+__all__ = ["about", "chunks_of", "note", "print_trace", "scaled", "split"]
 
 
 def split(text: str) -> list[str]:
@@ -82,13 +81,6 @@ def print_trace(trace: Trace, part: Trace) -> None:
             f"sample: {len(part.requests)} requests, {part.accesses} accesses to "
             f"{part.unique} chunks; sizes are scaled"
         )
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows as aligned columns; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def note(text: str) -> None:

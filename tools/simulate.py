@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,8 @@ from kvstore.simulation import (
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
 from kvstore.tools.fleets import replay_fleets
-from kvstore.tools.replays import about, chunks_of, note, print_table, print_trace, scaled, split
+from kvstore.tools.output import print_json, print_table
+from kvstore.tools.replays import about, chunks_of, note, print_trace, scaled, split
 
 __all__ = ["add_arguments", "run_simulate"]
 
@@ -136,10 +136,10 @@ def run_simulate(options: argparse.Namespace) -> int:
         }
         if options.optimum:
             report["optimum"] = best
-        print(json.dumps(report, indent=2))
+        print_json(report)
         return 0
     print_trace(trace, part)
-    print_table([HEADER, *map(_shown, rows)])
+    print_table([f">{name}" for name in HEADER], map(_shown, rows))
     for bound in best:
         print(
             f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
@@ -183,16 +183,16 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
             name: [{"chunks": size, "hit_ratio": ratio} for size, ratio in points]
             for name, points in lines.items()
         }
-        print(json.dumps({"trace": about(trace, part), "curves": curves}, indent=2))
+        print_json({"trace": about(trace, part), "curves": curves})
         return 0
     print_trace(trace, part)
     if part is not trace and Choice("lru") in policies:
         print("lru is for the whole trace")
-    table = [("chunks", "% of all", *lines)]
+    table = []
     for index, size in enumerate(sizes):
         ratios = [f"{100 * points[index][1]:.2f}" for points in lines.values()]
         table.append((str(size), f"{100 * size / trace.unique:.1f}", *ratios))
-    print_table(table)
+    print_table([">chunks", ">% of all", *(f">{name}" for name in lines)], table)
     return 0
 
 

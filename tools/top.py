@@ -30,7 +30,7 @@ WHOLE = ""
 SECONDS = 10.0
 """How long a server may take to answer."""
 
-NEEDED = "kvstore top needs more packages: pip install kvstore[top]; missing is"
+NEEDED = "kvstore top needs more packages: pip install 'kvstore-offload[top]'; missing is"
 
 STATES = ("closed", "stalled", "congested", "outpaced", "slow")
 

@@ -1,17 +1,16 @@
-"""``kvstore stat``, ``kvstore compact`` and ``kvstore purge``."""
+"""``kvstore stat``, ``kvstore compact``, ``kvstore purge`` and ``kvstore gc``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.errors import BlockKeyError, ConfigError
+from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.maintenance.offline import (
     CompactedLane,
     Compaction,
@@ -20,11 +19,12 @@ from kvstore.maintenance.offline import (
     layouts_of,
     purge,
 )
-from kvstore.maintenance.survey import survey
+from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
+from kvstore.tools.output import age, print_json, show_progress
 from kvstore.types import check_key
 
-__all__ = ["run_compact", "run_purge", "run_stat"]
+__all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
 
 
 def run_stat(options: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run_stat(options: argparse.Namespace) -> int:
             for one in found
         ]
         report = {"lanes": lanes, "faults": [dataclasses.asdict(fault) for fault in faults]}
-        print(json.dumps(report, indent=2))
+        print_json(report)
         return 1 if faults else 0
     for one in found:
         layout = one.layout
@@ -62,19 +62,13 @@ def run_compact(options: argparse.Namespace) -> int:
 
     Returns 1 if a lane was refused or has faults, 2 if one could not be compacted.
     """
-
-    def progress(moved: int, live: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{moved} chunks moved, {live} alive   ", end="", file=sys.stderr)
-
-    done = compact(
-        options.path,
-        dry_run=options.dry_run,
-        progress=progress,
-        strict_modes=options.strict_modes,
-    )
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    with show_progress("chunks moved") as show:
+        done = compact(
+            options.path,
+            dry_run=options.dry_run,
+            progress=show,
+            strict_modes=options.strict_modes,
+        )
     if options.json:
         _print_json([dataclasses.asdict(one) for one in done])
     else:
@@ -100,14 +94,22 @@ def run_purge(options: argparse.Namespace) -> int:
             raise ConfigError(f"--key {options.key!r}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"--key {options.key!r}: must be the key in hex") from error
-    done = purge(
-        options.path,
-        namespace=options.namespace,
-        key=key,
-        unused_since_ms=unused_since,
-        dry_run=options.dry_run,
-        strict_modes=options.strict_modes,
-    )
+
+    def forget(*, dry_run: bool) -> list[PurgedLane]:
+        return purge(
+            options.path,
+            namespace=options.namespace,
+            key=key,
+            unused_since_ms=unused_since,
+            dry_run=dry_run,
+            strict_modes=options.strict_modes,
+        )
+
+    if _asks(options):
+        would = forget(dry_run=True)
+        chunks, size = sum(one.chunks for one in would), sum(one.bytes for one in would)
+        _confirm(f"forget {chunks:,} chunks, {format_size(size)}, in {options.path}?")
+    done = forget(dry_run=options.dry_run)
     if options.json:
         _print_json([dataclasses.asdict(one) for one in done])
     else:
@@ -116,6 +118,63 @@ def run_purge(options: argparse.Namespace) -> int:
         if not options.dry_run and any(one.chunks for one in done):
             print("the files keep their size; kvstore compact gives the space back")
     return _status(any(one.refused or one.faults for one in done), done)
+
+
+def run_gc(options: argparse.Namespace) -> int:
+    """Empty all namespaces but those used last; return 1 if a lane was refused, 2 if one failed."""
+    held = [(each, _last_use(each)) for each in survey(options.path)]
+    held = sorted((each for each in held if each[1]), key=lambda each: each[1], reverse=True)
+    old = [each for each, _ in held[options.keep :]]
+    if not options.json:
+        for number, (each, used) in enumerate(held):
+            what = "keep" if number < options.keep else "empty"
+            size = sum(segment.file_bytes for lane in each.lanes for segment in lane.segments)
+            print(f"{what:<6}{each.name}, {format_size(size)}, used {age(used)} ago")
+    if old and _asks(options):
+        _confirm(f"empty {len(old)} namespaces in {options.path}?")
+    forgot: list[PurgedLane] = []
+    gave: list[CompactedLane] = []
+    modes, dry_run = options.strict_modes, options.dry_run
+    for each in old:
+        # One namespace of a path is a path, too.
+        place = options.path if options.path.name == each.name else options.path / each.name
+        forgot += purge(place, dry_run=dry_run, strict_modes=modes)
+        if not dry_run:
+            gave += compact(place, strict_modes=modes)
+    if options.json:
+        names = [each.name for each in old]
+        print_json({"emptied": names, "lanes": [dataclasses.asdict(one) for one in forgot]})
+    else:
+        for one in forgot:
+            _print_purged(one, dry_run)
+        for other in gave:
+            _print_compacted(other, dry_run)
+    return _status(any(one.refused or one.faults for one in forgot), [*forgot, *gave])
+
+
+def _last_use(namespace: NamespaceSurvey) -> int:
+    """When a chunk of it was last used, in milliseconds; 0 if it holds none."""
+    segments = [segment for lane in namespace.lanes for segment in lane.segments]
+    return max((segment.newest_ms for segment in segments if segment.live), default=0)
+
+
+def _asks(options: argparse.Namespace) -> bool:
+    """Whether a person is there, who did not agree beforehand."""
+    return not (options.yes or options.dry_run or options.json) and sys.stdin.isatty()
+
+
+def _confirm(question: str) -> None:
+    """Go on if the person at the terminal says yes.
+
+    Raises:
+        KVStoreError: if not.
+    """
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise KVStoreError("nothing was changed")
 
 
 def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:
@@ -181,4 +240,4 @@ def _print_not_done(one: CompactedLane | PurgedLane) -> None:
 
 
 def _print_json(found: Sequence[dict[str, Any]]) -> None:
-    print(json.dumps({"lanes": list(found)}, indent=2))
+    print_json({"lanes": list(found)})

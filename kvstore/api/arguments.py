@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ __all__ = [
     "check_seconds",
     "check_timeout",
     "chunks_of",
+    "targets_of",
 ]
 
 _ONE_THING = (str, bytes, bytearray, memoryview)
@@ -129,6 +131,40 @@ def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
         ) from error
     if flat.size != size:
         raise KVStoreError(f"a chunk must have {size} bytes, not {flat.size}")
+    return flat
+
+
+def targets_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:
+    """The memory of `count` buffers of `size` bytes each, to be written to.
+
+    Raises:
+        KVStoreError: for another number of buffers, or one that cannot be written to in place.
+    """
+    try:
+        each = iter(buffers)
+    except TypeError as error:
+        raise KVStoreError(
+            f"buffers must be a list or another iterable of buffers, not {_kind(buffers)}"
+        ) from error
+    targets = [_memory_of(buffer, size) for buffer in each]
+    if len(targets) != count:
+        raise KVStoreError(f"{count} keys but {len(targets)} buffers")
+    return targets
+
+
+def _memory_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
+    flat = bytes_of(buffer, size)
+    place = flat.ctypes.data
+    if hasattr(buffer, "untyped_storage"):
+        tensor: Any = buffer
+        same = tensor.device.type == "cpu" and place == tensor.data_ptr()
+    elif isinstance(buffer, np.ndarray):
+        same = place == buffer.ctypes.data
+    else:
+        same = True
+    if not same or not flat.flags.writeable:
+        why = "is read-only" if same else "does not lie side by side in this machine's memory"
+        raise KVStoreError(f"a buffer to write to {why}: {type(buffer).__name__}")
     return flat
 
 

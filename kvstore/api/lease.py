@@ -15,27 +15,28 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from functools import partial
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from kvstore.concurrency import Home
 from kvstore.errors import KVStoreError, LeaseEndedError
+from kvstore.policies.parameters import shown
+from kvstore.sizes import format_size
 from kvstore.types import about
 
-__all__ = ["STILL_ALIVE", "Chunks", "Lease", "Onlookers"]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+__all__ = ["Chunks", "Lease", "Onlookers"]
 
 logger = logging.getLogger("kvstore")
-
-STILL_ALIVE = (
-    "an array made from a leased chunk is still alive, and keeps its row from others until it is "
-    "gone; copy it before the lease ends"
-)
 
 
 class Chunks(Sequence[memoryview]):
     """Leased chunks in host memory: read-only views that cannot be used after the lease.
 
     The views may be read in any thread, but the lease begins and ends on the
-    store's loop. ``np.frombuffer(chunks[i], dtype)`` is a read-only array over the same memory.
+    store's loop. `array` and `tensor` give the same memory as an array or a tensor.
 
     Attributes:
         keys: the keys that were found: a prefix of those asked for.
@@ -70,7 +71,7 @@ class Chunks(Sequence[memoryview]):
     def __getitem__(self, index: slice) -> list[memoryview]: ...
     def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
         if self._views is None:
-            raise LeaseEndedError("these chunks were leased; the lease has ended")
+            raise self._ended()
         return self._views[index]
 
     def __len__(self) -> int:
@@ -80,6 +81,66 @@ class Chunks(Sequence[memoryview]):
         for index in range(len(self)):
             yield self[index]
 
+    def array(
+        self, index: int, dtype: npt.DTypeLike, shape: Sequence[int] | None = None
+    ) -> npt.NDArray[Any]:
+        """Return one chunk as a read-only NumPy array over the same memory.
+
+        Args:
+            shape: of all elements of the chunk; by default they lie in a row.
+
+        Raises:
+            LeaseEndedError: if the lease has ended.
+            KVStoreError: if the chunk has no whole number of elements, or another number of them.
+        """
+        import numpy as np
+
+        try:
+            flat: npt.NDArray[Any] = np.frombuffer(self[index], dtype)
+            return flat if shape is None else flat.reshape(tuple(shape))
+        except (TypeError, ValueError) as error:
+            raise self._misfit(index, dtype, shape) from error
+
+    def tensor(
+        self, index: int, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return one chunk as a torch tensor on the CPU over the same memory.
+
+        It must not be written to, which torch cannot prevent. Copies of it (``.to("cuda")``) are
+        free of that.
+
+        Args:
+            shape: of all elements of the chunk; by default they lie in a row.
+
+        Raises:
+            LeaseEndedError: if the lease has ended.
+            KVStoreError: if the chunk has no whole number of elements, or another number of them.
+        """
+        import torch
+
+        if self._views is None:
+            raise self._ended()
+        try:
+            # Torch warns of views that are read-only. It keeps this one, which keeps the exporter.
+            view = memoryview(self._exporters[index]()).cast("B")  # type: ignore[arg-type]
+            flat = torch.frombuffer(view, dtype=dtype)
+            return flat if shape is None else flat.reshape(tuple(shape))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._misfit(index, dtype, shape) from error
+
+    def _ended(self) -> LeaseEndedError:
+        return LeaseEndedError("these chunks were leased; the lease has ended")
+
+    def _misfit(self, index: int, dtype: object, shape: Sequence[int] | None) -> KVStoreError:
+        form = "" if shape is None else f" in the shape {shown(tuple(shape))}"
+        return KVStoreError(f"a chunk of {self[index].nbytes} bytes is not of {dtype}{form}")
+
+    def __repr__(self) -> str:
+        if self._views is None:
+            return f"<Chunks: {len(self.keys)}, the lease has ended>"
+        size = format_size(self._views[0].nbytes) if self._views else "0 B"
+        return f"<Chunks: {len(self.keys)} of {size}>"
+
     def copy(self) -> list[bytes]:
         """Return the bytes of all chunks, for use after the lease.
 
@@ -88,14 +149,13 @@ class Chunks(Sequence[memoryview]):
         """
         return [bytes(view) for view in self[:]]
 
-    def _end(self) -> bool:
-        """End the lease; False if a buffer of a chunk is still in use."""
+    def _end(self) -> None:
+        """End the lease."""
         views = self._let_go_of_views()
         keys, exporters = self.keys, self._exporters
         self._watched = [
             each for each in zip(keys, exporters, strict=True) if each[1]() is not None
         ]
-        released = not self._watched
         for key, reference, row in zip(keys, views, self._rows, strict=True):
             view = reference()
             if view is not None:
@@ -103,7 +163,6 @@ class Chunks(Sequence[memoryview]):
                 # The row keeps the region's memory in place as long as the view is alive.
                 weakref.finalize(view, _do_nothing, row).atexit = False
         self._rows = []
-        return released
 
     def _let_go_of_views(self) -> list[weakref.ref[Any]]:
         """Release the views; returns weak references, which find those still in use elsewhere."""
@@ -163,31 +222,34 @@ class Lease:
             # The lease ends on the store's loop, and the caller gets an error.
             self.send_back()
             self._home.check()
-        if not self.give_back() and kind is None:
-            raise LeaseEndedError(STILL_ALIVE)
+        self.give_back()
 
     def __del__(self) -> None:
         if self._chunks is not None:
             # The lease was begun without `async with` and never ended.
             self.send_back()
 
-    def give_back(self) -> bool:
-        """End the lease, on the store's loop; False if a buffer of a chunk is still in use."""
+    def give_back(self) -> None:
+        """End the lease, on the store's loop."""
         chunks, self._chunks = self._chunks, None
-        if chunks is None:
-            return True
-        released = chunks._end()  # noqa: SLF001
-        self._end(chunks)
-        return released
+        if chunks is not None:
+            chunks._end()  # noqa: SLF001
+            self._end(chunks)
 
     def send_back(self) -> None:
         """End the lease soon. From any thread."""
         self._home.send(self.give_back)
 
-    def drop(self) -> bool:
+    def drop(self) -> None:
         """End the lease of a store that has ended, as `give_back` does. From any thread."""
         chunks, self._chunks = self._chunks, None
-        return chunks is None or chunks._end()  # noqa: SLF001
+        if chunks is not None:
+            chunks._end()  # noqa: SLF001
+
+    def __repr__(self) -> str:
+        if self._chunks is not None:
+            return f"<Lease of {self._chunks!r}>"
+        return "<Lease, not begun>" if self._begin is not None else "<Lease, ended>"
 
 
 LINGER_SECONDS = 1.0

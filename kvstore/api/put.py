@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from kvstore.core.residency.base import CopyTarget
 from kvstore.engine.loop_steps import Driver
 from kvstore.tiers.pinned import PinnedRegion
 
-__all__ = ["COPY_INLINE_BYTES", "Copies", "Puts"]
+__all__ = ["COPY_INLINE_BYTES", "Copies", "Puts", "run_copy"]
 
 
 class Copies:
@@ -64,6 +64,24 @@ class Copies:
 
 COPY_INLINE_BYTES = 256 * 1024
 """Copies up to this size are done on the loop: a thread would cost more."""
+
+
+async def run_copy(copy: Callable[[], None], size: int) -> None:
+    """Copy `size` bytes by `copy`, in a thread if they are many.
+
+    The copy has ended when this returns or raises, even if the task is cancelled.
+    """
+    if size > COPY_INLINE_BYTES:
+        try:
+            copying = asyncio.get_running_loop().run_in_executor(None, copy)
+        except RuntimeError:
+            # The interpreter is shutting down and takes no work for threads any more.
+            pass
+        else:
+            await outlast(copying)
+            return
+    copy()
+
 
 Sources = dict[bytes, npt.NDArray[np.uint8]]
 
@@ -228,17 +246,7 @@ class Puts:
         era = self._core.era
         ok = False
         try:
-            if len(keys) * sources[keys[0]].size <= COPY_INLINE_BYTES:
-                copy()
-            else:
-                try:
-                    copying = asyncio.get_running_loop().run_in_executor(None, copy)
-                except RuntimeError:
-                    # The interpreter is shutting down and takes no work for threads any more.
-                    copy()
-                else:
-                    # The thread uses the rows until it has ended, even if the task is cancelled.
-                    await outlast(copying)
+            await run_copy(copy, len(keys) * sources[keys[0]].size)
             ok = True
         finally:
             self._core.complete_store(keys, name, ok, era)

@@ -8,13 +8,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
-from kvstore.api.arguments import check_keys, check_request, check_seconds, check_timeout, chunks_of
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.api.arguments import (
+    check_keys,
+    check_request,
+    check_seconds,
+    check_timeout,
+    chunks_of,
+    targets_of,
+)
 from kvstore.api.lease import Chunks, Lease, Onlookers
-from kvstore.api.put import COPY_INLINE_BYTES, Copies, Puts
+from kvstore.api.put import COPY_INLINE_BYTES, Copies, Puts, run_copy
 from kvstore.api.windows import Windows
 from kvstore.assembly import Assembly, build
 from kvstore.concurrency import Home, outlast, within
@@ -37,28 +47,54 @@ UPKEEP_SECONDS = 0.02
 _T = TypeVar("_T")
 
 
-@asynccontextmanager
-async def open(config: Config | Mapping[str, Any]) -> AsyncIterator[Store]:
-    """Open a store on the running loop, and close it in order at the end: see `Store.close`.
+def open(config: Config | Mapping[str, Any] | None = None) -> Opening:
+    """Open a store on the running loop: in an ``async with`` block, which closes it, or by await.
 
-    `config` must give ``chunk_bytes``, and with a tier ``identity``.
+    `config` must give ``chunk_bytes``, and with a tier ``identity``. None: see
+    `Config.from_environment`.
 
     Raises:
-        KVStoreError: if the configuration or a path cannot be used.
+        KVStoreError: when it is opened, if the configuration or a path cannot be used.
 
     Example:
         async with kvstore.open({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "2MiB"}) as store:
             await store.put([key], [chunk])
-    """
-    store = await start(config)
-    try:
-        yield store
-    finally:
+
+        store = await kvstore.open(config)
+        ...
         await store.close()
+    """
+    return Opening(config)
 
 
-async def start(config: Config | Mapping[str, Any]) -> Store:
+class Opening:
+    """The result of `open`: for ``async with`` or ``await``, once."""
+
+    def __init__(self, config: Config | Mapping[str, Any] | None) -> None:
+        self._config = config
+        self._store: Store | None = None
+
+    def __await__(self) -> Generator[Any, None, Store]:
+        return start(self._config).__await__()
+
+    async def __aenter__(self) -> Store:
+        self._store = await start(self._config)
+        return self._store
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._store is not None
+        await self._store.close()
+
+
+async def start(config: Config | Mapping[str, Any] | None) -> Store:
     """As `open`, but the caller closes the store."""
+    if config is None:
+        config = Config.from_environment()
     checked = config if isinstance(config, Config) else Config.from_mapping(config)
     store = Store(checked, await build(checked))
     logger.info(
@@ -275,14 +311,13 @@ class Store:
         Waits as `resolve` does. The chunks can be neither evicted nor rewritten
         until the block is left, and cannot be used afterwards. A chunk that is still in use then,
         by an array or by a thread whose task was cancelled, stays unchanged and its row
-        pinned until it is not in use any more.
+        pinned until it is not in use any more. That is counted (``stats().outlived``) and logged
+        once.
 
         Raises:
             KVStoreError: as `resolve`; a block that is left on another loop raises
                 it too, and the lease still ends on the store's loop.
             TimeoutError: if `timeout` seconds went by before the block began.
-            LeaseEndedError: at the end of the block, unless another exception ends it, if
-                an array made from a chunk is still alive: its row is missing until it is gone.
         """
         self._driver.check()
         keys, request = list(check_keys(keys)), check_request(request)
@@ -297,6 +332,34 @@ class Store:
             lambda chunks: self._end_lease(chunks, *held[0]),
         )
 
+    async def get_into(
+        self,
+        keys: Sequence[bytes],
+        buffers: Iterable[object],
+        request: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy the longest available prefix of `keys` into `buffers`, one for each key.
+
+        Waits as `resolve` does. A buffer is anything writable with the buffer protocol, a NumPy
+        array or a torch tensor on the CPU, of `chunk_bytes` bytes; an array or tensor whose first
+        dimension counts chunks is an iterable of them. A prefix larger than half of host memory
+        is copied piece by piece, while the next piece is fetched.
+
+        Returns:
+            How many leading buffers were filled. The others are as they were.
+
+        Raises:
+            KVStoreError: as `resolve`, and for a buffer of another size or one that cannot be
+                written to; then none was changed.
+            TimeoutError: if `timeout` seconds went by first. A copy under way is waited for: no
+                buffer is written to afterwards. Some may have been filled.
+        """
+        return await within(
+            check_timeout(timeout), "get_into", self._get_into(keys, buffers, request)
+        )
+
     def windows(self, keys: Sequence[bytes], size: int) -> Windows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
@@ -309,8 +372,7 @@ class Store:
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
                 when the store is closed.
-            LeaseEndedError: at the end of a window, as `get` at the end of its block; if views of
-                earlier windows are alive and leave no row.
+            LeaseEndedError: if views of earlier windows are alive and leave no row.
         """
         self._driver.check()
         return Windows(self, check_keys(keys), size)
@@ -402,6 +464,25 @@ class Store:
         """
         self._home.check()
         return self._core.take_events()
+
+    wait = resolve
+    stream = windows
+    drain_events = take_events
+
+    async def __aenter__(self) -> Store:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._closing is None else "closed"
+        return f"<Store, {state}: {self.description}>"
 
     def stats(self) -> CoreStats:
         """Return counters and gauges.
@@ -581,6 +662,37 @@ class Store:
             self._driver.flush()
         sources = list(map(self._core.load_source, keys))
         return Chunks(keys, [self._region.row(row) for row in rows], self.chunk_bytes, sources)
+
+    async def _get_into(
+        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None
+    ) -> int:
+        self._driver.check()
+        keys, request = check_keys(keys), check_request(request)
+        targets = targets_of(buffers, len(keys), self.chunk_bytes)
+        piece = max(1, self._core.rows // 2)
+        if len(keys) <= piece:
+            async with self.get(keys, request) as chunks:
+                await self._copy_out(chunks, targets)
+                return len(chunks)
+        filled = 0
+        async with self.windows(keys, piece) as windows:
+            async for chunks in windows:
+                await self._copy_out(chunks, targets[filled:])
+                filled += len(chunks)
+        return filled
+
+    async def _copy_out(self, chunks: Chunks, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
+        views = chunks[:]
+
+        def copy() -> None:
+            for view, target in zip(views, targets, strict=False):
+                target[:] = np.frombuffer(view, np.uint8)
+
+        try:
+            await run_copy(copy, len(views) * self.chunk_bytes)
+        finally:
+            # The views end with the lease, and would be told to have outlived it.
+            views.clear()
 
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
         def unpin(key: bytes) -> None:

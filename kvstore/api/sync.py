@@ -14,15 +14,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.api.arguments import check_keys, check_request, check_timeout, chunks_of
-from kvstore.api.lease import STILL_ALIVE, Chunks, Lease
+from kvstore.api.arguments import (
+    check_keys,
+    check_request,
+    check_timeout,
+    chunks_of,
+    targets_of,
+)
+from kvstore.api.lease import Chunks, Lease
 from kvstore.api.portal import Handover
 from kvstore.api.store import Store, start
 from kvstore.api.windows import SyncWindows
 from kvstore.concurrency import within
 from kvstore.config import Config
 from kvstore.core import CoreStats
-from kvstore.errors import KVStoreError, LeaseEndedError
+from kvstore.errors import KVStoreError
 from kvstore.types import Event
 
 __all__ = ["SyncLease", "SyncStore", "open_sync"]
@@ -31,11 +37,12 @@ EXIT_SECONDS = 5.0
 """How long an interpreter that ends waits for stores that nobody has closed."""
 
 
-def open_sync(config: Config | Mapping[str, Any], *, timeout: float | None = None) -> SyncStore:
+def open_sync(
+    config: Config | Mapping[str, Any] | None = None, *, timeout: float | None = None
+) -> SyncStore:
     """Open a store that any thread may use, without an event loop of one's own.
 
-    `config` must give ``chunk_bytes``, and with a tier ``identity``. Use it in a ``with`` block,
-    or close it by hand.
+    `config` is as for `kvstore.open`. Use the store in a ``with`` block, or close it by hand.
 
     Raises:
         KVStoreError: if the configuration or a path cannot be used, or for a bad timeout.
@@ -162,6 +169,25 @@ class SyncStore:
         # It holds on to this face: a store that is forgotten closes.
         return SyncLease(self._calls, lambda: self._store.get(keys, request, timeout=timeout))
 
+    def get_into(
+        self,
+        keys: Sequence[bytes],
+        buffers: Iterable[object],
+        request: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy the longest available prefix of `keys` into `buffers`, one for each key.
+
+        The buffers are gathered in the calling thread. The timeout runs from then on.
+        """
+        self._calls.check()
+        keys, request = check_keys(keys), check_request(request)
+        targets = targets_of(buffers, len(keys), self.chunk_bytes)
+        return self._calls.wait(
+            lambda: self._store.get_into(keys, targets, request, timeout=timeout)
+        )
+
     def windows(self, keys: Sequence[bytes], size: int) -> SyncWindows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
@@ -193,6 +219,14 @@ class SyncStore:
     def take_events(self) -> list[Event]:
         """Take the events since the last call, if ``keep_events`` is set."""
         return self._calls.ask(self._store.take_events)
+
+    wait = resolve
+    stream = windows
+    drain_events = take_events
+
+    def __repr__(self) -> str:
+        state = "closed" if self._calls.ended else "open"
+        return f"<SyncStore, {state}: {self.description}>"
 
     def stats(self) -> CoreStats:
         """Return counters and gauges."""
@@ -243,21 +277,22 @@ class SyncLease:
             # What a child of a fork raises on its way out is not to be hidden.
             return
         try:
-            released = self._calls.ask(lease.give_back)
+            self._calls.ask(lease.give_back)
         except BaseException as error:
             if not (isinstance(error, KVStoreError) and self._calls.ended):
                 # Interrupted, or on the loop's own thread.
                 lease.send_back()
                 raise
-            released = lease.drop()
-        if not released and not raising:
-            raise LeaseEndedError(STILL_ALIVE)
+            lease.drop()
+
+    def __repr__(self) -> str:
+        return "<SyncLease, not begun>" if self._lease is None else f"<Sync{repr(self._lease)[1:]}"
 
 
 class _Running:
     """A store on its thread. It does not know the face, which may be forgotten."""
 
-    def __init__(self, config: Config | Mapping[str, Any], timeout: float | None) -> None:
+    def __init__(self, config: Config | Mapping[str, Any] | None, timeout: float | None) -> None:
         self.calls = Handover("kvstore-sync", self)
         self._started: Store | None = None
         # A handler of a signal that interrupts a close may close too.
@@ -302,7 +337,7 @@ class _Running:
             self.calls.end()
             _RUNNING.discard(self)
 
-    async def _start(self, config: Config | Mapping[str, Any]) -> None:
+    async def _start(self, config: Config | Mapping[str, Any] | None) -> None:
         self._started = await start(config)
 
     async def _leave(self) -> None:

@@ -13,10 +13,11 @@ import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
+from attrs import evolve
 
 from kvstore.connector import manager as ours
 from kvstore.connector.backend import Backend, BlockStatus, RowBackend
@@ -192,7 +193,7 @@ class KVStoreSpec(OurSpec):
         super().__init__(vllm_config, kv_cache_config)
         events = getattr(vllm_config, "kv_events_config", None)
         if events is not None and events.enable_kv_cache_events:
-            self.store_config = replace(self.store_config, keep_events=True)
+            self.store_config = evolve(self.store_config, keep_events=True)
 
 
 class OffloadingSpecFactory:

@@ -6,8 +6,9 @@ import itertools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config
@@ -189,7 +190,7 @@ class KVStoreSpec(OffloadingSpec):
         self.chunk_bytes = self.num_workers * self._part_bytes
         self._copy_way = _copy_way(self.extra_config.get("copy_way", AUTO))
         self._server, self._rank = _place(config, self.num_workers)
-        self.store_config = replace(
+        self.store_config = evolve(
             checked,
             chunk_bytes=self.chunk_bytes,
             identity={

@@ -54,7 +54,8 @@ class SpanWriter:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
-                f"spans = true: needs OpenTelemetry, pip install kvstore[tracing] ({error})"
+                "spans = true: needs OpenTelemetry, "
+                f"pip install 'kvstore-offload[tracing]' ({error})"
             ) from error
         self._trace = trace
         self._nothing = Context()

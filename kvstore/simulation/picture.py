@@ -1,4 +1,4 @@
-"""Picture: plot hit ratios over sizes. Needs matplotlib (``pip install kvstore[plot]``)."""
+"""Picture: plot hit ratios over sizes. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise KVStoreError("a picture needs matplotlib: pip install 'kvstore[plot]'") from error
+        raise KVStoreError(
+            "a picture needs matplotlib: pip install 'kvstore-offload[plot]'"
+        ) from error
 
 
 def draw(path: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -130,7 +130,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
         # rest as if it were complete.
         self._offered_again = self._single_group or spec.config.cache.blocks_per_chunk == 1
-        config = replace(
+        config = evolve(
             spec.store_config,
             chunk_bytes=spec.layout.chunk_bytes,
             identity=spec.identity,

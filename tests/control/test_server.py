@@ -298,7 +298,9 @@ async def test_without_the_package_it_is_refused(
     import sys
 
     monkeypatch.setitem(sys.modules, "kvstore.control.server", None)
-    with pytest.raises(ConfigError, match=r"needs aiohttp, pip install kvstore\[control\]"):
+    with pytest.raises(
+        ConfigError, match=r"needs aiohttp, pip install 'kvstore-offload\[control\]'"
+    ):
         await start(small(tmp_path, control=str(tmp_path / "s")))
 
 

@@ -60,13 +60,9 @@ def bytes_of(tensor: Any) -> bytes:
 async def test_a_tensor_that_outlives_its_lease_keeps_its_bytes(open_store: Open, way: str) -> None:
     async with open_store(rows=4) as store:
         await store.put(A, payloads(A))
-        try:
-            async with store.get(A) as chunks:
-                tensor = WAYS[way](chunks[1])
-                expected = bytes_of(tensor)
-        except LeaseEndedError:
-            # Of a derived view or an array it is known that it is used.
-            pass
+        async with store.get(A) as chunks:
+            tensor = WAYS[way](chunks[1])
+            expected = bytes_of(tensor)
         assert busy(store) == store.stats().watched_rows == 1
         assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
         assert bytes_of(tensor) == expected

@@ -189,4 +189,4 @@ def test_what_is_missing_is_named(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
     assert main(["top", str(tmp_path)]) == 2
-    assert "pip install kvstore[top]" in capsys.readouterr().err
+    assert "pip install 'kvstore-offload[top]'" in capsys.readouterr().err

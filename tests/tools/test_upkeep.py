@@ -16,7 +16,8 @@ import pytest
 
 import kvstore
 from kvstore.maintenance.offline import compact, layouts, purge
-from tests.tools.test_command import CHUNK, command
+from tests.tools.support import command
+from tests.tools.test_command import CHUNK
 
 CAPACITY = 10 * 2**20
 KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(120)]

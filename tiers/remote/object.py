@@ -99,7 +99,7 @@ class ObjectTier(StoreTier):
         if parts.scheme != "file" and not strict_modes:
             raise ValueError("strict_modes: only allowed with file://")
         if parts.scheme != "file" and obstore is None:
-            raise ValueError("needs the package obstore: pip install kvstore[object]")
+            raise ValueError("needs the package obstore: pip install 'kvstore-offload[object]'")
         self._url = url
         super().__init__(place, timeout_s=timeout_s)
         options = {"endpoint": endpoint, "region": region}

@@ -73,7 +73,7 @@ class RedisTier(StoreTier):
         expire_s: float = 0.0,
     ) -> None:
         if client is None:
-            raise ValueError("needs the package redis: pip install kvstore[redis]")
+            raise ValueError("needs the package redis: pip install 'kvstore-offload[redis]'")
         if expire_s and not SHORTEST_EXPIRY <= expire_s <= LONGEST_EXPIRY:
             raise ValueError(
                 f"expire_s = {expire_s}: must be 0, or from {SHORTEST_EXPIRY} to {LONGEST_EXPIRY:g}"

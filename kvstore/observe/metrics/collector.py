@@ -53,7 +53,8 @@ class Collector:
             from prometheus_client import metrics_core
         except ImportError as error:
             raise ImportError(
-                "kvstore.observe.metrics needs prometheus_client: pip install kvstore[metrics]"
+                "kvstore.observe.metrics needs prometheus_client: "
+                "pip install 'kvstore-offload[metrics]'"
             ) from error
         self._families = metrics_core
         self._store = store

@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 import kvstore
 from kvstore.assembly import rows_for
@@ -171,7 +171,7 @@ def test_rows_have_room_behind_them_for_large_chunks_of_whole_pages(
     shape = rows_for(config, chunk_bytes)
     assert shape.tail_bytes == tail_bytes
     assert shape.size <= 2**24 < shape.size + shape.stride
-    assert rows_for(replace(config, tiers=()), chunk_bytes).tail_bytes == 0
+    assert rows_for(evolve(config, tiers=()), chunk_bytes).tail_bytes == 0
 
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)

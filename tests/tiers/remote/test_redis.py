@@ -234,5 +234,5 @@ def test_the_package_is_named_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("kvstore.tiers.remote.redis.client", None)
-    with pytest.raises(ValueError, match=r"pip install kvstore\[redis\]"):
+    with pytest.raises(ValueError, match=r"pip install 'kvstore-offload\[redis\]'"):
         RedisTier(PLACE)

@@ -4,6 +4,8 @@
    compiled, plain O_DIRECT calls serve. The digest is a function of the xxhash package, handed
    over as an address: this module has no hash of its own. */
 
+/* One build for every Python from 3.11 on. */
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>

@@ -1,0 +1,266 @@
+"""Values of a configuration: converters, which check what was given, and JSON schemas of them.
+
+A converter returns the value as the configuration holds it, and raises `ValueError` that says what
+is allowed. Its argument's type is what a type checker accepts in the constructor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.plugins import Choice, check_filters, check_policy
+from kvstore.policies.parameters import shown
+from kvstore.sizes import parse_size
+from kvstore.types import Flow
+
+__all__ = ["SCHEMAS", "check_size", "parse_size"]
+
+AUTO = "auto"
+
+IO_BACKENDS = ("auto", "aio", "direct", "mmap", "buffered", "portable")
+
+MAX_IO_THREADS = 64
+
+MAX_LANE = 63
+
+MAX_THRESHOLD = 1000
+"""Highest `store_threshold`."""
+
+MIN_RECORDING = 2**20
+"""Lowest `record_trace_bytes`."""
+
+MAX_BYTES = 2**60
+"""Largest size that is accepted; a larger one must be a mistake."""
+
+Size = int | str
+"""Bytes, or text such as "64GiB"."""
+
+FilePath = str | os.PathLike[str]
+
+PluginTable = Mapping[str, Any]
+"""`name` of a policy or filter, and its parameters."""
+
+
+def _size(value: object, least: int) -> int:
+    size = parse_size(value)
+    if size < least:
+        raise ValueError(f"must be at least {least} byte{'s' if least > 1 else ''}")
+    if size > MAX_BYTES:
+        raise ValueError(f"must be at most {MAX_BYTES} bytes")
+    return size
+
+
+def check_size(name: str, value: object, least: int = 0) -> int:
+    """Parse `value` as a size in bytes, as in the configuration.
+
+    Raises:
+        ConfigError: if it is not a size; the message calls it `name`.
+    """
+    try:
+        return _size(value, least)
+    except ValueError as error:
+        raise ConfigError(f"{name} = {shown(value)}: {error}") from error
+
+
+def any_size(value: Size) -> int:
+    return _size(value, 0)
+
+
+def positive_size(value: Size) -> int:
+    return _size(value, 1)
+
+
+def recording_size(value: Size) -> int:
+    return _size(value, MIN_RECORDING)
+
+
+def _whole(value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"must be a whole number from {least} to {most}")
+    return value
+
+
+def io_threads(value: int) -> int:
+    return _whole(value, 1, MAX_IO_THREADS)
+
+
+def lane(value: int) -> int:
+    return _whole(value, 0, MAX_LANE)
+
+
+def threshold(value: int) -> int:
+    return _whole(value, 0, MAX_THRESHOLD)
+
+
+def seconds(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number of seconds")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError("must be a number of seconds that fits a float") from error
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError("must be a number of seconds above 0")
+    return number
+
+
+def pace(value: float | str) -> float | str:
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
+    try:
+        if isinstance(value, str):
+            raise ValueError
+        return 0.0 if value == 0 and not isinstance(value, bool) else seconds(value)
+    except ValueError as error:
+        raise ValueError('must be "auto", 0, or a number of seconds') from error
+
+
+def _share(value: object, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise ValueError(f"must be a number from 0 to {most:g}")
+    return float(value)
+
+
+def half(value: float) -> float:
+    return _share(value, 0.5)
+
+
+def nine_tenths(value: float) -> float:
+    return _share(value, 0.9)
+
+
+def flag(value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def folder_name(value: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be the name of a folder")
+    return value
+
+
+def _path(value: object, what: str) -> Path:
+    try:
+        if not isinstance(value, (str, os.PathLike)) or not str(value):
+            raise ValueError("empty, or not a path")
+        if b"\0" in os.fsencode(value):
+            raise ValueError("a zero byte")
+        return Path(os.path.expanduser(value)).absolute()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"must be the path of a {what}") from error
+
+
+def file_path(value: FilePath) -> Path:
+    return _path(value, "file")
+
+
+def folders(value: FilePath | Sequence[FilePath]) -> Path | tuple[Path, ...]:
+    if not isinstance(value, (list, tuple)):
+        return _path(value, "folder")
+    paths = tuple(_path(one, "folder") for one in value)
+    if not paths or len(set(paths)) < len(paths):
+        raise ValueError("must be the path of a folder, or a list of different ones")
+    return paths if len(paths) > 1 else paths[0]
+
+
+def socket(value: FilePath) -> str:
+    if isinstance(value, (str, os.PathLike)) and str(value).strip():
+        where = os.fspath(value)
+        if isinstance(where, str) and "\0" not in where:
+            return where
+    raise ValueError("must be the path of a socket, or HOST:PORT of a loopback address")
+
+
+def io_backend(value: str) -> str:
+    if value not in IO_BACKENDS:
+        raise ValueError(f"must be one of: {', '.join(IO_BACKENDS)}")
+    return str(value)
+
+
+def flow(value: Flow | str) -> Flow:
+    try:
+        return Flow(value)
+    except ValueError as error:
+        allowed = ", ".join(each.value for each in Flow)
+        raise ValueError(f"must be one of: {allowed}") from error
+
+
+def policy(value: str | Choice | PluginTable) -> str | Choice:
+    choice = check_policy(value)
+    return choice if choice.parameters else choice.name
+
+
+def filters(
+    value: str | Choice | PluginTable | Sequence[str | Choice | PluginTable],
+) -> tuple[Choice, ...]:
+    return check_filters(value)
+
+
+def identity(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a table of model, dtype, layout and the like")
+    try:
+        json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"may hold text, numbers, lists and tables only ({error})") from error
+    return dict(value)
+
+
+def table(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a table of keys")
+    return dict(value)
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_SIZE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*$"}
+_PLUGIN = {
+    "anyOf": [
+        _TEXT,
+        {"type": "object", "properties": {"name": _TEXT}, "required": ["name"]},
+    ]
+}
+
+
+def _bytes(least: int) -> dict[str, Any]:
+    return {"anyOf": [{"type": "integer", "minimum": least, "maximum": MAX_BYTES}, _SIZE_TEXT]}
+
+
+def _one_or_more(schema: Mapping[str, Any], least: int) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "array", "items": schema, "minItems": least}]}
+
+
+_SECONDS = {"type": "number", "exclusiveMinimum": 0}
+
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "any_size": _bytes(0),
+    "positive_size": _bytes(1),
+    "recording_size": _bytes(MIN_RECORDING),
+    "io_threads": {"type": "integer", "minimum": 1, "maximum": MAX_IO_THREADS},
+    "lane": {"type": "integer", "minimum": 0, "maximum": MAX_LANE},
+    "threshold": {"type": "integer", "minimum": 0, "maximum": MAX_THRESHOLD},
+    "seconds": _SECONDS,
+    "pace": {"anyOf": [{"const": AUTO}, {"const": 0}, _SECONDS]},
+    "half": {"type": "number", "minimum": 0, "maximum": 0.5},
+    "nine_tenths": {"type": "number", "minimum": 0, "maximum": 0.9},
+    "flag": {"type": "boolean"},
+    "folder_name": _TEXT,
+    "file_path": _TEXT,
+    "folders": _one_or_more(_TEXT, 1),
+    "socket": _TEXT,
+    "io_backend": {"enum": list(IO_BACKENDS)},
+    "flow": {"enum": [each.value for each in Flow]},
+    "policy": _PLUGIN,
+    "filters": _one_or_more(_PLUGIN, 0),
+    "identity": {"type": "object"},
+    "table": {"type": "object"},
+}
+"""The JSON schema of what each converter accepts, by its name."""

@@ -1,0 +1,228 @@
+"""`get_into`: chunks copied into memory of the caller; chunks as arrays and tensors; opening."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.api import store as api
+from kvstore.api.put import run_copy
+from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
+
+torch = pytest.importorskip("torch")
+
+KEYS = keys_of("a", 4)
+
+TARGETS: dict[str, Callable[[int], Any]] = {
+    "bytearrays": lambda count: [bytearray(CHUNK) for _ in range(count)],
+    "parts of one buffer": lambda count: [
+        memoryview(whole)[at * CHUNK : (at + 1) * CHUNK]
+        for whole in [bytearray(count * CHUNK)]
+        for at in range(count)
+    ],
+    "an array": lambda count: np.zeros((count, 2, CHUNK // 4), np.float16),
+    "a tensor": lambda count: torch.zeros(count, 2, CHUNK // 4, dtype=torch.bfloat16),
+}
+
+
+def bytes_of(buffer: Any) -> bytes:
+    if isinstance(buffer, torch.Tensor):
+        return bytes(buffer.view(torch.uint8).numpy().tobytes())
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+async def test_what_there_is_is_copied_and_the_rest_left_alone(open_store: Open, kind: str) -> None:
+    async with open_store(rows=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        targets = TARGETS[kind](6)
+        assert await store.get_into([*KEYS, *keys_of("b", 2)], targets) == 4
+        assert [bytes_of(one) for one in targets] == [*payloads(KEYS), *[bytes(CHUNK)] * 2]
+        assert busy(store) == 0
+        assert store.stats().outlived == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 40])
+async def test_a_prefix_may_be_larger_than_host_memory(open_store: Open, count: int) -> None:
+    keys = keys_of("long", 40)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 40
+    async with open_store(rows=8, disk=64) as store:
+        targets = TARGETS["bytearrays"](count)
+        assert await store.get_into(keys[:count], targets, timeout=PATIENCE) == count
+        assert [bytes(one) for one in targets] == payloads(keys[:count])
+        assert busy(store) == 0
+
+
+def test_without_asyncio_it_does_the_same(tmp_path: Path) -> None:
+    keys = keys_of("long", 40)
+    with kvstore.open_sync(small(tmp_path, rows=8, disk=64)) as store:
+        assert store.put(keys, payloads(keys), durable=True) == 40
+        targets = TARGETS["a tensor"](40)
+        assert store.get_into(keys, targets, timeout=PATIENCE) == 40
+        assert [bytes_of(one) for one in targets] == payloads(keys)
+        with pytest.raises(KVStoreError, match="4 keys but 3 buffers"):
+            store.get_into(KEYS, TARGETS["bytearrays"](3))
+
+
+async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, real = threading.Event(), threading.Event(), run_copy
+
+    async def slow(copy: Callable[[], None], size: int) -> None:
+        def held() -> None:
+            begun.set()
+            go_on.wait(PATIENCE)
+            copy()
+
+        await real(held, 2**30)
+
+    async with open_store(rows=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        targets = TARGETS["bytearrays"](4)
+        monkeypatch.setattr(api, "run_copy", slow)
+        task = asyncio.create_task(store.get_into(KEYS, targets))
+        await until_async(begun.is_set)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done(), "its thread still writes"
+        assert busy(store) == 4
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [bytes(one) for one in targets] == payloads(KEYS)
+        assert busy(store) == 0
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "too few": (lambda: [bytearray(CHUNK)] * 3, "4 keys but 3 buffers"),
+    "another size": (lambda: [bytearray(CHUNK - 1)] * 4, "must have 4096 bytes, not 4095"),
+    "bytes": (lambda: [bytes(CHUNK)] * 4, "read-only: bytes"),
+    "a read-only array": (lambda: np.frombuffer(bytes(4 * CHUNK), "B").reshape(4, -1), "read-only"),
+    "a transposed array": (
+        lambda: [np.zeros((64, 64), np.uint8).T] * 4,
+        "does not lie side by side .*: ndarray",
+    ),
+    "a transposed tensor": (
+        lambda: [torch.zeros(64, 64, dtype=torch.uint8).T] * 4,
+        "does not lie side by side .*: Tensor",
+    ),
+    "no iterable": (lambda: 5, "must be a list or another iterable of buffers, not int"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_what_cannot_be_written_to_is_refused_by_name(open_store: Open, kind: str) -> None:
+    make, message = BAD[kind]
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        with pytest.raises(KVStoreError, match=message):
+            await store.get_into(KEYS, make())
+
+
+# -- arrays and tensors ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_chunk_is_an_array_or_a_tensor_of_a_type_and_a_shape(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        async with store.get(KEYS) as chunks:
+            array = chunks.array(1, np.float16, (2, 8, -1))
+            tensor = chunks.tensor(2, torch.bfloat16, (2, 8, 128))
+            assert array.shape == tuple(tensor.shape) == (2, 8, 128)
+            assert not array.flags.writeable
+            assert bytes_of(array) == payload(KEYS[1])
+            assert bytes_of(tensor) == payload(KEYS[2])
+            assert chunks.tensor(0, torch.uint8).data_ptr() == chunks.array(0, "B").ctypes.data
+            del array, tensor
+        assert busy(store) == 0
+
+
+async def test_a_tensor_of_a_chunk_outlives_its_lease_with_its_bytes(open_store: Open) -> None:
+    async with open_store(rows=4) as store:
+        await store.put(KEYS, payloads(KEYS))
+        async with store.get(KEYS) as chunks:
+            tensor = chunks.tensor(1, torch.int32)
+        assert busy(store) == store.stats().watched_rows == 1
+        other = keys_of("b", 4)
+        assert await store.put(other, payloads(other), timeout=PATIENCE) == 3
+        assert bytes_of(tensor) == payload(KEYS[1])
+        del tensor
+        await until_async(lambda: busy(store) == 0)
+
+
+async def test_a_type_or_shape_that_does_not_fit_is_named(open_store: Open) -> None:
+    async with open_store() as store:
+        await store.put(KEYS, payloads(KEYS))
+        async with store.get(KEYS) as chunks:
+            with pytest.raises(KVStoreError, match=r"4096 bytes is not of .*float32.* \(7, 5\)"):
+                chunks.array(0, np.float32, (7, 5))
+            with pytest.raises(KVStoreError, match=r"not of torch.float32 in the shape \(7, 5\)"):
+                chunks.tensor(0, torch.float32, (7, 5))
+            with pytest.raises(KVStoreError, match="is not of S5"):
+                chunks.array(0, "S5")
+        for use in (chunks.array, chunks.tensor):
+            with pytest.raises(LeaseEndedError):
+                use(0, "B")
+
+
+# -- opening, and what is shown --------------------------------------------------------------
+
+
+async def test_a_store_may_be_opened_by_await(tmp_path: Path) -> None:
+    store = await kvstore.open(small(tmp_path))
+    assert await store.put(KEYS, payloads(KEYS)) == 4
+    await store.close()
+    async with await kvstore.open(small(tmp_path)) as store:
+        assert await store.wait(KEYS) == 0
+    with pytest.raises(KVStoreError, match="closed"):
+        store.lookup_prefix(KEYS)
+
+
+async def test_without_a_configuration_the_environment_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("", "_HOST", "_CHUNK_BYTES"):
+        monkeypatch.delenv(f"KVSTORE_CONFIG{name}", raising=False)
+    with pytest.raises(ConfigError, match="set KVSTORE_CONFIG"):
+        await kvstore.open()
+    monkeypatch.setenv("KVSTORE_CONFIG_HOST", "64KiB")
+    monkeypatch.setenv("KVSTORE_CONFIG_CHUNK_BYTES", "4Ki")
+    async with kvstore.open() as store:
+        assert store.stats().rows == 16
+    with pytest.raises(ConfigError), kvstore.open_sync({}):
+        pass
+    with kvstore.open_sync() as other:
+        assert other.chunk_bytes == CHUNK
+
+
+async def test_what_is_shown_of_a_store_a_lease_and_chunks(tmp_path: Path) -> None:
+    async with kvstore.open(small(tmp_path)) as store:
+        await store.put(KEYS, payloads(KEYS))
+        assert repr(store) == f"<Store, open: {store.description}>"
+        lease = store.get(KEYS)
+        assert repr(lease) == "<Lease, not begun>"
+        async with lease as chunks:
+            assert repr(chunks) == "<Chunks: 4 of 4.0 KiB>"
+            assert repr(lease) == f"<Lease of {chunks!r}>"
+        assert repr(chunks) == "<Chunks: 4, the lease has ended>"
+        assert repr(lease) == "<Lease, ended>"
+    assert repr(store) == f"<Store, closed: {store.description}>"
+    with kvstore.open_sync(small(tmp_path)) as other:
+        assert repr(other) == f"<SyncStore, open: {other.description}>"
+        taken = other.get(KEYS)
+        assert repr(taken) == "<SyncLease, not begun>"
+        with taken:
+            assert repr(taken) == "<SyncLease of <Chunks: 0 of 0 B>>"
+    assert repr(other) == f"<SyncStore, closed: {other.description}>"

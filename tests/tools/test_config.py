@@ -1,0 +1,148 @@
+"""`kvstore config`: a configuration explained, what will fail, and what is generated from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.config import Config
+from kvstore.config.describe import reference, sample
+from kvstore.tools.cli import main
+from tests.store.support import small
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
+
+
+def written(folder: Path, text: str, name: str = "kvstore.toml") -> str:
+    file = folder / name
+    file.write_text(text)
+    return str(file)
+
+
+def toml(folder: Path, **more: str) -> str:
+    lines = {"cpu_bytes_to_use": '"1MiB"', "chunk_bytes": "4096", "identity": "{}", **more}
+    return "\n".join(f"{key} = {value}" for key, value in lines.items() if value)
+
+
+def test_the_page_of_the_documentation_is_that_of_the_code() -> None:
+    assert PAGE.read_text().endswith("\n" + reference())
+
+
+def test_sizes_are_told_in_bytes_and_in_the_chunks_that_the_engine_makes_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = f"""
+        [[tiers]]
+        type = "disk"
+        path = "{tmp_path}/kv"
+        capacity_bytes = "4MiB"
+        segment_bytes = "1MiB"
+    """
+    assert main(["config", "check", written(tmp_path, toml(tmp_path) + tier)]) == 0
+    told = capsys.readouterr().out
+    assert "1MiB" in told
+    assert "1,048,576 bytes, 256 chunks" in told
+    assert "4,194,304 bytes, 4 segments of 247 chunks: 988" in told
+    assert "deadline_s" not in told
+    assert told.endswith("kvstore.toml: can be used\n")
+
+
+async def test_the_chunks_told_are_those_of_a_real_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = small(tmp_path / "kv", rows=13, disk=64)
+    values["tiers"][0]["path"] = str(values["tiers"][0]["path"])
+    file = written(tmp_path, json.dumps(values), "kvstore.json")
+    assert main(["config", "check", file, "--json"]) == 0
+    told = {line["key"]: line for line in json.loads(capsys.readouterr().out)["values"]}
+    async with kvstore.open(values) as store:
+        stats = store.stats()
+    assert told["cpu_bytes_to_use"]["text"].endswith(f", {stats.rows} chunks")
+    assert told["tiers[0].capacity_bytes"]["text"].endswith(f": {stats.tiers[0].room:,}")
+    assert told["deadline_s"]["given"]
+    assert not told["lease_s"]["given"]
+
+
+def test_what_vllm_is_given_may_be_checked_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {"host": "1GiB", "disk": str(tmp_path), "disk_bytes": "1GiB", "blocks_per_chunk": 2}
+    told = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": extra}
+    file = written(tmp_path, json.dumps(told), "vllm.json")
+    assert main(["config", "check", file, "--chunk-bytes", "2MiB", "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "1,073,741,824 bytes, 512 chunks" in shown
+    assert "tiers[0].io_threads" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"cpu_bytes_to_use": '"64TiB"'}, "WRONG cpu_bytes_to_use: this machine has"),
+        ({"chunk_bytes": ""}, "WRONG chunk_bytes: missing key chunk_bytes"),
+        ({"identity": "", "tiers": '[{type = "disk", path = "/kv", capacity_bytes = 1000}]'},
+         "WRONG identity: missing key identity"),
+        ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "64MiB"}]'},
+         "WRONG tiers[0].capacity_bytes: smaller than segment_bytes (256.0 MiB)"),
+        ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "900000TB"}]'},
+         "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted in /kv"),
+    ],
+)  # fmt: skip
+def test_what_will_fail_is_told_before_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, str], message: str
+) -> None:
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, **more))]) == 1
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "cpu_bytes_to_use = 1\nwhat = 2", "unknown key what = 2"),
+        ("a.toml", "cpu_bytes_to_use =", "a.toml: not TOML"),
+        ("a.json", "{", "a.json: not JSON"),
+        ("a.json", "[1]", "must be a table of keys"),
+        ("a.json", '{"host": "lots"}', "host = 'lots'"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
+    assert main(["config", "check", written(tmp_path, text, name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("none.toml", "none.json"):
+        assert main(["config", "check", str(tmp_path / name)]) == 2
+        assert f"{name}: cannot be read (No such file" in capsys.readouterr().err
+
+
+def test_without_a_file_the_environment_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KVSTORE_CONFIG", raising=False)
+    assert main(["config", "check"]) == 2
+    assert "set KVSTORE_CONFIG" in capsys.readouterr().err
+    monkeypatch.setenv("KVSTORE_CONFIG_HOST", "1MiB")
+    monkeypatch.setenv("KVSTORE_CONFIG_CHUNK_BYTES", "4KiB")
+    assert main(["config", "check"]) == 0
+    assert "1,048,576 bytes, 256 chunks" in capsys.readouterr().out
+
+
+def test_the_schema_and_the_sample_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "sample"]) == 0
+    file = written(tmp_path, capsys.readouterr().out)
+    assert Path(file).read_text().strip() == sample().strip()
+    Config.from_toml(file)
+    assert main(["config", "schema"]) == 0
+    schema: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["host"]["description"].startswith("short for")

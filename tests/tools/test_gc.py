@@ -1,0 +1,80 @@
+"""`kvstore gc`, and the question before what cannot be undone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from tests.store.support import keys_of, payloads, small
+from tests.tools.support import command, on_terminal
+
+
+def model(path: Path, name: str) -> dict[str, Any]:
+    return {**small(path, disk=32), "identity": {"model": name}}
+
+
+async def three_models(path: Path) -> None:
+    for name in ("first", "second", "third"):
+        keys = keys_of(name, 6)
+        async with kvstore.open(model(path, name)) as store:
+            await store.put(keys, payloads(keys))
+        await asyncio.sleep(0.01)
+
+
+def held(path: Path) -> dict[str, int]:
+    """Chunks on disk, by model."""
+    told = json.loads(command("inspect", str(path), "--json").stdout)
+    return {
+        namespace["identity"]["model"]: sum(
+            segment["live"] for lane in namespace["lanes"] for segment in lane["segments"]
+        )
+        for namespace in told["namespaces"]
+    }
+
+
+async def test_gc_empties_all_namespaces_but_those_used_last(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    dry = command("gc", str(tmp_path), "--keep", "2", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "empty first-" in dry.stdout
+    assert "would forget 6 chunks" in dry.stdout
+    assert held(tmp_path) == {"first": 6, "second": 6, "third": 6}
+    done = command("gc", str(tmp_path), "--keep", "2")
+    assert done.returncode == 0, done.stderr
+    assert "keep  third-" in done.stdout
+    assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
+    assert not list(tmp_path.glob("first-*/*/segment-*")), "the space is given back"
+    again = command("gc", str(tmp_path), "--keep", "2", "--json")
+    assert json.loads(again.stdout)["emptied"] == []
+    async with kvstore.open(model(tmp_path, "first")) as store:
+        assert await store.put(keys_of("first", 6), payloads(keys_of("first", 6))) == 6
+
+
+async def test_gc_does_not_touch_a_namespace_in_use(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    async with kvstore.open(model(tmp_path, "first")) as store:
+        # Its chunks were not used meanwhile.
+        done = command("gc", str(tmp_path), "--keep", "2")
+        assert done.returncode == 1
+        assert "REFUSED" in done.stdout
+        assert await store.resolve(keys_of("first", 6)) == 6
+
+
+async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    for arguments in (("purge", "--all"), ("gc", "--keep", "1")):
+        for answer, status in (("n", 2), ("", 2), ("y", 0)):
+            asked, ended = on_terminal([arguments[0], str(tmp_path), *arguments[1:]], f"{answer}\n")
+            assert "? [y/N]" in asked, asked
+            assert ended == status, asked
+            assert ("nothing was changed" in asked) == (status == 2)
+            if status == 2:
+                assert sum(held(tmp_path).values()) == 18
+        await three_models(tmp_path)
+    asked, ended = on_terminal(["purge", str(tmp_path), "--all", "--yes"], "")
+    assert "[y/N]" not in asked
+    assert ended == 0
+    assert sum(held(tmp_path).values()) == 0

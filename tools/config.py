@@ -1,0 +1,246 @@
+"""``kvstore config``: check and explain a configuration; its schema, reference and a sample."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvstore.assembly import rows_for
+from kvstore.config import Config, DiskConfig, TierConfig, read_environment
+from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
+from kvstore.connector.spec import CONNECTOR_KEYS
+from kvstore.errors import ConfigError
+from kvstore.sizes import format_size, parse_size
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.pinned import round_to_page
+from kvstore.tools.output import print_json, print_table
+
+__all__ = ["add_config_arguments", "run_config"]
+
+VLLM_KEYS = CONNECTOR_KEYS | {
+    "blocks_per_chunk",
+    "self_describing_kv_events",
+    "canonical_layout",
+    "sync_load_budget_bytes",
+    "automatic_identity",
+    "fingerprint_weights",
+}
+"""Keys of vLLM's ``kv_connector_extra_config`` that are not of the configuration."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One value of a configuration, explained.
+
+    Attributes:
+        key: with its table, as ``tiers[0].path``.
+        given: whether it was said, or is a default.
+        text: what follows from it.
+        warning: what will go wrong, if anything.
+    """
+
+    key: str
+    value: str
+    given: bool
+    text: str = ""
+    warning: str = ""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    text = "check a configuration and explain each of its values"
+    check = actions.add_parser("check", help=text, description=text)
+    check.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        help="TOML, or JSON as given to vLLM's --kv-transfer-config; "
+        "without one, the environment (KVSTORE_CONFIG...)",
+    )
+    check.add_argument(
+        "--chunk-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="the size of a chunk where the server knows it, to count chunks",
+    )
+    check.add_argument("--all", action="store_true", help="also values that are defaults")
+    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    for name, text in (
+        ("schema", "print the JSON schema of a configuration, for editors"),
+        ("sample", "print a TOML file with every key and its default"),
+        ("reference", "print the tables of docs/configuration.md"),
+    ):
+        actions.add_parser(name, help=text, description=text)
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError("must be at least 1 byte")
+    return size
+
+
+def run_config(options: argparse.Namespace) -> int:
+    """Run the command; return 1 if the configuration would fail or disappoint."""
+    if options.action == "schema":
+        print(json.dumps(json_schema(), indent=2))
+    elif options.action == "sample":
+        print(sample())
+    elif options.action == "reference":
+        print(reference(), end="")
+    else:
+        return _check(options)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    values, config = _read(options.file)
+    if options.chunk_bytes is not None and config.chunk_bytes is None:
+        config = attrs.evolve(config, chunk_bytes=options.chunk_bytes)
+    lines = [*explain(values, config), *_missing(options.file, config)]
+    warned = [line for line in lines if line.warning]
+    if options.json:
+        print_json({"values": [asdict(line) for line in lines]})
+        return int(bool(warned))
+    shown = [line for line in lines if options.all or line.given or line.warning]
+    print_table(
+        ["key", "value", "meaning"],
+        [(line.key, line.value, line.text) for line in shown],
+    )
+    for line in warned:
+        print(f"WRONG {line.key}: {line.warning}")
+    if not warned:
+        print(f"{options.file or 'the environment'}: can be used")
+    return int(bool(warned))
+
+
+def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
+    """The values that were said, and the configuration that they make."""
+    if file is None:
+        values: Mapping[str, Any] = read_environment()
+        return values, Config.from_mapping(values)
+    if file.suffix != ".json":
+        config = Config.from_toml(file)
+        return tomllib.loads(file.read_text()), config
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON ({error})") from error
+    if isinstance(values, Mapping) and "kv_connector" in values:
+        values = values.get("kv_connector_extra_config", {})
+    return values, Config.from_mapping(values, ignore=VLLM_KEYS)
+
+
+def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
+    """Explain each value, tier after tier."""
+    given = {key for key in values if key != "tiers"}
+    given |= {"cpu_bytes_to_use"} if "host" in values else set()
+    for name, key in keys_of(Config).items():
+        if name != "tiers":
+            yield _line("", key, getattr(config, name), name in given, config)
+    said = values.get("tiers") or [{}] * len(config.tiers)
+    for index, tier in enumerate(config.tiers):
+        prefix = f"tiers[{index}]."
+        its: Mapping[str, Any] = said[index] if isinstance(said[index], Mapping) else {}
+        if isinstance(tier, TierConfig):
+            yield Line(f"{prefix}type", tier.type, True)
+            for name, value in tier.parameters.items():
+                yield Line(f"{prefix}{name}", str(value), True)
+        for name, key in keys_of(type(tier)).items():
+            if name in ("type", "parameters"):
+                continue
+            short = "disk" in values and name in ("path", "capacity_bytes")
+            yield _line(prefix, key, getattr(tier, name), name in its or short, config, tier)
+
+
+def _missing(file: Path | None, config: Config) -> Iterator[Line]:
+    """What a server of one's own must say, and vLLM sets."""
+    if file is not None and file.suffix == ".json":
+        return
+    for key in ("chunk_bytes", "identity"):
+        try:
+            getattr(config, f"given_{key}")
+        except ConfigError as error:
+            yield Line(key, "none", False, warning=str(error))
+
+
+def _line(
+    prefix: str,
+    key: Key,
+    value: Any,
+    given: bool,
+    config: Config,
+    tier: DiskConfig | TierConfig | None = None,
+) -> Line:
+    text, warning = key.text.partition(";")[0].partition(". ")[0].rstrip(".").replace("``", "`"), ""
+    if key.name == "eviction_policy" and tier is None:
+        value = config.host_policy
+    if key.is_size and value:
+        text = f"{value:,} bytes"
+        text += _chunks(key.name, value, config, tier)
+    if isinstance(tier, DiskConfig) and key.name == "path":
+        text = "; ".join(_free(path) for path in tier.paths)
+    if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
+        warning = _too_large(tier)
+    if key.name == "cpu_bytes_to_use":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if value > memory:
+            warning = f"this machine has {format_size(memory)}"
+    return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning)
+
+
+def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig | None) -> str:
+    """How many chunks that is, as the engine counts them."""
+    chunk_bytes = config.chunk_bytes
+    if chunk_bytes is None or name in ("chunk_bytes", "record_trace_bytes", "compaction_rate"):
+        return ""
+    if name == "cpu_bytes_to_use":
+        return f", {rows_for(config, chunk_bytes).rows:,} chunks"
+    if not isinstance(tier, DiskConfig):
+        return f", {size // chunk_bytes:,} chunks"
+    geometry = Geometry.fitting(tier.segment_bytes, round_to_page(chunk_bytes), chunk_bytes)
+    if name == "segment_bytes":
+        return f", {geometry.slots:,} chunks"
+    segments = size // len(tier.paths) // geometry.file_bytes * len(tier.paths)
+    return f", {segments:,} segments of {geometry.slots:,} chunks: {segments * geometry.slots:,}"
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _free(path: Path) -> str:
+    free = shutil.disk_usage(_existing(path)).free
+    return f"{'exists' if path.exists() else 'will be made'}, {format_size(free)} free"
+
+
+def _too_large(tier: DiskConfig) -> str:
+    """Say that the files of the tier will not fit, if so."""
+    share = tier.capacity_bytes // len(tier.paths)
+    if share < tier.segment_bytes:
+        return f"smaller than segment_bytes ({format_size(tier.segment_bytes)}): lower that"
+    for path in tier.paths:
+        held = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+        free = shutil.disk_usage(_existing(path)).free
+        if share > free + held:
+            return (
+                f"{format_size(share)} are wanted in {path}, where {format_size(free)} are free "
+                f"and {format_size(held)} are used already"
+            )
+    return ""

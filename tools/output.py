@@ -1,0 +1,114 @@
+"""Output of commands: tables, progress and JSON.
+
+On a terminal a table fits the width of the window. In a pipe or a file each row is one line,
+however long it is. Progress is shown on a terminal only, on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.sizes import format_size
+
+__all__ = ["age", "print_json", "print_table", "show_progress"]
+
+JSON_VERSION = 1
+"""Raised when a field is removed or means something else; fields may be added without."""
+
+PIPE_WIDTH = 10_000
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    """Print a report for programs: an object that begins with its `version`."""
+    print(json.dumps({"version": JSON_VERSION, **report}, indent=2))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, indent: int = 0
+) -> None:
+    """Print a table; columns whose name begins with ">" stand at the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for name in columns:
+        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console(soft_wrap=False, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    with console.capture() as printed:
+        console.print(Padding(table, (0, 0, 0, indent), expand=False))
+    # A padded cell at the end of a line is of use to nobody.
+    print("\n".join(line.rstrip() for line in printed.get().rstrip("\n").split("\n")))
+
+
+def age(milliseconds: int) -> str:
+    """How long ago a time was, such as "3 d"; "-" for none."""
+    if not milliseconds:
+        return "-"
+    seconds = max(0.0, time.time() - milliseconds / 1000)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+class Showing(Protocol):
+    """Told how much is done."""
+
+    def __call__(self, done: float, total: float, text: str = "") -> None: ...
+
+
+@contextmanager
+def show_progress(unit: str = "chunks") -> Iterator[Showing]:
+    """Show how much is done, the rate and the time left, on a terminal; else do nothing.
+
+    Args:
+        unit: what is counted; "bytes" are shown as sizes.
+    """
+    if not sys.stderr.isatty():
+        yield _show_nothing
+        return
+    progress = Progress(
+        BarColumn(),
+        TextColumn("{task.percentage:>5.1f} %"),
+        _Rate(unit),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("", total=None)
+
+        def show(done: float, total: float, text: str = "") -> None:
+            progress.update(task, completed=done, total=total, description=text)
+
+        yield show
+
+
+def _show_nothing(done: float, total: float, text: str = "") -> None:
+    pass
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.speed or 0.0
+        if self._unit == "bytes":
+            return Text(f"{format_size(task.completed)} at {format_size(speed)}/s")
+        return Text(f"{task.completed:,.0f} {self._unit} at {speed:,.0f}/s")
