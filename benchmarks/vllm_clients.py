@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.dry import read_options
-from benchmarks.serving.model import CONFIG, kv_bytes_per_token, write_model
 from benchmarks.serving.servers import NAMES, Server, offload
+from examples.tiny_model import CONFIG, kv_bytes_per_token, write_model
 from tests.vllm.native.source import fetch
 
 VERSION = "0.32.0"

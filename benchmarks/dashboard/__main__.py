@@ -27,9 +27,9 @@ from benchmarks.dashboard.prometheus import Prometheus
 from benchmarks.dry import read_options
 from benchmarks.redis_server import RedisServer
 from benchmarks.serving.clients import Talk, hold
-from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
 from benchmarks.serving.settings import room
+from examples.tiny_model import kv_bytes_per_token, write_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "grafana"
 TALK = Talk(4, conversations=8, turns=3, first=384, grows=256, think=0.4)

@@ -36,10 +36,10 @@ from typing import Any
 from benchmarks.dry import read_options
 from benchmarks.serving.clients import Talk, hold
 from benchmarks.serving.figures import Figures, Round, grown, rows, table
-from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import NAMES, Server, cached_by_source, counters, offload
 from benchmarks.serving.settings import Setting, quick, smallest, sweep
 from benchmarks.serving.throttle import Throttle
+from examples.tiny_model import kv_bytes_per_token, write_model
 
 DEVICE_BLOCKS = 128
 MAX_TOKENS = 3584

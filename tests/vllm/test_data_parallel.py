@@ -9,9 +9,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.serving.model import CONFIG, write_model
 from benchmarks.serving.servers import Server, offload
 from examples.rounds import prompt
+from examples.tiny_model import CONFIG, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

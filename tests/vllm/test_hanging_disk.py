@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from benchmarks.serving.model import write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
+from examples.tiny_model import write_model
 from tests.faults.conftest import FaultyDisk, faulty
 from tests.patience import until
 

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from benchmarks.serving.clients import Talk, ask, hold, said
-from benchmarks.serving.model import kv_bytes_per_token, write_model
 from benchmarks.serving.servers import BLOCK, Server, offload
+from examples.tiny_model import kv_bytes_per_token, write_model
 from kvstore.observe.metrics.table import METRICS
 from kvstore.tools.top import Snapshot, scrape, tables
 from kvstore.vllm.metrics_report import full_name

@@ -21,10 +21,10 @@ from aiohttp import web  # noqa: E402
 from benchmarks.serving.__main__ import MAX_TOKENS  # noqa: E402
 from benchmarks.serving.clients import Answer, Talk, Turn, hold, shares  # noqa: E402
 from benchmarks.serving.figures import Figures, Round, grown, rows, table  # noqa: E402
-from benchmarks.serving.model import CONFIG, kv_bytes_per_token, write_model  # noqa: E402
 from benchmarks.serving.servers import BLOCK, cached_by_source, counters, offload  # noqa: E402
 from benchmarks.serving.settings import quick, room, sweep  # noqa: E402
 from benchmarks.serving.throttle import whole_disk  # noqa: E402
+from examples.tiny_model import CONFIG, kv_bytes_per_token, write_model  # noqa: E402
 
 TALK = Talk(2, conversations=5, turns=3, first=8, grows=6, reply=2, think=0)
 

@@ -1,7 +1,13 @@
-"""A tiny Llama whose answers depend on its whole prompt."""
+"""A tiny Llama whose answers depend on its whole prompt, to try a server without a download.
+
+    python -m examples.tiny_model FOLDER
+
+It has random weights and no tokenizer: prompts are lists of token ids below 8192.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -70,3 +76,14 @@ def write_model(folder: Path, seed: int = 0) -> None:
             f"{name}.mlp.down_proj.weight": matrix(hidden, inner),
         }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    """Read the command line and write the model."""
+    parser = argparse.ArgumentParser(description="Write a tiny model with random weights.")
+    parser.add_argument("folder", type=Path)
+    write_model(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
