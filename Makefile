@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers dist clean
+.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -126,6 +126,10 @@ flapping: $(READY)
 # Anything at all in the place of segment files: about forty minutes.
 fuzz: $(READY)
 	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py -n 2 --dist worksteal --timeout 3600 -o faulthandler_timeout=3700
+
+# The documentation as a site, in build/site; every link is checked.
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 # The source distribution and a manylinux wheel for this kind of processor, in dist/.
 dist: $(READY)

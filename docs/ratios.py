@@ -44,6 +44,15 @@ def rows_of(readme: str) -> list[tuple[str, str, float, float]]:
     ]
 
 
+def parts(low: float, high: float) -> list[tuple[float, float, str, float]]:
+    """The parts of a bar: from, to, colour and opacity. What not every run has shown is paler."""
+    if low >= 1:
+        return [(1.0, high, BETTER, 0.45), (1.0, low, BETTER, 1.0)]
+    if high <= 1:
+        return [(low, 1.0, WORSE, 0.45), (high, 1.0, WORSE, 1.0)]
+    return [(low, 1.0, WORSE, 0.45), (1.0, high, BETTER, 0.45)]
+
+
 def draw(rows: list[tuple[str, str, float, float]]) -> str:
     """The picture: a bar from 1 to the lower end, and a paler one to the upper end."""
 
@@ -65,10 +74,8 @@ def draw(rows: list[tuple[str, str, float, float]]) -> str:
     lines.append(f'<text x="{LEFT}" y="16" fill="{INK}">times as fast (hits: times as many)</text>')
     for number, (what, told, low, high) in enumerate(rows):
         top = ROW * (number + 1) + 5
-        colour = BETTER if low >= 1 else WORSE
-        near, far = (low, high) if low >= 1 else (max(high, 1.0) if high > 1 else high, low)
-        for ratio, opacity in ((far, 0.45), (near, 1.0)):
-            begin, end = sorted((at(1), at(ratio)))
+        for first, last, colour, opacity in parts(low, high):
+            begin, end = at(first), at(last)
             width = round(max(end - begin, 1.5), 1)
             lines.append(
                 f'<rect x="{begin}" y="{top}" width="{width}" height="{ROW - 10}" fill="{colour}" '

@@ -57,12 +57,14 @@ def open(config: Config | Mapping[str, Any] | None = None) -> Opening:
         KVStoreError: when it is opened, if the configuration or a path cannot be used.
 
     Example:
+        ```python
         async with kvstore.open({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "2MiB"}) as store:
             await store.put([key], [chunk])
 
         store = await kvstore.open(config)
         ...
         await store.close()
+        ```
     """
     return Opening(config)
 

@@ -49,8 +49,10 @@ def open_sync(
         TimeoutError: if `timeout` seconds went by first; nothing stays open.
 
     Example:
+        ```python
         with kvstore.open_sync({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "2MiB"}) as store:
             store.put([key], [chunk])
+        ```
     """
     return SyncStore(_Running(config, check_timeout(timeout)))
 
