@@ -187,7 +187,8 @@ def run_engine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Take the turns from `options.first` on, as far as one engine takes them."""
     turns = json.loads((folder / "turns.json").read_text())
     rng = random.Random(options.seed + options.first)
-    copy_late(rng)
+    # Of its own: how often copies are asked for depends on the machine.
+    copy_late(random.Random(rng.random()))
     engine = Engine(folder, options, rng)
     for turn in turns[options.first : options.first + options.each]:
         engine.take(turn, turns)

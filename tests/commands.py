@@ -19,8 +19,9 @@ SCRIPT = re.compile(r"[a-z_]+\.py( |$)")
 
 
 def documents() -> list[Path]:
-    """Every document of the project that people read."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    """Every document of the project that people read, but for tutorials: those run whole."""
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found += [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "tutorials"]
     found += [*ROOT.glob("benchmarks/**/README.md"), *ROOT.glob("examples/**/README.md")]
     return sorted(found)
 

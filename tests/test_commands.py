@@ -282,7 +282,7 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         toml, told = folder / "kvstore.toml", folder / "FILE.json"
         toml.write_text('cpu_bytes_to_use = "1MiB"\nchunk_bytes = 4096\n')
         told.write_text('{"host": "1GiB"}')
-        files = {file.name: str(file) for file in (toml, told)}
+        files = {"FILE": str(toml), **{file.name: str(file) for file in (toml, told)}}
         words = [files.get(word, word) for word in arguments]
         if words == ["config", "check"]:
             words.append(str(toml))
@@ -318,6 +318,13 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         words += ["--interval", "0.1", "--times", "1"]
     if arguments[0] == "purge":
         words += ["--unused", "36h"]
+    if arguments[0] in ("import", "show"):
+        words = [str(folder / "FILE") if word == "FILE" else word for word in words]
+        words = [keys_of("prompt", 1)[0].hex() if word == "KEY" else word for word in words]
+    if arguments[0] == "import":
+        run(["-m", "kvstore.tools", "export", str(where), str(folder / "FILE")], folder)
+    if arguments[0] == "export":
+        words[2] = str(folder / "FILE")
     run(["-m", "kvstore.tools", *words], folder)
 
 

@@ -193,7 +193,11 @@ KNOWN_POLICIES = f"known are: {', '.join(policy_names())}"
 KNOWN_FILTERS = f"known are: {', '.join(filter_names())}"
 
 REFUSED: list[tuple[dict[Any, Any], str, str]] = [
-    ({"cpu_bytes": 1}, "unknown key cpu_bytes = 1", "allowed are: cpu_bytes_to_use, evic"),
+    (
+        {"cpu_bytes": 1},
+        "unknown key cpu_bytes = 1",
+        "mean cpu_bytes_to_use? allowed are: cpu_bytes",
+    ),
     ({7: 1}, "unknown key 7 = 1", "allowed are: cpu_bytes_to_use"),
     ({"dedline_s": 1}, "unknown key dedline_s = 1", "did you mean deadline_s?"),
     ({"Spans": True}, "unknown key Spans = True", "did you mean spans?"),
@@ -403,6 +407,31 @@ def test_the_environment_says_the_same(tmp_path: Path) -> None:
         eviction_policy={"name": "s3-fifo", "small": 0.2},
         tiers=[DISK],
     )
+
+
+def test_a_variable_takes_the_place_of_what_means_the_same_in_the_file(tmp_path: Path) -> None:
+    whole, short = tmp_path / "whole.toml", tmp_path / "short.toml"
+    whole.write_text(
+        'cpu_bytes_to_use = "1GiB"\n[[tiers]]\ntype = "disk"\npath = "/old"\ncapacity_bytes = 9\n'
+    )
+    short.write_text('host = "1GiB"\ndisk = "/old"\ndisk_bytes = 9\n')
+    for file, variables in (
+        (whole, {"HOST": "2GiB", "DISK": "/cache", "DISK_BYTES": "1TiB"}),
+        (short, {"CPU_BYTES_TO_USE": "2GiB", "TIERS": '[{type = "disk", path = "/cache", '
+                 'capacity_bytes = "1TiB"}]'}),
+        (short, {"HOST": "2GiB", "DISK": '["/cache"]', "DISK_BYTES": "1TiB"}),
+    ):  # fmt: skip
+        named = {f"KVSTORE_CONFIG_{name}": value for name, value in variables.items()}
+        told = Config.from_environment({"KVSTORE_CONFIG": str(file), **named})
+        assert told == Config.from_mapping({"cpu_bytes_to_use": 2 * GIB, "tiers": [DISK]})
+    alone = {"KVSTORE_CONFIG": "", "KVSTORE_CONFIG_HOST": "1GiB"}
+    assert Config.from_environment(alone) == config()
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    told = config(tiers=[{"type": "redis", "url": "redis://me:s3cret@host:6379/0"}])
+    assert "s3cret" not in repr(told)
+    assert "redis://***@host:6379/0" in repr(told)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from textwrap import indent
 
 import kvstore
 from kvstore.errors import KVStoreError
-from kvstore.tools.config import add_config_arguments, run_config
+from kvstore.tools.bundle import DTYPES, run_export, run_import, run_show
+from kvstore.tools.config import add_config_arguments, parse_bytes, run_config
 from kvstore.tools.ctl import add_ctl_arguments, run_ctl
 from kvstore.tools.doctor import add_doctor_arguments, run_doctor
 from kvstore.tools.inspect import inspect
@@ -94,6 +95,13 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "operators.md",
     ),
     "gc": ("kvstore gc /nvme/kv --keep 2 --dry-run\nkvstore gc /nvme/kv --keep 2", "operators.md"),
+    "export": (
+        "kvstore export /nvme/kv/llama-3f2a prompts.safetensors\n"
+        "kvstore export /nvme/kv/llama-3f2a one.safetensors --key 6b31",
+        "operators.md",
+    ),
+    "import": ("kvstore import prompts.safetensors /nvme/kv", "operators.md"),
+    "show": ("kvstore show /nvme/kv/llama-3f2a 6b31 --dtype bfloat16", "operators.md"),
     "simulate": (
         "kvstore simulate trace.jsonl --host 5% --disk 20%,40%\n"
         "kvstore simulate trace.jsonl --host 5% --policy lru,arc,hit-density",
@@ -182,6 +190,27 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
             command.add_argument("--all", action="store_true", help="every chunk")
+    text = "write the chunks of a namespace to a file, a valid safetensors file"
+    command = commands.add("export", run_export, text)
+    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
+    command.add_argument("file", type=Path, help="the bundle to write")
+    command.add_argument("--key", metavar="HEX", action="append", help="only this chunk; again")
+    command.add_argument("--force", action="store_true", help="replace the file if it exists")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    text = "store the chunks of a bundle in a cache, each one verified"
+    command = commands.add("import", run_import, text)
+    command.add_argument("file", type=Path, help="the bundle")
+    command.add_argument("path", type=_folder, help="folder of the cache")
+    command.add_argument(
+        "--capacity", type=parse_bytes, metavar="SIZE", help="of the lane that takes them"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    text = "show one chunk: where it lies, how old it is, what its numbers are like"
+    command = commands.add("show", run_show, text)
+    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
+    command.add_argument("key", metavar="KEY", help="the key in hex")
+    command.add_argument("--dtype", choices=DTYPES, help="of its numbers")
+    command.add_argument("--json", action="store_true", help="print JSON")
     text = "replay a trace of requests with other sizes, policies and flows"
     add_arguments(commands.add("simulate", run_simulate, text))
     text = "show the rates and states of a server's tiers, or the growth of a cache on disk, live"

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import attrs
 
 from kvstore.assembly import rows_for
-from kvstore.config import Config, DiskConfig, TierConfig, read_environment
+from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
+from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
 from kvstore.errors import ConfigError
 from kvstore.sizes import format_size, parse_size
@@ -24,7 +24,7 @@ from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tools.output import print_json, print_table
 
-__all__ = ["add_config_arguments", "run_config"]
+__all__ = ["add_config_arguments", "parse_bytes", "run_config"]
 
 VLLM_KEYS = CONNECTOR_KEYS | {
     "blocks_per_chunk",
@@ -69,7 +69,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument(
         "--chunk-bytes",
-        type=_size,
+        type=parse_bytes,
         metavar="SIZE",
         help="the size of a chunk where the server knows it, to count chunks",
     )
@@ -83,7 +83,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add_parser(name, help=text, description=text)
 
 
-def _size(text: str) -> int:
+def parse_bytes(text: str) -> int:
+    """A size of at least one byte, from a command line."""
     try:
         size = parse_size(text)
     except ValueError as error:
@@ -130,11 +131,11 @@ def _check(options: argparse.Namespace) -> int:
 def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
     """The values that were said, and the configuration that they make."""
     if file is None:
-        values: Mapping[str, Any] = read_environment()
+        values: Any = read_environment()
         return values, Config.from_mapping(values)
     if file.suffix != ".json":
-        config = Config.from_toml(file)
-        return tomllib.loads(file.read_text()), config
+        values = read_toml(file)
+        return values, Config.from_mapping(values)
     try:
         values = json.loads(file.read_text())
     except OSError as error:
@@ -160,7 +161,7 @@ def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
         if isinstance(tier, TierConfig):
             yield Line(f"{prefix}type", tier.type, True)
             for name, value in tier.parameters.items():
-                yield Line(f"{prefix}{name}", str(value), True)
+                yield Line(f"{prefix}{name}", without_passwords(value), True)
         for name, key in keys_of(type(tier)).items():
             if name in ("type", "parameters"):
                 continue

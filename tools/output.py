@@ -28,6 +28,9 @@ JSON_VERSION = 1
 
 PIPE_WIDTH = 10_000
 
+LEAST_WIDTH = 40
+"""In a narrower window lines are wrapped by the terminal."""
+
 
 def print_json(report: Mapping[str, Any]) -> None:
     """Print a report for programs: an object that begins with its `version`."""
@@ -44,9 +47,10 @@ def print_table(
         table.add_column(name.removeprefix(">"), justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console = Console(soft_wrap=False, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    # What the environment says of colours does not make a terminal of a pipe.
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(force_terminal=terminal, highlight=False, emoji=False, markup=False)
+    console.width = max(console.width, LEAST_WIDTH) if terminal else PIPE_WIDTH
     with console.capture() as printed:
         console.print(Padding(table, (0, 0, 0, indent), expand=False))
     # A padded cell at the end of a line is of use to nobody.

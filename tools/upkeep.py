@@ -8,21 +8,23 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.maintenance.offline import (
     CompactedLane,
     Compaction,
     PurgedLane,
     compact,
     layouts_of,
+    namespaces_to_change,
     purge,
 )
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
+from kvstore.tools.bundle import parse_key
 from kvstore.tools.output import age, print_json, show_progress
-from kvstore.types import check_key
 
 __all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
 
@@ -86,14 +88,7 @@ def run_purge(options: argparse.Namespace) -> int:
     unused_since = None
     if options.unused is not None:
         unused_since = int((time.time() - parse_age(options.unused)) * 1000)
-    key = None
-    if options.key is not None:
-        try:
-            key = check_key(bytes.fromhex(options.key))
-        except BlockKeyError as error:
-            raise ConfigError(f"--key {options.key!r}: {error}") from error
-        except ValueError as error:
-            raise ConfigError(f"--key {options.key!r}: must be the key in hex") from error
+    key = None if options.key is None else parse_key("--key", options.key)
 
     def forget(*, dry_run: bool) -> list[PurgedLane]:
         return purge(
@@ -121,26 +116,32 @@ def run_purge(options: argparse.Namespace) -> int:
 
 
 def run_gc(options: argparse.Namespace) -> int:
-    """Empty all namespaces but those used last; return 1 if a lane was refused, 2 if one failed."""
-    held = [(each, _last_use(each)) for each in survey(options.path)]
-    held = sorted((each for each in held if each[1]), key=lambda each: each[1], reverse=True)
-    old = [each for each, _ in held[options.keep :]]
+    """Empty all namespaces but those used last, and those that a process has open.
+
+    Returns 1 if a namespace or a lane was refused, 2 if one failed.
+    """
+    found = [(each, _last_use(each)) for each in namespaces_to_change(options.path)]
+    found.sort(key=lambda each: each[1], reverse=True)
+    kept = [each for each, used in found if used][: options.keep]
+    kept += [each for each, _ in found if each not in kept and _is_open(each)]
+    # Of one that was emptied before, files may be left.
+    old = [each for each, used in found if each not in kept and (used or _file_bytes(each))]
+    links = [each for each, _ in found if Path(each.path).is_symlink()]
     if not options.json:
-        for number, (each, used) in enumerate(held):
-            what = "keep" if number < options.keep else "empty"
-            size = sum(segment.file_bytes for lane in each.lanes for segment in lane.segments)
-            print(f"{what:<6}{each.name}, {format_size(size)}, used {age(used)} ago")
+        for each, used in found:
+            what = "keep" if each in kept else "empty" if each in old else ""
+            if what:
+                ago = f"used {age(used)} ago" if used else "no chunks"
+                print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
     if old and _asks(options):
         _confirm(f"empty {len(old)} namespaces in {options.path}?")
+    modes, dry_run = options.strict_modes, options.dry_run
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
-    modes, dry_run = options.strict_modes, options.dry_run
-    for each in old:
-        # One namespace of a path is a path, too.
-        place = options.path if options.path.name == each.name else options.path / each.name
-        forgot += purge(place, dry_run=dry_run, strict_modes=modes)
+    for each in (*old, *links):
+        forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
         if not dry_run:
-            gave += compact(place, strict_modes=modes)
+            gave += compact(options.path, namespace=each.name, strict_modes=modes)
     if options.json:
         names = [each.name for each in old]
         print_json({"emptied": names, "lanes": [dataclasses.asdict(one) for one in forgot]})
@@ -149,18 +150,31 @@ def run_gc(options: argparse.Namespace) -> int:
             _print_purged(one, dry_run)
         for other in gave:
             _print_compacted(other, dry_run)
-    return _status(any(one.refused or one.faults for one in forgot), [*forgot, *gave])
+    done: list[CompactedLane | PurgedLane] = [*forgot, *gave]
+    return _status(any(one.refused for one in done) or any(one.faults for one in forgot), done)
 
 
 def _last_use(namespace: NamespaceSurvey) -> int:
-    """When a chunk of it was last used, in milliseconds; 0 if it holds none."""
+    """When a chunk of it was last stored or read, in milliseconds; 0 if it holds none."""
+    if _is_open(namespace):
+        return int(time.time() * 1000)
     segments = [segment for lane in namespace.lanes for segment in lane.segments]
-    return max((segment.newest_ms for segment in segments if segment.live), default=0)
+    return max((segment.used_ms for segment in segments), default=0)
+
+
+def _is_open(namespace: NamespaceSurvey) -> bool:
+    return any(lane.owner for lane in namespace.lanes)
+
+
+def _file_bytes(namespace: NamespaceSurvey) -> int:
+    return sum(segment.file_bytes for lane in namespace.lanes for segment in lane.segments)
 
 
 def _asks(options: argparse.Namespace) -> bool:
     """Whether a person is there, who did not agree beforehand."""
-    return not (options.yes or options.dry_run or options.json) and sys.stdin.isatty()
+    if options.yes or options.dry_run or sys.stdin is None:
+        return False
+    return sys.stdin.isatty()
 
 
 def _confirm(question: str) -> None:
@@ -169,11 +183,9 @@ def _confirm(question: str) -> None:
     Raises:
         KVStoreError: if not.
     """
-    try:
-        answer = input(f"{question} [y/N] ")
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in ("y", "yes"):
+    # Standard output may go to a file.
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise KVStoreError("nothing was changed")
 
 

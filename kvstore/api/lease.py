@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
@@ -71,7 +72,7 @@ class Chunks(Sequence[memoryview]):
     def __getitem__(self, index: slice) -> list[memoryview]: ...
     def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
         if self._views is None:
-            raise self._ended()
+            raise LeaseEndedError("these chunks were leased; the lease has ended")
         return self._views[index]
 
     def __len__(self) -> int:
@@ -82,7 +83,7 @@ class Chunks(Sequence[memoryview]):
             yield self[index]
 
     def array(
-        self, index: int, dtype: npt.DTypeLike, shape: Sequence[int] | None = None
+        self, index: int, dtype: npt.DTypeLike, shape: int | Sequence[int] | None = None
     ) -> npt.NDArray[Any]:
         """Return one chunk as a read-only NumPy array over the same memory.
 
@@ -95,14 +96,15 @@ class Chunks(Sequence[memoryview]):
         """
         import numpy as np
 
+        view = self[operator.index(index)]
         try:
-            flat: npt.NDArray[Any] = np.frombuffer(self[index], dtype)
-            return flat if shape is None else flat.reshape(tuple(shape))
+            flat: npt.NDArray[Any] = np.frombuffer(view, dtype)
+            return flat if shape is None else flat.reshape(shape)
         except (TypeError, ValueError) as error:
-            raise self._misfit(index, dtype, shape) from error
+            raise self._misfit(view.nbytes, dtype, shape) from error
 
     def tensor(
-        self, index: int, dtype: torch.dtype, shape: Sequence[int] | None = None
+        self, index: int, dtype: torch.dtype, shape: int | Sequence[int] | None = None
     ) -> torch.Tensor:
         """Return one chunk as a torch tensor on the CPU over the same memory.
 
@@ -118,22 +120,18 @@ class Chunks(Sequence[memoryview]):
         """
         import torch
 
-        if self._views is None:
-            raise self._ended()
+        size = self[operator.index(index)].nbytes
         try:
             # Torch warns of views that are read-only. It keeps this one, which keeps the exporter.
             view = memoryview(self._exporters[index]()).cast("B")  # type: ignore[arg-type]
             flat = torch.frombuffer(view, dtype=dtype)
-            return flat if shape is None else flat.reshape(tuple(shape))
+            return flat if shape is None else flat.reshape(shape)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._misfit(index, dtype, shape) from error
+            raise self._misfit(size, dtype, shape) from error
 
-    def _ended(self) -> LeaseEndedError:
-        return LeaseEndedError("these chunks were leased; the lease has ended")
-
-    def _misfit(self, index: int, dtype: object, shape: Sequence[int] | None) -> KVStoreError:
-        form = "" if shape is None else f" in the shape {shown(tuple(shape))}"
-        return KVStoreError(f"a chunk of {self[index].nbytes} bytes is not of {dtype}{form}")
+    def _misfit(self, size: int, dtype: object, shape: object) -> KVStoreError:
+        form = "" if shape is None else f" in the shape {shown(shape)}"
+        return KVStoreError(f"a chunk of {size} bytes is not of {dtype}{form}")
 
     def __repr__(self) -> str:
         if self._views is None:

@@ -74,13 +74,14 @@ class Opening:
 
     def __init__(self, config: Config | Mapping[str, Any] | None) -> None:
         self._config = config
+        self._used = False
         self._store: Store | None = None
 
     def __await__(self) -> Generator[Any, None, Store]:
-        return start(self._config).__await__()
+        return self._open().__await__()
 
     async def __aenter__(self) -> Store:
-        self._store = await start(self._config)
+        self._store = await self._open()
         return self._store
 
     async def __aexit__(
@@ -91,6 +92,12 @@ class Opening:
     ) -> None:
         assert self._store is not None
         await self._store.close()
+
+    async def _open(self) -> Store:
+        if self._used:
+            raise KVStoreError("what open returns opens one store; call it again for another")
+        self._used = True
+        return await start(self._config)
 
 
 async def start(config: Config | Mapping[str, Any] | None) -> Store:
@@ -347,10 +354,12 @@ class Store:
         Waits as `resolve` does. A buffer is anything writable with the buffer protocol, a NumPy
         array or a torch tensor on the CPU, of `chunk_bytes` bytes; an array or tensor whose first
         dimension counts chunks is an iterable of them. A prefix larger than half of host memory
-        is copied piece by piece, while the next piece is fetched.
+        is copied piece by piece, while the next piece is fetched. A chunk that is removed and put
+        anew meanwhile may be the old or the new one.
 
         Returns:
-            How many leading buffers were filled. The others are as they were.
+            How many leading buffers were filled. The others are as they were. None, 0, if there
+            was a `reset` meanwhile: some may hold what was stored before it.
 
         Raises:
             KVStoreError: as `resolve`, and for a buffer of another size or one that cannot be
@@ -472,6 +481,7 @@ class Store:
     drain_events = take_events
 
     async def __aenter__(self) -> Store:
+        self._driver.check()
         return self
 
     async def __aexit__(
@@ -671,17 +681,23 @@ class Store:
         self._driver.check()
         keys, request = check_keys(keys), check_request(request)
         targets = targets_of(buffers, len(keys), self.chunk_bytes)
+        era, filled = self._core.era, 0
         piece = max(1, self._core.rows // 2)
         if len(keys) <= piece:
             async with self.get(keys, request) as chunks:
                 await self._copy_out(chunks, targets)
-                return len(chunks)
-        filled = 0
-        async with self.windows(keys, piece) as windows:
-            async for chunks in windows:
-                await self._copy_out(chunks, targets[filled:])
-                filled += len(chunks)
-        return filled
+                filled = len(chunks)
+        else:
+            if request is not None:
+                # What was fetched for it would leave no room for the pieces after the first.
+                self._prompts.release(request)
+            async with self.windows(keys, piece) as windows:
+                async for chunks in windows:
+                    if self._core.era != era:
+                        break
+                    await self._copy_out(chunks, targets[filled:])
+                    filled += len(chunks)
+        return filled if self._core.era == era else 0
 
     async def _copy_out(self, chunks: Chunks, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         views = chunks[:]

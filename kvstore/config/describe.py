@@ -70,7 +70,8 @@ def keys_of(cls: type[attrs.AttrsInstance]) -> dict[str, Key]:
         default = each.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory()
-        found[each.name] = Key(each.name, default, texts[each.name], _converter(each.converter))
+        text = texts.get(each.name, "")
+        found[each.name] = Key(each.name, default, text, _converter(each.converter))
     return found
 
 

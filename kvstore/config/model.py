@@ -25,7 +25,7 @@ from kvstore.plugins import Choice, check_tier, is_store
 from kvstore.policies.parameters import shown
 from kvstore.types import Flow
 
-__all__ = ["Config", "DiskConfig", "TierConfig", "read_environment"]
+__all__ = ["Config", "DiskConfig", "TierConfig", "read_environment", "read_toml"]
 
 _T = TypeVar("_T", bound=attrs.AttrsInstance)
 
@@ -37,6 +37,16 @@ HOST_ALONE = Choice("hit-density", (("whole_stores", True),))
 
 _SHORT = ("host", "disk", "disk_bytes")
 """Keys that are short for `cpu_bytes_to_use` and for one disk tier."""
+
+
+_SAME = {
+    "host": ("cpu_bytes_to_use",),
+    "cpu_bytes_to_use": ("host",),
+    "disk": ("tiers",),
+    "disk_bytes": ("tiers",),
+    "tiers": ("disk", "disk_bytes"),
+}
+"""Keys that a variable takes the place of, beside its own."""
 
 
 def _named(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
@@ -135,7 +145,9 @@ class TierConfig:
     """
 
     type: str
-    parameters: Mapping[str, Any] = field(factory=dict, converter=check.table)
+    parameters: Mapping[str, Any] = field(
+        factory=dict, converter=check.table, repr=check.without_passwords
+    )
     eviction_policy: str | Choice = field(default="lru", converter=check.policy)
     admission: tuple[Choice, ...] = field(default=(), converter=check.filters)
     flow: Flow = field(default=Flow.WRITE_THROUGH, converter=check.flow)
@@ -331,7 +343,7 @@ class Config:
         Raises:
             ConfigError: if the file cannot be read, is not TOML or holds a bad value.
         """
-        return cls.from_mapping(_toml(path))
+        return cls.from_mapping(read_toml(path))
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Config:
@@ -355,12 +367,17 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> dict[str, Any
         ConfigError: for a file that cannot be read or is not TOML; for a variable that is no key;
             if there is no variable.
     """
-    given = {name for name in variables if name == PREFIX or name.startswith(f"{PREFIX}_")}
-    if not given:
+    path = variables.get(PREFIX)
+    given = sorted(name for name in variables if name.startswith(f"{PREFIX}_"))
+    if not given and not path:
         raise ConfigError(f"no configuration: give one, or set {PREFIX} to the path of one")
-    values = _toml(variables[PREFIX]) if PREFIX in given else {}
+    values = read_toml(path) if path else {}
     keys = attrs.fields_dict(Config)
-    for name in sorted(given - {PREFIX}):
+    for name in given:
+        # What means the same in the file gives way.
+        for other in _SAME.get(name.removeprefix(f"{PREFIX}_").lower(), ()):
+            values.pop(other, None)
+    for name in given:
         key = name.removeprefix(f"{PREFIX}_").lower()
         if key not in keys and key not in _SHORT:
             allowed = [*keys, *_SHORT]
@@ -372,7 +389,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> dict[str, Any
     return values
 
 
-def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: if it cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
@@ -383,17 +405,18 @@ def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _from_text(key: attrs.Attribute[Any] | None, text: str) -> Any:
     """The value of an environment variable: text where the key takes that, else as in TOML."""
-    if key is None:
-        return text
     try:
-        convert: Any = key.converter
-        convert(text)
-    except ConfigError:
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError):
+        convert: Any = None if key is None else key.converter
+        if convert is not None:
+            convert(text)
+        if not text.startswith("["):
             return text
-    return text
+    except ConfigError:
+        pass
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
 
 
 def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -445,5 +468,7 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
 
 
 def _meant(key: object, allowed: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(key).lower(), allowed, 1)
+    text = str(key).lower()
+    close = [each for each in allowed if len(text) > 3 and each.startswith(text)]
+    close = close or difflib.get_close_matches(text, allowed, 1)
     return f"did you mean {close[0]}? " if close else ""

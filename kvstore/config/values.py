@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ def check_size(name: str, value: object, least: int = 0) -> int:
         return _size(value, least)
     except ValueError as error:
         raise ConfigError(f"{name} = {shown(value)}: {error}") from error
+
+
+def without_passwords(value: object) -> str:
+    """A value as text, without what stands before the host of an address."""
+    return re.sub(r"//[^/\s]*@", "//***@", str(value))
 
 
 def any_size(value: Size) -> int:

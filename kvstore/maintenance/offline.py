@@ -120,6 +120,7 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
 def compact(
     path: PathLike,
     *,
+    namespace: str | None = None,
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda moved, live: None,
     strict_modes: bool = True,
@@ -127,25 +128,26 @@ def compact(
     """Compact every lane at `path` that no process owns.
 
     Args:
+        namespace: only in the namespace of that name.
         dry_run: only report what would be freed.
         progress: called with the number of chunks moved so far and of live chunks in a lane.
         strict_modes: refuse lanes that other users own or may write to.
 
     Raises:
-        PathUnusableError: if `path` is not a folder or holds no namespace.
+        KVStoreError: if `path` is not a folder or holds no namespace, or none of that name.
     """
     trust = Trust(strict_modes)
     done = []
-    for namespace in _namespaces(path):
-        if Path(namespace.path).is_symlink():
-            done.append(CompactedLane(namespace.path, None, refused=_link(namespace)))
+    for its in namespaces_to_change(path, namespace):
+        if Path(its.path).is_symlink():
+            done.append(CompactedLane(its.path, None, refused=_link(its)))
             continue
         try:
-            read_namespace(Path(namespace.path))
+            read_namespace(Path(its.path))
         except KVStoreError as error:
-            done.append(CompactedLane(namespace.path, None, failed=str(error)))
+            done.append(CompactedLane(its.path, None, failed=str(error)))
             continue
-        for lane in namespace.lanes:
+        for lane in its.lanes:
             folder, one = Path(lane.path), CompactedLane(lane.path, None)
             done.append(one)
             try:
@@ -153,7 +155,7 @@ def compact(
                 if dry_run and one.result is not None:
                     one.result.faults = [
                         fault
-                        for fault in namespace.faults
+                        for fault in its.faults
                         if folder in (Path(fault.path), Path(fault.path).parent)
                     ]
             except LaneBusyError as error:
@@ -192,14 +194,8 @@ def purge(
     if since is not None and (isinstance(since, bool) or not isinstance(since, (int, float))):
         raise ConfigError(f"unused_since_ms = {since!r}: must be a number of ms since 1970")
     trust = Trust(strict_modes)
-    found = _namespaces(path)
-    if namespace is not None:
-        names = [one.name for one in found]
-        found = [one for one in found if one.name == namespace]
-        if not found:
-            raise KVStoreError(f"no namespace {namespace!r} in {path}; there are: {names}")
     done = []
-    for its in found:
+    for its in namespaces_to_change(path, namespace):
         if Path(its.path).is_symlink():
             done.append(PurgedLane(its.path, 0, 0, refused=_link(its)))
         for lane in its.lanes:
@@ -218,12 +214,23 @@ def purge(
     return done
 
 
-def _namespaces(path: PathLike) -> list[NamespaceSurvey]:
-    """Survey a path that is to be changed; it must not be a symbolic link."""
+def namespaces_to_change(path: PathLike, name: str | None = None) -> list[NamespaceSurvey]:
+    """Survey a path that is to be changed, or the namespace of that name in it.
+
+    Raises:
+        KVStoreError: as `survey`; if the path is a symbolic link, or has no such namespace.
+    """
     folder = check_folder(path)
     if folder.is_symlink():
         raise PathUnusableError(f"{folder} is a symbolic link; give the folder itself")
-    return survey(folder)
+    found = survey(folder)
+    if name is None:
+        return found
+    named = [one for one in found if one.name == name]
+    if not named:
+        names = [one.name for one in found]
+        raise KVStoreError(f"no namespace {name!r} in {path}; there are: {names}")
+    return named
 
 
 def _link(namespace: NamespaceSurvey) -> str:

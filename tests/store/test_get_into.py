@@ -104,6 +104,45 @@ async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
         assert busy(store) == 0
 
 
+async def test_chunks_of_before_and_after_a_reset_do_not_make_one_prefix(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("long", 32)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 32
+        copied = 0
+
+        async def then_reset(copy: Callable[[], None], size: int) -> None:
+            nonlocal copied
+            await run_copy(copy, size)
+            copied += 1
+            if copied == 2:
+                monkeypatch.setattr(api, "run_copy", run_copy)
+                resetting = asyncio.create_task(store.reset())
+                await asyncio.sleep(0)
+                after = asyncio.create_task(store.put(keys[8:], payloads(keys[8:])))
+                tasks.extend([resetting, after])
+
+        tasks: list[asyncio.Task[Any]] = []
+        monkeypatch.setattr(api, "run_copy", then_reset)
+        assert await store.get_into(keys, TARGETS["bytearrays"](32), timeout=PATIENCE) == 0
+        await asyncio.gather(*tasks)
+
+
+async def test_what_was_fetched_for_its_request_does_not_stand_in_its_way(
+    open_store: Open,
+) -> None:
+    keys = keys_of("long", 40)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 40
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.resolve(keys, "mine") == 8
+        targets = TARGETS["bytearrays"](40)
+        # As long as a request waits in vain, which `open_store` makes very long.
+        assert await store.get_into(keys, targets, "mine", timeout=PATIENCE) == 40
+        assert [bytes(one) for one in targets] == payloads(keys)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "too few": (lambda: [bytearray(CHUNK)] * 3, "4 keys but 3 buffers"),
     "another size": (lambda: [bytearray(CHUNK - 1)] * 4, "must have 4096 bytes, not 4095"),
@@ -172,6 +211,12 @@ async def test_a_type_or_shape_that_does_not_fit_is_named(open_store: Open) -> N
                 chunks.tensor(0, torch.float32, (7, 5))
             with pytest.raises(KVStoreError, match="is not of S5"):
                 chunks.array(0, "S5")
+            with pytest.raises(KVStoreError, match=r"not of u1 in the shape 7"):
+                chunks.array(0, "u1", 7)
+            assert chunks.array(0, "u1", CHUNK).shape == (CHUNK,)
+            assert tuple(chunks.tensor(0, torch.uint8, CHUNK).shape) == (CHUNK,)
+            with pytest.raises(TypeError):
+                chunks.array(slice(0, 2), "u1")  # type: ignore[arg-type]
         for use in (chunks.array, chunks.tensor):
             with pytest.raises(LeaseEndedError):
                 use(0, "B")
@@ -188,6 +233,13 @@ async def test_a_store_may_be_opened_by_await(tmp_path: Path) -> None:
         assert await store.wait(KEYS) == 0
     with pytest.raises(KVStoreError, match="closed"):
         store.lookup_prefix(KEYS)
+    with pytest.raises(KVStoreError, match="closed"):
+        async with store:
+            pass
+    opening = kvstore.open(small(tmp_path))
+    async with opening:
+        with pytest.raises(KVStoreError, match="opens one store"):
+            await opening
 
 
 async def test_without_a_configuration_the_environment_has_it(

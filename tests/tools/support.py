@@ -12,10 +12,13 @@ from tests.patience import PATIENCE
 __all__ = ["command", "on_terminal"]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `kvstore` in a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "kvstore.tools", *arguments],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,

@@ -205,7 +205,10 @@ def test_tables_fit_the_terminal_and_a_pipe_has_a_line_for_each_row(
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()]
     table = [line for line in lines if str(tmp_path) not in line]
     assert max(map(len, table)) <= columns, shown
-    piped = command(*words).stdout.splitlines()
+    # What the environment says of terminals does not make one of a pipe.
+    coloured = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "30"}
+    piped = command(*words, environment=coloured).stdout.splitlines()
+    assert not any("\x1b" in line for line in piped)
     assert len(piped) <= len(lines)
     assert not any(line.endswith(" ") for line in piped)
 

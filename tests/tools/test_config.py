@@ -136,6 +136,14 @@ def test_without_a_file_the_environment_is_checked(
     assert "1,048,576 bytes, 256 chunks" in capsys.readouterr().out
 
 
+def test_a_password_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = '[{type = "redis", url = "redis://me:s3cret@host:6379/0"}]'
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 0
+    told = capsys.readouterr().out
+    assert "redis://***@host:6379/0" in told
+    assert "s3cret" not in told
+
+
 def test_the_schema_and_the_sample_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from tests.store.support import keys_of, payloads, small
+from tests.store.support import CHUNK, keys_of, payloads, small
 from tests.tools.support import command, on_terminal
 
 
@@ -53,14 +53,16 @@ async def test_gc_empties_all_namespaces_but_those_used_last(tmp_path: Path) -> 
         assert await store.put(keys_of("first", 6), payloads(keys_of("first", 6))) == 6
 
 
-async def test_gc_does_not_touch_a_namespace_in_use(tmp_path: Path) -> None:
+async def test_what_was_read_last_and_what_is_in_use_stay(tmp_path: Path) -> None:
     await three_models(tmp_path)
+    first = keys_of("first", 6)
     async with kvstore.open(model(tmp_path, "first")) as store:
-        # Its chunks were not used meanwhile.
+        assert await store.get_into(first, [bytearray(CHUNK) for _ in first]) == 6
+    async with kvstore.open(model(tmp_path, "second")) as store:
         done = command("gc", str(tmp_path), "--keep", "2")
-        assert done.returncode == 1
-        assert "REFUSED" in done.stdout
-        assert await store.resolve(keys_of("first", 6)) == 6
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert await store.resolve(keys_of("second", 6)) == 6
+    assert held(tmp_path) == {"first": 6, "second": 6, "third": 0}
 
 
 async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:
@@ -78,3 +80,51 @@ async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:
     assert "[y/N]" not in asked
     assert ended == 0
     assert sum(held(tmp_path).values()) == 0
+
+
+async def test_a_namespace_may_be_called_like_its_folder(tmp_path: Path) -> None:
+    place = tmp_path / "kv"
+    for name in ("kv", "new"):
+        async with kvstore.open({**model(place, name), "namespace": name}) as store:
+            await store.put(keys_of(name, 6), payloads(keys_of(name, 6)))
+        await asyncio.sleep(0.01)
+    assert command("gc", str(place), "--keep", "1").returncode == 0
+    assert held(place) == {"kv": 0, "new": 6}
+
+
+async def test_gc_follows_no_link(tmp_path: Path) -> None:
+    place, link = tmp_path / "kv", tmp_path / "link"
+    await three_models(place)
+    link.symlink_to(place)
+    done = command("gc", str(link), "--keep", "1")
+    assert done.returncode == 2
+    assert "is a symbolic link" in done.stderr
+    (first,) = place.glob("first-*")
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    done = command("gc", str(place), "--keep", "2")
+    assert done.returncode == 1
+    assert "REFUSED" in done.stdout
+    first.unlink()
+    (tmp_path / "elsewhere").rename(first)
+    assert sum(held(place).values()) == 18
+
+
+async def test_what_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    (first,) = tmp_path.glob("first-*")
+    assert command("purge", str(tmp_path), "--namespace", first.name, "--all").returncode == 0
+    assert list(first.rglob("segment-*"))
+    done = command("gc", str(tmp_path), "--keep", "2")
+    assert "no chunks" in done.stdout
+    assert done.returncode == 0
+    assert not list(first.rglob("segment-*"))
+    assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
+
+
+async def test_the_question_is_not_in_the_output_and_json_asks_as_well(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    asked, ended = on_terminal(["purge", str(tmp_path), "--all", "--json"], "n\n")
+    assert "[y/N]" in asked
+    assert ended == 2
+    assert sum(held(tmp_path).values()) == 18

@@ -172,6 +172,25 @@ def test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token(
     assert 0 < sum(again.rounds["again"].cached) < 8 * 2048
 
 
+def test_what_was_carried_by_a_bundle_is_hit_with_equal_tokens(
+    tmp_path: Path, reference: Run, stored: Path
+) -> None:
+    file, cache = tmp_path / "bundle.safetensors", tmp_path / "cache"
+    assert command("export", str(stored), str(file)).returncode == 0
+    done = command("import", str(file), str(cache))
+    assert done.returncode == 0, done.stdout + done.stderr
+    there = run_engine(
+        tmp_path / "load",
+        {
+            "kvstore": {"cpu_bytes_to_use": "384MiB", "tiers": disk(cache)},
+            "rounds": [{"name": "there", "prompts": PROMPTS}],
+        },
+        ONE_PROCESS,
+    )
+    assert there.rounds["there"].cached == [2048] * 8
+    assert there.rounds["there"].tokens == reference.rounds["each"].tokens
+
+
 def _flip(path: Path, offset: int) -> None:
     with path.open("r+b") as handle:
         handle.seek(offset)

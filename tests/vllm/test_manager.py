@@ -557,7 +557,7 @@ def test_a_request_that_goes_on_at_a_reset_stores_no_more_and_the_next_one_does(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"cpu_byte": 1}, "unknown key cpu_byte = 1; allowed are: cpu_bytes_to_use"),
+        ({"cpu_byte": 1}, "unknown key cpu_byte = 1; did you mean cpu_bytes_to_use"),
         ({"chunk_bytes": 5}, "unknown key chunk_bytes = 5: vLLM decides it"),
         ({"cpu_bytes_to_use": "12 apples"}, "cpu_bytes_to_use = '12 apples'"),
         ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),

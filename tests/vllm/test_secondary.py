@@ -364,7 +364,10 @@ with Server(json.loads(sys.argv[1]), rows=64) as server:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"capacity": 1}, "unknown key capacity = 1; allowed are: path, capacity_bytes"),
+        (
+            {"capacity": 1},
+            "unknown key capacity = 1; did you mean capacity_bytes? allowed are: path",
+        ),
         ({"capacity_bytes": "much"}, "capacity_bytes = 'much'"),
         ({"capacity_bytes": 4096}, "capacity_bytes = 4096: smaller than one segment"),
         ({"segment_bytes": 4096}, "segment_bytes = 4096: a segment must hold"),

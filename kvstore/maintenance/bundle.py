@@ -1,0 +1,394 @@
+"""Bundle: chunks of one namespace in one file, to be carried to another cache.
+
+A bundle is a valid safetensors file. Each chunk is a tensor of bytes whose name is its key in hex,
+in the order in which chunks were stored. `__metadata__` has the identity of the namespace and the
+digest of each chunk, so that an import verifies what it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from xxhash import xxh3_128
+
+from kvstore.api.sync import open_sync
+from kvstore.config import Config, DiskConfig
+from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.maintenance.survey import Fault, NamespaceSurvey, survey
+from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.pinned import round_to_page
+from kvstore.types import check_key
+
+__all__ = [
+    "Exported",
+    "Imported",
+    "Place",
+    "export_bundle",
+    "import_bundle",
+    "places_of",
+    "read_chunk",
+    "the_namespace",
+]
+
+FORMAT, VERSION = "kvstore bundle", 1
+
+MAX_HEADER = 100 * 2**20
+"""Most bytes of a header, as safetensors has it."""
+
+HOST_BYTES = 64 * 2**20
+"""Host memory through which chunks are imported, at least two of them."""
+
+
+class Progress(Protocol):
+    """Told how many bytes are done."""
+
+    def __call__(self, done: float, total: float, text: str = "") -> None: ...
+
+
+def _nothing(done: float, total: float, text: str = "") -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk lies on disk, and what its record says of it. Times are ms since 1970."""
+
+    path: Path
+    slot: int
+    offset: int
+    size: int
+    digest: bytes
+    sequence: int
+    stored_ms: int
+    read_ms: int
+    reads: int
+
+
+@dataclass
+class Exported:
+    """What was written; `faults` are chunks that were left out."""
+
+    chunks: int = 0
+    bytes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass
+class Imported:
+    """What was taken: `stored` of the `chunks` that were right, and what was wrong with others."""
+
+    namespace: str
+    chunks: int = 0
+    stored: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
+    """The only namespace at `path`.
+
+    Raises:
+        PathUnusableError: as `survey`, and if there are several.
+    """
+    found = survey(path)
+    if len(found) > 1:
+        raise PathUnusableError(
+            f"{path} holds {len(found)} namespaces: name the path of one of "
+            f"{', '.join(each.name for each in found)}"
+        )
+    return found[0]
+
+
+def places_of(namespace: NamespaceSurvey) -> dict[bytes, Place]:
+    """Where each chunk of a namespace lies: the newest copy, in the order of storing."""
+    found: dict[bytes, Place] = {}
+    for lane in namespace.lanes:
+        epoch = lane.epoch if lane.owner else namespace.epoch
+        for segment in lane.segments:
+            path = Path(segment.path)
+            try:
+                header, live, _ = read_index(path)
+            except (ForeignFileError, OSError):
+                continue  # A running server removed it, or the survey has told the fault.
+            live = live if epoch is None else live.of_epoch(epoch)
+            geometry = header.geometry
+            each = zip(live.slots, live.keys(), live.digests(), live.records, strict=True)
+            for slot, key, digest, record in each:
+                place = Place(
+                    path,
+                    slot,
+                    geometry.blocks_offset + slot * geometry.slot_bytes,
+                    int(record["length"]),
+                    digest,
+                    int(record["sequence"]),
+                    int(record["stored_ms"]),
+                    int(record["read_ms"]),
+                    int(record["reads"]),
+                )
+                if key not in found or (found[key].stored_ms, found[key].sequence) < (
+                    place.stored_ms,
+                    place.sequence,
+                ):
+                    found[key] = place
+    return dict(sorted(found.items(), key=lambda each: (each[1].stored_ms, each[1].sequence)))
+
+
+def read_chunk(place: Place) -> bytes | None:
+    """The payload of a chunk, or None if it is not what its record says."""
+    try:
+        fd = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return _checked(fd, place.offset, place.size, place.digest)
+    finally:
+        os.close(fd)
+
+
+def _checked(fd: int, offset: int, size: int, digest: bytes) -> bytes | None:
+    parts, done = [], 0
+    with contextlib.suppress(OSError, OverflowError):
+        while done < size:
+            part = os.pread(fd, min(size - done, 2**30), offset + done)
+            if not part:
+                break
+            parts.append(part)
+            done += len(part)
+    payload = b"".join(parts)
+    return payload if xxh3_128(payload).digest() == digest else None
+
+
+# -- export ----------------------------------------------------------------------------------
+
+
+def export_bundle(
+    path: str | os.PathLike[str],
+    file: Path,
+    *,
+    keys: Collection[bytes] | None = None,
+    replace: bool = False,
+    progress: Progress = _nothing,
+) -> Exported:
+    """Write the chunks of a namespace, or those of `keys`, to a bundle; also beside a server.
+
+    The file appears whole or not at all. A chunk that is not what its record says is left out.
+
+    Raises:
+        KVStoreError: if there is no one namespace at `path`, if a key is not there, if the file
+            exists and shall not be replaced, or if there are too many chunks for one bundle.
+        OSError: if the file cannot be written.
+    """
+    namespace = the_namespace(path)
+    found = places_of(namespace)
+    if keys is not None:
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise KVStoreError(f"{len(missing)} keys are not there, such as {missing[0].hex()}")
+        found = {key: place for key, place in found.items() if key in set(keys)}
+    if not found:
+        raise KVStoreError(f"{path} holds no chunk to export")
+    if file.exists() and not replace:
+        raise KVStoreError(f"{file} exists: remove it, or say --force")
+    room = len(_header(namespace, found))
+    if room > MAX_HEADER:
+        raise KVStoreError(f"{len(found)} chunks are too many for one bundle: name fewer keys")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as out:
+            done = _write(out, namespace, found, room, progress)
+        os.rename(temporary, file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    return done
+
+
+def _write(
+    out: Any,
+    namespace: NamespaceSurvey,
+    found: Mapping[bytes, Place],
+    room: int,
+    progress: Progress,
+) -> Exported:
+    done = Exported(faults=list(namespace.faults))
+    total = sum(place.size for place in found.values())
+    good: dict[bytes, Place] = {}
+    out.seek(8 + room)
+    for key, place in found.items():
+        payload = read_chunk(place)
+        if payload is None:
+            what = "payload does not match its digest"
+            done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
+            continue
+        out.write(payload)
+        good[key] = place
+        done.chunks += 1
+        done.bytes += len(payload)
+        progress(done.bytes, total)
+    out.seek(0)
+    # Chunks that were left out make it shorter: spaces fill it up.
+    out.write(room.to_bytes(8, "little") + _header(namespace, good).ljust(room))
+    out.flush()
+    os.fsync(out.fileno())
+    return done
+
+
+def _segment_bytes(namespace: NamespaceSurvey) -> int:
+    """The size of segments where the chunks are from: a lane keeps that of its first one."""
+    sizes = [
+        Geometry(each.slots, each.slot_bytes, each.chunk_bytes).file_bytes
+        for lane in namespace.lanes
+        for each in lane.segments
+    ]
+    return min(sizes, default=0)
+
+
+def _header(namespace: NamespaceSurvey, found: Mapping[bytes, Place]) -> bytes:
+    """The header of a bundle of these chunks, padded to 8 bytes."""
+    entries: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "namespace": namespace.name,
+            "segment_bytes": str(_segment_bytes(namespace)),
+            "identity": json.dumps(namespace.identity, sort_keys=True),
+            "digests": json.dumps({key.hex(): place.digest.hex() for key, place in found.items()}),
+        }
+    }
+    offset = 0
+    for key, place in found.items():
+        end = offset + place.size
+        entries[key.hex()] = {"dtype": "U8", "shape": [place.size], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    return text.ljust(-(-len(text) // 8) * 8)
+
+
+# -- import ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """The header of a bundle: where each chunk lies, and its digest."""
+
+    namespace: str
+    identity: dict[str, Any]
+    chunk_bytes: int
+    segment_bytes: int
+    places: Mapping[bytes, tuple[int, bytes]]
+
+
+def import_bundle(
+    file: Path,
+    path: str | os.PathLike[str],
+    *,
+    capacity_bytes: int | None = None,
+    progress: Progress = _nothing,
+) -> Imported:
+    """Store the chunks of a bundle in the cache at `path`, in the namespace that they are from.
+
+    A store with a lane of its own takes them, as a server's would: a server that starts later goes
+    on with that lane, one that runs beside it reads it. Each chunk is verified. Those that are
+    there stay as they are.
+
+    Args:
+        capacity_bytes: of the lane; by default enough for the bundle.
+
+    Raises:
+        KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
+        OSError: if the file cannot be read.
+    """
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        bundle = _read_header(fd, file)
+        done = Imported(bundle.namespace)
+        config = _config(bundle, path, capacity_bytes)
+        batch = max(1, HOST_BYTES // bundle.chunk_bytes // 2)
+        with open_sync(config) as store:
+            for keys in _batches(list(bundle.places), batch):
+                right: dict[bytes, bytes] = {}
+                for key in keys:
+                    offset, digest = bundle.places[key]
+                    payload = _checked(fd, offset, bundle.chunk_bytes, digest)
+                    if payload is None:
+                        what = f"the chunk {key.hex()} is not what its digest says"
+                        done.faults.append(Fault(str(file), None, what, key.hex()))
+                    else:
+                        right[key] = payload
+                done.chunks += len(right)
+                done.stored += store.put(list(right), list(right.values()), durable=True)
+                progress(done.chunks, len(bundle.places))
+    finally:
+        os.close(fd)
+    return done
+
+
+def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]
+
+
+def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None) -> Config:
+    slot_bytes = round_to_page(bundle.chunk_bytes)
+    smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
+    segment_bytes = max(smallest, bundle.segment_bytes)
+    if capacity_bytes is None:
+        slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
+        # One segment more than they fill: what was left there before shall not be displaced.
+        capacity_bytes = (-(-len(bundle.places) // slots) + 1) * segment_bytes
+    own = ("chunk_bytes", "slot_bytes")
+    return Config(
+        cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
+        chunk_bytes=bundle.chunk_bytes,
+        identity={key: value for key, value in bundle.identity.items() if key not in own},
+        namespace=bundle.namespace,
+        tiers=[DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes)],
+    )
+
+
+def _read_header(fd: int, file: Path) -> _Bundle:
+    """
+    Raises:
+        ForeignFileError: if it is not the header of a bundle.
+    """
+
+    def wrong(what: str) -> ForeignFileError:
+        return ForeignFileError(f"{file} is no bundle of kvstore: {what}")
+
+    size = os.fstat(fd).st_size
+    room = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size < 8 or not 0 < room <= min(MAX_HEADER, size - 8):
+        raise wrong("it is not a safetensors file")
+    try:
+        entries = json.loads(os.pread(fd, room, 8))
+        told = entries.pop("__metadata__")
+        if told["format"] != FORMAT or told["version"] != str(VERSION):
+            raise wrong(f"its format is {told['format']!r}, version {told['version']!r}")
+        identity, digests = json.loads(told["identity"]), json.loads(told["digests"])
+        sizes = {int(end) - int(start) for start, end in _offsets(entries)}
+        if len(sizes) != 1 or identity["chunk_bytes"] not in sizes:
+            raise wrong("its chunks are not of one size")
+        places = {}
+        for name, each in entries.items():
+            offset = 8 + room + int(each["data_offsets"][0])
+            places[check_key(bytes.fromhex(name))] = (offset, bytes.fromhex(digests[name]))
+        segment_bytes = int(told["segment_bytes"])
+        return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, KVStoreError):
+            raise
+        raise wrong(f"its header cannot be read ({error!r:.100})") from error
+
+
+def _offsets(entries: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    for each in entries.values():
+        start, end = each["data_offsets"]
+        yield start, end

@@ -1,0 +1,179 @@
+"""`kvstore export`, `import` and `show`: chunks carried from one cache to another, verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import kvstore
+from tests.store.support import CHUNK, contents, keys_of, payloads, small
+from tests.tools.support import command
+
+KEYS = keys_of("prompt", 20)
+
+
+def settings(path: Path, model: str = "one") -> dict[str, Any]:
+    return {**small(path, disk=64), "identity": {"model": model}}
+
+
+async def fill(path: Path, keys: list[bytes] = KEYS, model: str = "one") -> Path:
+    async with kvstore.open(settings(path, model)) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == len(keys)
+    (namespace,) = path.glob(f"{model}-*")
+    return namespace
+
+
+async def test_what_is_exported_is_found_where_it_is_imported(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    done = command("export", str(tmp_path / "here"), str(file))
+    assert done.returncode == 0, done.stderr
+    assert "20 chunks, 80.0 KiB" in done.stdout
+    assert file.stat().st_mode & 0o777 == 0o600
+    done = command("import", str(file), str(tmp_path / "there"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{namespace.name}: 20 of 20 chunks stored" in done.stdout
+    # The server that comes finds them under the name that it makes itself.
+    async with kvstore.open(settings(tmp_path / "there")) as store:
+        assert await store.resolve(KEYS) == 8, "what host memory holds"
+        async with store.windows(KEYS, 4) as windows:
+            read = [bytes(chunk) async for chunks in windows for chunk in chunks]
+        assert read == payloads(KEYS)
+    async with kvstore.open(settings(tmp_path / "there", "other")) as store:
+        assert await store.resolve(KEYS) == 0
+
+
+async def test_a_bundle_is_a_safetensors_file_with_its_identity(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    arrays = load_file(str(file))
+    assert {bytes.fromhex(name): array.tobytes() for name, array in arrays.items()} == dict(
+        zip(KEYS, payloads(KEYS), strict=True)
+    )
+    with safe_open(str(file), "np") as opened:
+        told = opened.metadata()
+    assert json.loads(told["identity"])["model"] == "one"
+    assert told["format"] == "kvstore bundle"
+
+
+async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    named = [word for key in KEYS[3:5] for word in ("--key", key.hex())]
+    assert command("export", str(tmp_path / "here"), str(file), *named).returncode == 0
+    assert set(load_file(str(file))) == {key.hex() for key in KEYS[3:5]}
+    again = command("export", str(tmp_path / "here"), str(file))
+    assert again.returncode == 2
+    assert "exists: remove it, or say --force" in again.stderr
+    assert command("export", str(tmp_path / "here"), str(file), "--force").returncode == 0
+    assert len(load_file(str(file))) == 20
+    lost = command("export", str(tmp_path / "here"), str(tmp_path / "x"), "--key", "00ff")
+    assert lost.returncode == 2
+    assert "1 keys are not there, such as 00ff" in lost.stderr
+    assert {one.name for one in tmp_path.iterdir()} == {"here", "bundle.safetensors"}
+
+
+async def test_a_damaged_chunk_is_left_out_and_the_file_stays_whole(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    segment = min(namespace.rglob("segment-*"))
+    raw = segment.read_bytes()
+    at = raw.index(payloads(KEYS)[2])
+    with segment.open("r+b") as changed:
+        changed.seek(at)
+        changed.write(b"damage")
+    file = tmp_path / "bundle.safetensors"
+    done = command("export", str(namespace), str(file), "--json")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told["chunks"] == 19
+    assert [fault["key"] for fault in told["faults"]] == [KEYS[2].hex()]
+    assert set(load_file(str(file))) == {key.hex() for key in KEYS} - {KEYS[2].hex()}
+    done = command("show", str(namespace), KEYS[2].hex())
+    assert done.returncode == 1
+    assert "WRONG payload does not match its digest" in done.stdout
+
+
+async def test_what_was_changed_in_a_bundle_is_not_imported(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(payloads(KEYS)[5])] ^= 1
+    file.write_bytes(raw)
+    done = command("import", str(file), str(tmp_path / "there"))
+    assert done.returncode == 1
+    assert f"the chunk {KEYS[5].hex()} is not what its digest says" in done.stdout
+    assert "19 of 19 chunks stored" in done.stdout
+    async with kvstore.open(settings(tmp_path / "there")) as store:
+        assert store.contains_prefix(KEYS) == 5
+        assert await contents(store, KEYS[6:10]) == payloads(KEYS[6:10])
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "it is not a safetensors file"),
+        (b"\xff" * 100, "it is not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"{}", "its header cannot be read"),
+        ((9).to_bytes(8, "little") + b'{"a": [}}', "its header cannot be read"),
+        ((58).to_bytes(8, "little") + b'{"__metadata__": {"format": "pt", "version": "1"}}        ',
+         "its format is 'pt'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    done = command("import", str(file), str(tmp_path / "there"))
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert not (tmp_path / "there").exists()
+
+
+async def test_of_several_namespaces_one_has_to_be_named(tmp_path: Path) -> None:
+    await fill(tmp_path, model="one")
+    await fill(tmp_path, model="two")
+    done = command("export", str(tmp_path), str(tmp_path / "x"))
+    assert done.returncode == 2
+    assert "holds 2 namespaces: name the path of one of one-" in done.stderr
+
+
+async def test_a_server_that_runs_is_exported_from_and_reads_what_is_imported(
+    tmp_path: Path,
+) -> None:
+    namespace = await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    async with kvstore.open(settings(tmp_path / "here")) as store:
+        assert command("export", str(namespace), str(file)).returncode == 0
+        assert await store.resolve(KEYS[:4]) == 4
+    async with kvstore.open(settings(tmp_path / "there")) as store:
+        assert command("import", str(file), str(tmp_path / "there")).returncode == 0
+    async with kvstore.open(settings(tmp_path / "there")) as store:
+        # In the lane beside its own.
+        assert await contents(store, KEYS[:4]) == payloads(KEYS[:4])
+
+
+async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
+    values = np.linspace(-2, 2, CHUNK // 4, dtype=np.float32)
+    values[7] = np.nan
+    async with kvstore.open(settings(tmp_path)) as store:
+        await store.put([b"key"], [values], durable=True)
+    done = command("show", str(tmp_path), b"key".hex(), "--dtype", "float32", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert (told["values"], told["not_finite"], told["min"], told["max"]) == (1024, 1, -2.0, 2.0)
+    assert told["whole"]
+    text = command("show", str(tmp_path), b"key".hex(), "--dtype", "bfloat16").stdout
+    assert "slot" in text
+    assert "mean" in text
+    lost = command("show", str(tmp_path), "00")
+    assert lost.returncode == 2
+    assert "holds no chunk 00" in lost.stderr
+    for wrong in ("xyz", ""):
+        assert "must be the key in hex" in command("show", str(tmp_path), wrong).stderr or not wrong

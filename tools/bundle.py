@@ -1,0 +1,141 @@
+"""``kvstore export``, ``kvstore import`` and ``kvstore show``: chunks carried and looked at."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
+from kvstore.maintenance.bundle import (
+    export_bundle,
+    import_bundle,
+    places_of,
+    read_chunk,
+    the_namespace,
+)
+from kvstore.sizes import format_size
+from kvstore.tools.output import age, print_json, show_progress
+from kvstore.types import check_key
+
+__all__ = ["DTYPES", "parse_key", "run_export", "run_import", "run_show"]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8")
+
+
+def parse_key(option: str, text: str) -> bytes:
+    """A key from hex.
+
+    Raises:
+        ConfigError: if it is none; the message begins with `option`.
+    """
+    try:
+        return check_key(bytes.fromhex(text))
+    except BlockKeyError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: must be the key in hex") from error
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write a bundle; return 1 if a chunk was left out."""
+    keys = None
+    if options.key:
+        keys = [parse_key("--key", text) for text in options.key]
+    with show_progress("bytes") as show:
+        done = export_bundle(
+            options.path, options.file, keys=keys, replace=options.force, progress=show
+        )
+    if options.json:
+        print_json(dataclasses.asdict(done))
+    else:
+        for fault in done.faults:
+            print(f"WRONG {fault}")
+        print(f"{options.file}: {done.chunks} chunks, {format_size(done.bytes)}")
+    return int(bool(done.faults))
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Store the chunks of a bundle; return 1 if a chunk was wrong or found no room."""
+    with show_progress() as show:
+        done = import_bundle(
+            options.file, options.path, capacity_bytes=options.capacity, progress=show
+        )
+    if options.json:
+        print_json(dataclasses.asdict(done))
+    else:
+        for fault in done.faults:
+            print(f"WRONG {fault}")
+        print(f"{options.path}/{done.namespace}: {done.stored} of {done.chunks} chunks stored")
+    return int(bool(done.faults) or done.stored < done.chunks)
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """Show one chunk; return 1 if it is damaged.
+
+    Raises:
+        KVStoreError: if it is not there, or has no whole number of elements.
+    """
+    key = parse_key("key", options.key)
+    namespace = the_namespace(options.path)
+    place = places_of(namespace).get(key)
+    if place is None:
+        raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
+    payload = read_chunk(place)
+    told: dict[str, object] = {
+        "namespace": namespace.name,
+        "segment": str(place.path),
+        "slot": place.slot,
+        "bytes": place.size,
+        "digest": place.digest.hex(),
+        "whole": payload is not None,
+        "stored_ms": place.stored_ms,
+        "read_ms": place.read_ms,
+        "reads": place.reads,
+    }
+    if payload is not None and options.dtype is not None:
+        told |= statistics(payload, options.dtype)
+    if options.json:
+        print_json(told)
+        return int(payload is None)
+    told["stored_ms"] = f"{age(place.stored_ms)} ago ({time.ctime(place.stored_ms / 1000)})"
+    told["read_ms"] = age(place.read_ms)
+    width = max(map(len, told))
+    for name, value in told.items():
+        print(f"{name.removesuffix('_ms'):<{width}}  {value}")
+    if payload is None:
+        print("WRONG payload does not match its digest")
+    return int(payload is None)
+
+
+def statistics(payload: bytes, dtype: str) -> dict[str, object]:
+    """What the numbers of a chunk are like.
+
+    Raises:
+        KVStoreError: if it has no whole number of them.
+    """
+    values = _values(payload, dtype)
+    finite = values[np.isfinite(values)]
+    found: dict[str, object] = {
+        "values": len(values),
+        "not_finite": len(values) - len(finite),
+        "zeros": int((values == 0).sum()),
+    }
+    if len(finite):
+        names = ("min", "max", "mean", "std")
+        found |= {name: float(f"{getattr(finite, name)():.6g}") for name in names}
+    return found
+
+
+def _values(payload: bytes, dtype: str) -> npt.NDArray[np.float64]:
+    size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    if len(payload) % size:
+        raise KVStoreError(f"--dtype {dtype}: {len(payload)} bytes are no whole number of values")
+    if dtype == "bfloat16":
+        # The upper half of a float32.
+        wide = np.frombuffer(payload, np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32).astype(np.float64)
+    return np.frombuffer(payload, dtype).astype(np.float64)
