@@ -38,6 +38,7 @@ def test_every_page_is_built_and_nothing_is_fetched_from_elsewhere(site: Path) -
         text = page.read_text()
         assert 'src="http' not in text, page
         assert "fonts.googleapis" not in text, page
+        assert "```" not in text, f"{page}: a block that was not understood"
 
 
 def test_the_api_page_has_the_public_calls(site: Path) -> None:

@@ -123,8 +123,7 @@ def _check(options: argparse.Namespace) -> int:
     )
     for line in warned:
         print(f"WRONG {line.key}: {line.warning}")
-    if not warned:
-        print(f"{options.file or 'the environment'}: can be used")
+    print(f"{options.file or 'the environment'}: can{'not' if warned else ''} be used here")
     return int(bool(warned))
 
 
@@ -196,6 +195,7 @@ def _line(
         text += _chunks(key.name, value, config, tier)
     if isinstance(tier, DiskConfig) and key.name == "path":
         text = "; ".join(_free(path) for path in tier.paths)
+        warning = "; ".join(filter(None, map(_unusable, tier.paths)))
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
         warning = _too_large(tier)
     if key.name == "cpu_bytes_to_use":
@@ -229,6 +229,16 @@ def _existing(path: Path) -> Path:
 def _free(path: Path) -> str:
     free = shutil.disk_usage(_existing(path)).free
     return f"{'exists' if path.exists() else 'will be made'}, {format_size(free)} free"
+
+
+def _unusable(path: Path) -> str:
+    """Why no cache can lie there, as far as that can be seen without writing."""
+    there = _existing(path)
+    if not there.is_dir():
+        return f"{there} is a file, not a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written to by this user"
+    return ""
 
 
 def _too_large(tier: DiskConfig) -> str:

@@ -34,7 +34,7 @@ def _print(namespace: NamespaceSurvey, *, segments: bool) -> None:
     columns = [">lane", ">process", ">chunks", ">bytes", ">files", ">segments", ">reads"]
     columns += [">outdated"] * outdated
     print_table(
-        [*columns, ">oldest", ">newest"],
+        [*columns, ">stored", ">used"],
         [_row(lane, outdated=outdated) for lane in namespace.lanes],
         indent=2,
     )
@@ -55,8 +55,8 @@ def _row(lane: LaneSurvey, *, outdated: bool) -> list[object]:
     if outdated:
         row.append(f"{sum(segment.outdated for segment in its):,}")
     held = [segment for segment in its if segment.live]
-    row.append(age(min((segment.oldest_ms for segment in held), default=0)))
     row.append(age(max((segment.newest_ms for segment in held), default=0)))
+    row.append(age(max((segment.used_ms for segment in held), default=0)))
     return row
 
 
@@ -65,7 +65,7 @@ def _print_segments(lane: LaneSurvey) -> None:
         return
     print(f"  lane {lane.number}")
     print_table(
-        ["segment", ">live", ">slots", ">bytes", ">reads", ">oldest", ">newest"],
+        ["segment", ">live", ">slots", ">bytes", ">reads", ">oldest", ">newest", ">used"],
         [
             (
                 segment.path.rsplit("/", 1)[-1],
@@ -75,6 +75,7 @@ def _print_segments(lane: LaneSurvey) -> None:
                 segment.reads,
                 age(segment.oldest_ms),
                 age(segment.newest_ms),
+                age(segment.used_ms),
             )
             for segment in lane.segments
         ],

@@ -30,7 +30,7 @@ WHOLE = ""
 SECONDS = 10.0
 """How long a server may take to answer."""
 
-NEEDED = "kvstore top needs more packages: pip install 'kvstore-offload[top]'; missing is"
+NEEDED = "metrics are read by another package: pip install 'kvstore-offload[top]'; missing is"
 
 STATES = ("closed", "stalled", "congested", "outpaced", "slow")
 
@@ -85,7 +85,10 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--interval", type=_seconds, default=2.0, help="seconds, 2 by default")
     parser.add_argument(
-        "--times", type=int, default=0, help="number of updates; by default until Ctrl-C"
+        "--times",
+        type=int,
+        default=0,
+        help="number of updates; by default until Ctrl-C, in a pipe one",
     )
 
 
@@ -105,9 +108,17 @@ def run_top(options: argparse.Namespace) -> int:
         (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
     )
     show = tables if from_url else _folders
-    with Live(console=Console(), auto_refresh=False) as live:
-        for shown in _looks(look, options.interval, options.times, show):
+    console = Console()
+    # In a pipe nothing can be drawn over: one table, unless more are asked for.
+    times = options.times if console.is_terminal else max(1, options.times)
+    if not console.is_terminal:
+        for shown in _looks(look, options.interval, times, show):
+            console.print(shown)
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        for shown in _looks(look, options.interval, times, show):
             live.update(shown, refresh=True)
+    print()
     return 0
 
 
@@ -250,7 +261,8 @@ def _folders(before: Snapshot, now: Snapshot) -> Table:
 
     table = Table(title=f"{len(now.tiers)} lanes", title_justify="left")
     for head in ("lane", "process", "chunks", "more/s", "held", "files"):
-        table.add_column(head, justify="left" if head == "lane" else "right")
+        left = head == "lane"
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
     for lane in now.tiers:
         owner = int(now.get("owner", lane))
         more = (now.get("chunks", lane) - before.get("chunks", lane)) / (now.at - before.at)

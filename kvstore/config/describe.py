@@ -183,15 +183,16 @@ def reference() -> str:
 
 
 SAMPLE: Mapping[type[attrs.AttrsInstance], Mapping[str, Any]] = {
-    Config: {"cpu_bytes_to_use": "64GiB", "chunk_bytes": "2MiB", "identity": {"model": "my-model"}},
-    DiskConfig: {"path": "/nvme/kv", "capacity_bytes": "2TiB"},
+    Config: {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "2MiB", "identity": {"model": "my-model"}},
+    DiskConfig: {"path": "/tmp/kv", "capacity_bytes": "10GiB"},
 }
 """What the sample sets; everything else is shown as a comment with its default."""
 
 
 def sample() -> str:
     """A TOML file with every key: those that most set, and as comments the others' defaults."""
-    lines = ["# A configuration of kvstore. What begins with # is a default.", ""]
+    lines = ["# A configuration of kvstore. Set what has no # before it: sizes, path and identity."]
+    lines += ["# Keys behind a # show their default, or '...' where there is none.", ""]
     for cls, given in SAMPLE.items():
         if cls is DiskConfig:
             lines += [

@@ -48,7 +48,7 @@ def test_sizes_are_told_in_bytes_and_in_the_chunks_that_the_engine_makes_of_them
     assert "1,048,576 bytes, 256 chunks" in told
     assert "4,194,304 bytes, 4 segments of 247 chunks: 988" in told
     assert "deadline_s" not in told
-    assert told.endswith("kvstore.toml: can be used\n")
+    assert told.endswith("kvstore.toml: can be used here\n")
 
 
 async def test_the_chunks_told_are_those_of_a_real_store(
@@ -96,7 +96,18 @@ def test_what_will_fail_is_told_before_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, str], message: str
 ) -> None:
     assert main(["config", "check", written(tmp_path, toml(tmp_path, **more))]) == 1
-    assert message in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert message in told
+    assert told.endswith("kvstore.toml: cannot be used here\n")
+
+
+def test_a_path_that_cannot_be_a_folder_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    tier = f'[{{type = "disk", path = "{tmp_path}/file", capacity_bytes = "1GiB"}}]'
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
+    assert f"tiers[0].path: {tmp_path}/file is a file, not a folder" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
