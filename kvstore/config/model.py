@@ -2,6 +2,8 @@
 
 Every value is checked when a configuration is built. An invalid one is refused with a message
 that names the key, the value and what is allowed.
+
+This module is long because each key stands beside its meaning and its check.
 """
 
 from __future__ import annotations
