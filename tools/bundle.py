@@ -81,7 +81,7 @@ def run_show(options: argparse.Namespace) -> int:
     """
     key = parse_key("key", options.key)
     namespace = the_namespace(options.path)
-    place = places_of(namespace).get(key)
+    place = places_of(namespace, [key]).get(key)
     if place is None:
         raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
     payload = read_chunk(place)

@@ -106,8 +106,15 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
     return found[0]
 
 
-def places_of(namespace: NamespaceSurvey) -> dict[bytes, Place]:
-    """Where each chunk of a namespace lies: the newest copy, in the order of storing."""
+def places_of(
+    namespace: NamespaceSurvey, only: Collection[bytes] | None = None
+) -> dict[bytes, Place]:
+    """Where each chunk of a namespace lies: the newest copy, in the order of storing.
+
+    Args:
+        only: of these keys alone.
+    """
+    wanted = None if only is None else frozenset(only)
     found: dict[bytes, Place] = {}
     for lane in namespace.lanes:
         epoch = lane.epoch if lane.owner else namespace.epoch
@@ -119,8 +126,13 @@ def places_of(namespace: NamespaceSurvey) -> dict[bytes, Place]:
                 continue  # A running server removed it, or the survey has told the fault.
             live = live if epoch is None else live.of_epoch(epoch)
             geometry = header.geometry
-            each = zip(live.slots, live.keys(), live.digests(), live.records, strict=True)
+            keys = live.keys()
+            if wanted is not None and wanted.isdisjoint(keys):
+                continue
+            each = zip(live.slots, keys, live.digests(), live.records, strict=True)
             for slot, key, digest, record in each:
+                if wanted is not None and key not in wanted:
+                    continue
                 place = Place(
                     path,
                     slot,
@@ -186,12 +198,10 @@ def export_bundle(
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
-    found = places_of(namespace)
-    if keys is not None:
-        missing = [key for key in keys if key not in found]
-        if missing:
-            raise KVStoreError(f"{len(missing)} keys are not there, such as {missing[0].hex()}")
-        found = {key: place for key, place in found.items() if key in set(keys)}
+    found = places_of(namespace, keys)
+    missing = [key for key in keys or () if key not in found]
+    if missing:
+        raise KVStoreError(f"{len(missing)} keys are not there, such as {missing[0].hex()}")
     if not found:
         raise KVStoreError(f"{path} holds no chunk to export")
     if file.exists() and not replace:
