@@ -36,6 +36,6 @@ def verify(options: argparse.Namespace) -> int:
     else:
         print(
             f"{progress.chunks} chunks, {format_size(progress.done_bytes)} read, "
-            f"{len(faults)} faults"
+            f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}"
         )
     return 1 if faults else 0
