@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import time
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvstore.sizes import format_size
 from kvstore.tools.output import age, print_json, show_progress
 from kvstore.types import check_key
 
-__all__ = ["DTYPES", "parse_key", "run_export", "run_import", "run_show"]
+__all__ = ["DTYPES", "parse_age", "parse_key", "run_export", "run_import", "run_show"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8")
 
@@ -40,14 +41,34 @@ def parse_key(option: str, text: str) -> bytes:
         raise ConfigError(f"{option} {text!r}: must be the key in hex") from error
 
 
+def parse_age(option: str, text: str) -> float:
+    """Parse an age, such as ``"90s"``, ``"15m"``, ``"36h"`` or ``"7d"``, to seconds.
+
+    Raises:
+        ConfigError: for anything else; the message begins with `option`.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise ConfigError(f'{option} {text!r}: allowed are ages such as "90s", "15m", "36h", "7d"')
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def run_export(options: argparse.Namespace) -> int:
     """Write a bundle; return 1 if a chunk was left out."""
     keys = None
     if options.key:
         keys = [parse_key("--key", text) for text in options.key]
+    since = 0.0
+    if options.used is not None:
+        since = (time.time() - parse_age("--used", options.used)) * 1000
     with show_progress("bytes") as show:
         done = export_bundle(
-            options.path, options.file, keys=keys, replace=options.force, progress=show
+            options.path,
+            options.file,
+            keys=keys,
+            used_since_ms=since,
+            replace=options.force,
+            progress=show,
         )
     if options.json:
         print_json(dataclasses.asdict(done))

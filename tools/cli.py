@@ -97,6 +97,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "gc": ("kvstore gc /nvme/kv --keep 2 --dry-run\nkvstore gc /nvme/kv --keep 2", "operators.md"),
     "export": (
         "kvstore export /nvme/kv/llama-3f2a prompts.safetensors\n"
+        "kvstore export /nvme/kv/llama-3f2a recent.safetensors --used 7d\n"
         "kvstore export /nvme/kv/llama-3f2a one.safetensors --key 6b31",
         "operators.md",
     ),
@@ -195,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
     command.add_argument("file", type=Path, help="the bundle to write")
     command.add_argument("--key", metavar="HEX", action="append", help="only this chunk; again")
+    command.add_argument("--used", metavar="AGE", help="only chunks used within 36h, 7d, ...")
     command.add_argument("--force", action="store_true", help="replace the file if it exists")
     command.add_argument("--json", action="store_true", help="print JSON")
     text = "store the chunks of a bundle in a cache, each one verified"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from kvstore.maintenance.offline import (
 )
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.tools.bundle import parse_key
+from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, print_json, show_progress
 
 __all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
@@ -87,7 +86,7 @@ def run_purge(options: argparse.Namespace) -> int:
         raise ConfigError("say what to purge: --namespace, --unused, --key, or --all")
     unused_since = None
     if options.unused is not None:
-        unused_since = int((time.time() - parse_age(options.unused)) * 1000)
+        unused_since = int((time.time() - parse_age("--unused", options.unused)) * 1000)
     key = None if options.key is None else parse_key("--key", options.key)
 
     def forget(*, dry_run: bool) -> list[PurgedLane]:
@@ -193,18 +192,6 @@ def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:
     if any(one.failed for one in done):
         return 2
     return 1 if bad else 0
-
-
-def parse_age(text: str) -> float:
-    """Parse an age, such as ``"90s"``, ``"15m"``, ``"36h"`` or ``"7d"``, to seconds.
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        raise ConfigError(f'--unused {text!r}: allowed are ages such as "90s", "15m", "36h", "7d"')
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def _print_compacted(one: CompactedLane, dry_run: bool) -> None:

@@ -185,12 +185,16 @@ def export_bundle(
     file: Path,
     *,
     keys: Collection[bytes] | None = None,
+    used_since_ms: float = 0,
     replace: bool = False,
     progress: Progress = _nothing,
 ) -> Exported:
     """Write the chunks of a namespace, or those of `keys`, to a bundle; also beside a server.
 
     The file appears whole or not at all. A chunk that is not what its record says is left out.
+
+    Args:
+        used_since_ms: only chunks stored or read since then, in ms since 1970.
 
     Raises:
         KVStoreError: if there is no one namespace at `path`, if a key is not there, if the file
@@ -202,13 +206,21 @@ def export_bundle(
     missing = [key for key in keys or () if key not in found]
     if missing:
         raise KVStoreError(f"{len(missing)} keys are not there, such as {missing[0].hex()}")
+    found = {
+        key: place
+        for key, place in found.items()
+        if max(place.stored_ms, place.read_ms) >= used_since_ms
+    }
     if not found:
         raise KVStoreError(f"{path} holds no chunk to export")
     if file.exists() and not replace:
         raise KVStoreError(f"{file} exists: remove it, or say --force")
     room = len(_header(namespace, found))
     if room > MAX_HEADER:
-        raise KVStoreError(f"{len(found)} chunks are too many for one bundle: name fewer keys")
+        raise KVStoreError(
+            f"{len(found)} chunks are too many for one bundle: choose by keys, or by when they "
+            "were used"
+        )
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -437,7 +437,9 @@ def test_a_process_exits_in_peace_while_a_tier_does_not_answer(closes: bool) -> 
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == (["False", "done"] if closes else ["done"])
-    noise = [line for line in ended.stderr.splitlines() if "left behind" not in line]
+    # asyncio's debug mode tells calls of a tenth of a second, which a busy machine makes of any.
+    told = ("left behind", "Executing <")
+    noise = [line for line in ended.stderr.splitlines() if not any(one in line for one in told)]
     assert noise == []
 
 

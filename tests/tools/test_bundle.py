@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,25 @@ async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_pat
     assert lost.returncode == 2
     assert "1 keys are not there, such as 00ff" in lost.stderr
     assert {one.name for one in tmp_path.iterdir()} == {"here", "bundle.safetensors"}
+
+
+async def test_only_what_was_used_of_late_may_be_asked_for(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    await asyncio.sleep(2.5)
+    async with kvstore.open(settings(tmp_path / "here")) as store:
+        assert len(await contents(store, KEYS[:3])) == 3
+    done = command("export", str(tmp_path / "here"), str(file), "--used", "2s")
+    assert done.returncode == 0, done.stderr
+    assert set(load_file(str(file))) == {key.hex() for key in KEYS[:3]}
+    assert (
+        "holds no chunk to export"
+        in command("export", str(tmp_path / "here"), str(file), "--used", "0s").stderr
+    )
+    assert (
+        "--used 'now': allowed are ages"
+        in command("export", str(tmp_path / "here"), str(file), "--used", "now").stderr
+    )
 
 
 async def test_a_damaged_chunk_is_left_out_and_the_file_stays_whole(tmp_path: Path) -> None:
