@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,15 +47,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("dist")
     # A copy: what a build leaves in a source tree shall not lie in this one.
     source = place / "source"
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
-        if not (ROOT / name).exists():
-            continue
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            (source / name).symlink_to((ROOT / name).readlink())
-        else:
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    built_here = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=built_here)
+    for name in (*BESIDE - {"PKG-INFO", "setup.cfg"}, "tests/test_distribution.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
     run(sys.executable, "-m", "build", "-q", "--no-isolation", "-o", str(place), str(source))
     (archive,), (wheel,) = place.glob("*.tar.gz"), place.glob("*.whl")
     return archive, wheel
