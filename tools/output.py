@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.padding import Padding
@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvstore.sizes import format_size
 
-__all__ = ["age", "print_json", "print_table", "show_progress"]
+__all__ = ["age", "is_terminal", "print_json", "print_table", "show_progress"]
 
 JSON_VERSION = 1
 """Raised when a field is removed or means something else; fields may be added without."""
@@ -30,6 +30,11 @@ PIPE_WIDTH = 10_000
 
 LEAST_WIDTH = 40
 """In a narrower window lines are wrapped by the terminal."""
+
+
+def is_terminal() -> bool:
+    """Whether standard output is one; what the environment says of colours makes none of a pipe."""
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def print_json(report: Mapping[str, Any]) -> None:
@@ -47,8 +52,7 @@ def print_table(
         table.add_column(name.removeprefix(">"), justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    # What the environment says of colours does not make a terminal of a pipe.
-    terminal = sys.stdout is not None and sys.stdout.isatty()
+    terminal = is_terminal()
     console = Console(force_terminal=terminal, highlight=False, emoji=False, markup=False)
     console.width = max(console.width, LEAST_WIDTH) if terminal else PIPE_WIDTH
     with console.capture() as printed:
@@ -68,42 +72,31 @@ def age(milliseconds: int) -> str:
     return f"{seconds:.0f} s"
 
 
-class Showing(Protocol):
-    """Told how much is done."""
-
-    def __call__(self, done: float, total: float, text: str = "") -> None: ...
-
-
 @contextmanager
-def show_progress(unit: str = "chunks") -> Iterator[Showing]:
+def show_progress(unit: str = "chunks") -> Iterator[Callable[[float, float], None]]:
     """Show how much is done, the rate and the time left, on a terminal; else do nothing.
 
     Args:
         unit: what is counted; "bytes" are shown as sizes.
     """
     if not sys.stderr.isatty():
-        yield _show_nothing
+        yield lambda done, total: None
         return
     progress = Progress(
         BarColumn(),
         TextColumn("{task.percentage:>5.1f} %"),
         _Rate(unit),
         TimeRemainingColumn(),
-        TextColumn("{task.description}"),
         console=Console(stderr=True),
         transient=True,
     )
     with progress:
         task = progress.add_task("", total=None)
 
-        def show(done: float, total: float, text: str = "") -> None:
-            progress.update(task, completed=done, total=total, description=text)
+        def show(done: float, total: float) -> None:
+            progress.update(task, completed=done, total=total)
 
         yield show
-
-
-def _show_nothing(done: float, total: float, text: str = "") -> None:
-    pass
 
 
 class _Rate(ProgressColumn):

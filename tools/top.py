@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
+from kvstore.tools.output import is_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,15 +109,14 @@ def run_top(options: argparse.Namespace) -> int:
         (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
     )
     show = tables if from_url else _folders
-    console = Console()
-    # In a pipe nothing can be drawn over: one table, unless more are asked for.
-    times = options.times if console.is_terminal else max(1, options.times)
+    console = Console(force_terminal=is_terminal())
     if not console.is_terminal:
-        for shown in _looks(look, options.interval, times, show):
+        # In a pipe nothing can be drawn over: one table, unless more are asked for.
+        for shown in _looks(look, options.interval, max(1, options.times), show):
             console.print(shown)
         return 0
     with Live(console=console, auto_refresh=False) as live:
-        for shown in _looks(look, options.interval, times, show):
+        for shown in _looks(look, options.interval, options.times, show):
             live.update(shown, refresh=True)
     print()
     return 0

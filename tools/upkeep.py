@@ -137,10 +137,13 @@ def run_gc(options: argparse.Namespace) -> int:
     modes, dry_run = options.strict_modes, options.dry_run
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
-    for each in (*old, *links):
-        forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
+    for each in old:
+        forgot += purge(each.path, dry_run=dry_run, strict_modes=modes)
         if not dry_run:
-            gave += compact(options.path, namespace=each.name, strict_modes=modes)
+            gave += compact(each.path, strict_modes=modes)
+    for each in links:
+        # They are refused, which is told.
+        forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
     if options.json:
         names = [each.name for each in old]
         print_json({"emptied": names, "lanes": [dataclasses.asdict(one) for one in forgot]})

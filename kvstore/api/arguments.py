@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,16 +94,34 @@ def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDAr
     Raises:
         KVStoreError: for another number of buffers, or one that is no chunk.
     """
+    return _each_of(buffers, "chunks", count, lambda buffer: bytes_of(buffer, size))
+
+
+def targets_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:
+    """The memory of `count` buffers of `size` bytes each, to be written to.
+
+    Raises:
+        KVStoreError: for another number of buffers, or one that cannot be written to in place.
+    """
+    return _each_of(buffers, "buffers", count, lambda buffer: _memory_of(buffer, size))
+
+
+def _each_of(
+    buffers: Iterable[object],
+    what: str,
+    count: int,
+    take: Callable[[object], npt.NDArray[np.uint8]],
+) -> list[npt.NDArray[np.uint8]]:
     try:
         each = iter(buffers)
     except TypeError as error:
         raise KVStoreError(
-            f"buffers must be a list or another iterable of chunks, not {_kind(buffers)}"
+            f"buffers must be a list or another iterable of {what}, not {_kind(buffers)}"
         ) from error
-    sources = [bytes_of(buffer, size) for buffer in each]
-    if len(sources) != count:
-        raise KVStoreError(f"{count} keys but {len(sources)} buffers")
-    return sources
+    taken = [take(buffer) for buffer in each]
+    if len(taken) != count:
+        raise KVStoreError(f"{count} keys but {len(taken)} buffers")
+    return taken
 
 
 def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
@@ -132,24 +150,6 @@ def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
     if flat.size != size:
         raise KVStoreError(f"a chunk must have {size} bytes, not {flat.size}")
     return flat
-
-
-def targets_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:
-    """The memory of `count` buffers of `size` bytes each, to be written to.
-
-    Raises:
-        KVStoreError: for another number of buffers, or one that cannot be written to in place.
-    """
-    try:
-        each = iter(buffers)
-    except TypeError as error:
-        raise KVStoreError(
-            f"buffers must be a list or another iterable of buffers, not {_kind(buffers)}"
-        ) from error
-    targets = [_memory_of(buffer, size) for buffer in each]
-    if len(targets) != count:
-        raise KVStoreError(f"{count} keys but {len(targets)} buffers")
-    return targets
 
 
 def _memory_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:

@@ -18,6 +18,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.concurrency import Home
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.policies.parameters import shown
@@ -25,7 +28,6 @@ from kvstore.sizes import format_size
 from kvstore.types import about
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
 
 __all__ = ["Chunks", "Lease", "Onlookers"]
@@ -94,8 +96,6 @@ class Chunks(Sequence[memoryview]):
             LeaseEndedError: if the lease has ended.
             KVStoreError: if the chunk has no whole number of elements, or another number of them.
         """
-        import numpy as np
-
         view = self[operator.index(index)]
         try:
             flat: npt.NDArray[Any] = np.frombuffer(view, dtype)

@@ -40,7 +40,6 @@ HOST_ALONE = Choice("hit-density", (("whole_stores", True),))
 _SHORT = ("host", "disk", "disk_bytes")
 """Keys that are short for `cpu_bytes_to_use` and for one disk tier."""
 
-
 _SAME = {
     "host": ("cpu_bytes_to_use",),
     "cpu_bytes_to_use": ("host",),
@@ -369,22 +368,22 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> dict[str, Any
         ConfigError: for a file that cannot be read or is not TOML; for a variable that is no key;
             if there is no variable.
     """
-    path = variables.get(PREFIX)
-    given = sorted(name for name in variables if name.startswith(f"{PREFIX}_"))
+    path, begin = variables.get(PREFIX), f"{PREFIX}_"
+    names = sorted(name for name in variables if name.startswith(begin))
+    given = {name.removeprefix(begin).lower(): name for name in names}
     if not given and not path:
         raise ConfigError(f"no configuration: give one, or set {PREFIX} to the path of one")
     values = read_toml(path) if path else {}
     keys = attrs.fields_dict(Config)
-    for name in given:
+    for key in given:
         # What means the same in the file gives way.
-        for other in _SAME.get(name.removeprefix(f"{PREFIX}_").lower(), ()):
+        for other in _SAME.get(key, ()):
             values.pop(other, None)
-    for name in given:
-        key = name.removeprefix(f"{PREFIX}_").lower()
+    for key, name in given.items():
         if key not in keys and key not in _SHORT:
             allowed = [*keys, *_SHORT]
             raise ConfigError(
-                f"unknown variable {name}: {_meant(key, allowed)}after {PREFIX}_ comes one of: "
+                f"unknown variable {name}: {_meant(key, allowed)}after {begin} comes one of: "
                 f"{', '.join(allowed).upper()}"
             )
         values[key] = _from_text(keys.get(key), variables[name])

@@ -11,17 +11,17 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from xxhash import xxh3_128
 
 from kvstore.api.sync import open_sync
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
-from kvstore.maintenance.survey import Fault, NamespaceSurvey, survey
+from kvstore.maintenance.survey import Fault, NamespaceSurvey, payload_pieces, survey
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.pinned import round_to_page
@@ -47,14 +47,8 @@ HOST_BYTES = 64 * 2**20
 """Host memory through which chunks are imported, at least two of them."""
 
 
-class Progress(Protocol):
-    """Told how many bytes are done."""
-
-    def __call__(self, done: float, total: float, text: str = "") -> None: ...
-
-
-def _nothing(done: float, total: float, text: str = "") -> None:
-    pass
+Progress = Callable[[float, float], object]
+"""Told how much is done, and of how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +159,9 @@ def read_chunk(place: Place) -> bytes | None:
 
 
 def _checked(fd: int, offset: int, size: int, digest: bytes) -> bytes | None:
-    parts, done = [], 0
+    payload = b""
     with contextlib.suppress(OSError, OverflowError):
-        while done < size:
-            part = os.pread(fd, min(size - done, 2**30), offset + done)
-            if not part:
-                break
-            parts.append(part)
-            done += len(part)
-    payload = b"".join(parts)
+        payload = b"".join(payload_pieces(fd, offset, size))
     return payload if xxh3_128(payload).digest() == digest else None
 
 
@@ -187,7 +175,7 @@ def export_bundle(
     keys: Collection[bytes] | None = None,
     used_since_ms: float = 0,
     replace: bool = False,
-    progress: Progress = _nothing,
+    progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the chunks of a namespace, or those of `keys`, to a bundle; also beside a server.
 
@@ -313,7 +301,7 @@ def import_bundle(
     path: str | os.PathLike[str],
     *,
     capacity_bytes: int | None = None,
-    progress: Progress = _nothing,
+    progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Store the chunks of a bundle in the cache at `path`, in the namespace that they are from.
 

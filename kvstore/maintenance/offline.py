@@ -120,7 +120,6 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
 def compact(
     path: PathLike,
     *,
-    namespace: str | None = None,
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda moved, live: None,
     strict_modes: bool = True,
@@ -128,17 +127,16 @@ def compact(
     """Compact every lane at `path` that no process owns.
 
     Args:
-        namespace: only in the namespace of that name.
         dry_run: only report what would be freed.
         progress: called with the number of chunks moved so far and of live chunks in a lane.
         strict_modes: refuse lanes that other users own or may write to.
 
     Raises:
-        KVStoreError: if `path` is not a folder or holds no namespace, or none of that name.
+        PathUnusableError: if `path` is not a folder or holds no namespace.
     """
     trust = Trust(strict_modes)
     done = []
-    for its in namespaces_to_change(path, namespace):
+    for its in namespaces_to_change(path):
         if Path(its.path).is_symlink():
             done.append(CompactedLane(its.path, None, refused=_link(its)))
             continue

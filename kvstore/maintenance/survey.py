@@ -30,6 +30,7 @@ __all__ = [
     "Progress",
     "SegmentSurvey",
     "check_folder",
+    "payload_pieces",
     "survey",
     "verify",
 ]
@@ -318,17 +319,33 @@ def _verify_segment(
             yield Fault(str(path), slot, what, key.hex())
 
 
+def payload_pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
+    """Read up to `size` bytes, to the end of the file at most.
+
+    They come in pieces: `size` may be damaged, and shall cost no memory then.
+
+    Raises:
+        OSError, OverflowError: as the system says.
+    """
+    end = offset + size
+    while offset < end:
+        piece = os.pread(fd, min(READ_BYTES, end - offset), offset)
+        if not piece:
+            return
+        yield piece
+        offset += len(piece)
+
+
 def _payload_fault(fd: int, offset: int, size: int, digest: bytes) -> str | None:
-    """Return what is wrong with a payload, or None. Reads in pieces: `size` may be damaged."""
+    """Return what is wrong with a payload, or None."""
     found = xxh3_128()
     done = 0
     try:
-        while done < size:
-            piece = os.pread(fd, min(READ_BYTES, size - done), offset + done)
-            if not piece:
-                return f"truncated: only {done} of {size} bytes exist"
+        for piece in payload_pieces(fd, offset, size):
             found.update(piece)
             done += len(piece)
     except (OSError, OverflowError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if done < size:
+        return f"truncated: only {done} of {size} bytes exist"
     return None if found.digest() == digest else "payload does not match its digest"

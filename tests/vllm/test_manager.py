@@ -623,3 +623,13 @@ def test_mla_that_computes_prompts_from_their_first_token_only_is_refused() -> N
         check_continues(fine)
     with pytest.raises(ConfigError, match="MLA on this CPU"):
         check_continues(engine(True, False))
+
+
+def test_the_command_that_checks_a_configuration_knows_the_keys_of_vllm() -> None:
+    """It cannot import what says so, as vLLM is not installed everywhere."""
+    from kvstore.connector.spec import CONNECTOR_KEYS as OURS
+    from kvstore.tools.config import VLLM_KEYS
+    from kvstore.vllm.spec import BUDGET_KEY, CONNECTOR_KEYS
+
+    named = {"automatic_identity", "fingerprint_weights"}
+    assert OURS | CONNECTOR_KEYS | {BUDGET_KEY} | named == VLLM_KEYS
