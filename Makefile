@@ -15,13 +15,16 @@ TESTS := $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-
 OVERLAY := $(BIN)/python tests/vllm/overlay.py
 VLLM33 := $(CURDIR)/.vllm-0.33
 
+# What a package brings that is only unpacked: see tests/unpacked.py.
+OF_PEER = $(BIN)/python -m tests.unpacked $@ && KVSTORE_PEER=$@ $(BIN)/python -m pytest -p no:warnings tests/$@
+
 # Many tests start interpreters: to compile what they import takes longer than most of them.
 export PYTHONDONTWRITEBYTECODE :=
 
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help demo test quick check unit vllm vllm33 vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
+.PHONY: help demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -33,10 +36,10 @@ help:
 	    /^[a-z0-9-]+:/ {if (text) printf "%-14s%s\n", substr($$1, 1, index($$1, ":") - 1), text} \
 	    /^$$/ {text = ""}' Makefile
 
-# Every check and test, on vLLM 0.32 and 0.33.
+# Every check and test, on vLLM 0.32 and 0.33, and below SGLang and LMCache.
 test: check
 	@$(TESTS) -m "not slow"
-	@$(MAKE) --no-print-directory vllm33
+	@$(MAKE) --no-print-directory sglang lmcache vllm33
 
 # What starts no engine and no server: under two minutes.
 QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
@@ -62,6 +65,14 @@ NOT_TWICE += -k "not turmoil or not two"
 vllm33: $(READY)
 	@$(OVERLAY) 0.33.0 $(VLLM33)
 	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
+
+# SGLang's controller and pools over kvstore, on the CPU: downloads 39 MB, once.
+sglang: $(READY)
+	@$(OF_PEER)
+
+# LMCache's prefetch and store of its second level over kvstore: downloads 17 MB, once.
+lmcache: $(READY)
+	@$(OF_PEER)
 
 # Older releases over their own scheduler and connector: downloads 120 MB for each, once.
 vllm-versions: $(READY) $(OLDER:%=vllm-%)

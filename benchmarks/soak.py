@@ -50,6 +50,9 @@ GROWTH_PART = 0.03
 """What the second half of the rest may have more than the first, before it counts as growth."""
 GROWTH_DESCRIPTORS = 2
 
+GROWTH_SAMPLES = 20
+"""Looks at a settled process, one a second, below which nothing is said about growth."""
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -225,6 +228,7 @@ def judge(times: Sequence[float], samples: Sequence[dict[str, int]]) -> tuple[An
     wrong = []
     settled = [index for index, at in enumerate(times) if at >= WARM_UP * times[-1]]
     middle = len(settled) // 2
+    long = len(settled) >= GROWTH_SAMPLES
     for name in samples[0]:
         values = [samples[index][name] for index in settled]
         first, last = statistics.median(values[:middle]), statistics.median(values[middle:])
@@ -237,10 +241,11 @@ def judge(times: Sequence[float], samples: Sequence[dict[str, int]]) -> tuple[An
             "per_hour": round(slope([times[index] for index in settled], values), 1),
         }
         more = last - first
-        if name in ("rss", "pss") and more > GROWTH_BYTES + GROWTH_PART * first:
+        if long and name in ("rss", "pss") and more > GROWTH_BYTES + GROWTH_PART * first:
             wrong.append(f"{name} grows: {first:.0f} to {last:.0f} bytes")
         if (
-            name in ("own_descriptors", "stray_descriptors", "threads")
+            long
+            and name in ("own_descriptors", "stray_descriptors", "threads")
             and more > GROWTH_DESCRIPTORS
         ):
             wrong.append(f"{name} grow: {first:.0f} to {last:.0f}")

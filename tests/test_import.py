@@ -231,13 +231,15 @@ def test_a_circle_is_found() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
 
-def test_vllm_is_known_only_below_its_own_folder() -> None:
+@pytest.mark.parametrize("server", ["vllm", "sglang", "lmcache"])
+def test_a_server_is_known_only_to_the_room_of_its_name(server: str) -> None:
+    room = HOME / "kvstore" / server
     for file in sources(*FOLDERS):
-        if (HOME / "kvstore" / "vllm") in file.parents:
+        if room in file.parents or file == room.with_suffix(".py"):
             continue
         for line, module in imports_of(file):
             place = f"{file.relative_to(HOME)}:{line}"
-            assert not within(module, ("vllm", "kvstore.vllm")), place
+            assert not within(module, (server, f"kvstore.{server}")), place
 
 
 def test_test_tools_are_known_only_to_the_published_suites() -> None:
@@ -250,8 +252,8 @@ def test_test_tools_are_known_only_to_the_published_suites() -> None:
 
 
 def test_torch_is_imported_only_where_it_is_used() -> None:
-    """At the head of a module it would be imported along; two rooms are about it."""
-    rooms = {HOME / "kvstore" / "vllm", HOME / "kvstore" / "device"}
+    """At the head of a module it would be imported along; three rooms are about it."""
+    rooms = {HOME / "kvstore" / name for name in ("vllm", "device", "sglang")}
     for file in sources(*FOLDERS):
         if rooms & {*file.parents}:
             continue

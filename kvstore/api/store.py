@@ -187,6 +187,17 @@ class Store:
         self._driver.check()
         return self._core.contains_prefix(check_keys(keys))
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether host memory or a tier holds it, for each of `keys`.
+
+        As `contains_prefix`, for keys that are no prefix: their order means nothing.
+
+        Raises:
+            KVStoreError: for bad keys, on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        return self._core.contains(check_keys(keys))
+
     def prefetch(self, keys: Sequence[bytes]) -> int:
         """Fetch leading `keys` to host memory before they are asked for.
 

@@ -111,6 +111,10 @@ class SyncStore:
         """Return how many leading `keys` host memory or a tier holds, without side effects."""
         return self._calls.ask(lambda: self._store.contains_prefix(keys))
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether host memory or a tier holds it, for each of `keys`."""
+        return self._calls.ask(lambda: self._store.contains(keys))
+
     def prefetch(self, keys: Sequence[bytes]) -> int:
         """Fetch leading `keys` to host memory before they are asked for."""
         return self._calls.ask(lambda: self._store.prefetch(keys))

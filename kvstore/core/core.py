@@ -57,6 +57,10 @@ class Core(CoreSteps):
         """Return how many leading `keys` host memory or a tier holds; fetches and keeps nothing."""
         return self._lookups.contains_prefix(keys)
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether host memory or a tier holds it, for each of `keys`; fetches and keeps nothing."""
+        return self._lookups.contains(keys)
+
     def is_waiting(self, request_id: str) -> bool:
         """Whether every lookup of this request is "ask again" for now."""
         return self._lookups.is_waiting(request_id)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.host import HostPool
@@ -241,16 +241,19 @@ class Lookups:
 
         This is no lookup: nothing is counted, fetched or kept.
         """
-        tiers = [tier for tier in self._tiers if tier.health.readable]
-        for count, key in enumerate(keys):
+        there = self._held(keys)
+        return next((count for count, held in enumerate(there) if not held), len(keys))
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether host memory or a readable tier holds it, for each of `keys`; no lookup either."""
+        return list(self._held(keys))
+
+    def _held(self, keys: Sequence[bytes]) -> Iterator[bool]:
+        tiers = [tier.entries for tier in self._tiers if tier.health.readable]
+        for key in keys:
             chunk = self._chunk_of(key)
-            if key in self._hidden:
-                return count
-            if (chunk is None or chunk.state < READY) and not any(
-                key in tier.entries for tier in tiers
-            ):
-                return count
-        return len(keys)
+            ready = chunk is not None and chunk.state >= READY
+            yield key not in self._hidden and (ready or any(key in held for held in tiers))
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether every lookup of this request is "ask again" for now."""

@@ -31,6 +31,8 @@ async def test_it_tells_of_host_memory_and_of_the_disk_and_changes_nothing(
         assert store.contains_prefix([B[2], *B]) == 0
         assert store.contains_prefix([]) == 0
         assert store.contains_prefix(tuple(A[:2])) == 2
+        assert store.contains([B[3], A[0], B[1], A[5]]) == [False, True, True, False]
+        assert store.contains([]) == []
         await asyncio.sleep(0.05)
         assert asdict(store.stats()) == before
         assert list(store._assembly.recency()[0]) == order
@@ -45,6 +47,7 @@ async def test_it_is_no_use_of_a_chunk(open_store: Open) -> None:
             await store.put([key], payloads([key]))
         for _ in range(10):
             assert store.contains_prefix(A[:1]) == 1
+            assert store.contains(A[:1]) == [True]
         await store.put(B[:1], payloads(B[:1]))
         assert store.contains_prefix(A[:1]) == 0
         assert store.contains_prefix(A[1:4]) == 3

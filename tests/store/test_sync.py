@@ -89,6 +89,7 @@ def _get(store: SyncStore, keys: Sequence[bytes] = KEYS, seconds: float | None =
 
 CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "lookup_prefix": lambda store: store.lookup_prefix(KEYS),
+    "contains": lambda store: store.contains(KEYS),
     "contains_prefix": lambda store: store.contains_prefix(KEYS),
     "resolve": lambda store: store.resolve(KEYS),
     "put": lambda store: store.put(KEYS, payloads(KEYS)),

@@ -1,0 +1,259 @@
+"""LMCache: kvstore as an L2 adapter, loaded by name.
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvstore.lmcache",
+      "class_name": "KVStoreL2Adapter", "adapter_params": {
+        "host": "4GiB", "disk": "/nvme/kv", "disk_bytes": "2TiB", "chunk_bytes": "32MiB",
+        "identity": {"weights": "v1"}}}'
+
+An object of LMCache is a chunk. LMCache's own memory is the tier above; kvstore's host memory is
+what its copies pass through. Tasks run in threads here; a fault is a task that failed, or an object
+that is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import attrs
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+import kvstore
+from kvstore.config import Config, DiskConfig
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.types import about
+
+__all__ = ["KVStoreL2Adapter"]
+
+logger = logging.getLogger("kvstore")
+
+_T = TypeVar("_T")
+
+TASKS_AT_ONCE = 8
+"""More wait for their turn."""
+
+LOCK_SECONDS = 30.0
+"""How long what a lookup found is kept for a load that does not come."""
+
+
+class KVStoreL2Adapter(L2AdapterInterface):
+    """An L2 adapter of LMCache over tiers of kvstore; for LMCache 0.5.6.
+
+    Every object must have ``chunk_bytes`` bytes; one of another size is not stored, and its size
+    told once. kvstore keeps the disk within its limit by its own policy, so LMCache's eviction and
+    quotas have nothing to do here. Model, rank, group and salt of an object are part of its key.
+
+    Raises:
+        KVStoreError: for a configuration or a path that cannot be used.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        config = Config.from_mapping(params)
+        if config.chunk_bytes is None:
+            raise ConfigError(
+                "missing key chunk_bytes: the size of LMCache's objects; bytes of a token in one "
+                "rank and group, times the tokens of a chunk (256)"
+            )
+        identity = {"engine": "lmcache", **(config.identity or {})}
+        self._capacity = sum(
+            tier.capacity_bytes for tier in config.tiers if isinstance(tier, DiskConfig)
+        )
+        self._timeout = config.max_wait_s
+        self._store = kvstore.open_sync(attrs.evolve(config, identity=identity))
+        self._workers = ThreadPoolExecutor(TASKS_AT_ONCE, "kvstore-lmcache")
+        self._lock = threading.Lock()
+        self._next = 0
+        self._stores: _Tasks[L2StoreResult] = _Tasks()
+        self._lookups: _Tasks[Bitmap] = _Tasks()
+        self._loads: _Tasks[Bitmap] = _Tasks()
+        self._failed = False
+
+    # -- events --------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        """Descriptor that becomes readable when a store has ended."""
+        return self._stores.descriptor
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Descriptor that becomes readable when a lookup has ended."""
+        return self._lookups.descriptor
+
+    def get_load_event_fd(self) -> int:
+        """Descriptor that becomes readable when a load has ended."""
+        return self._loads.descriptor
+
+    # -- tasks ---------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        """Store objects, in order, as far as there is room."""
+        return self._submit(
+            self._stores, lambda: self._write(keys, objects), L2StoreResult(False, 0)
+        )
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Take the results of the stores that have ended."""
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Look objects up, and keep those that are there for the load that follows."""
+        return self._submit(self._lookups, lambda: self._find(keys), Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Take the result of a lookup; None while there is none."""
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Let objects leave again. Without it they may leave after half a minute."""
+        self._workers.submit(
+            lambda: self._tried(lambda: self._store.unpin([_key(key) for key in keys]), 0)
+        )
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        """Copy what is there into `objects`; the others keep what they hold."""
+        return self._submit(self._loads, lambda: self._read(keys, objects), Bitmap(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Take the result of a load; None while there is none."""
+        return self._loads.take(task_id)
+
+    # -- the whole -----------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Remove objects from host memory and every tier; waits for it."""
+        names = [_key(key) for key in keys]
+        there = self._tried(lambda: self._store.contains(names), [False] * len(keys))
+        self._tried(lambda: self._store.remove(names), 0)
+        gone = [key for key, held in zip(keys, there, strict=True) if held]
+        if gone:
+            self._notify_keys_deleted(gone, [self._store.chunk_bytes] * len(gone))
+
+    def get_usage(self) -> AdapterUsage:
+        """Return the bytes on disk and their limit; kvstore does not count them by salt."""
+        stats = self._tried(self._store.stats, None)
+        used = 0 if stats is None else sum(tier.used_bytes for tier in stats.tiers)
+        return AdapterUsage(total_bytes_used=used, total_capacity_bytes=self._capacity)
+
+    def report_status(self) -> dict[str, Any]:
+        """Return whether tiers answer, and what they are."""
+        stats = self._tried(self._store.stats, None)
+        return {
+            "is_healthy": stats is not None
+            and not any(tier.closed or tier.stalled or tier.away for tier in stats.tiers),
+            "type": type(self).__name__,
+            "store": self._store.description,
+            "capacity_bytes": self._capacity,
+        }
+
+    def close(self) -> None:
+        """End in order: tasks are waited for, and what is on its way to a tier."""
+        self._workers.shutdown()
+        self._store.close()
+        for tasks in (self._stores, self._lookups, self._loads):
+            tasks.close()
+
+    def _submit(self, tasks: _Tasks[_T], work: Callable[[], _T], otherwise: _T) -> int:
+        with self._lock:
+            number = self._next = self._next + 1
+        self._workers.submit(lambda: tasks.ended(number, self._tried(work, otherwise)))
+        return number
+
+    def _write(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> L2StoreResult:
+        names = [_key(key) for key in keys]
+        # What is there already was told when it came.
+        before = self._store.contains(names)
+        buffers = (one.byte_array for one in objects)
+        stored = self._store.put(names, buffers, timeout=self._timeout)
+        size = self._store.chunk_bytes
+        new = [key for key, held in zip(keys[:stored], before, strict=False) if not held]
+        if new:
+            self._notify_keys_stored(new, [size] * len(new))
+        return L2StoreResult(stored == len(keys), size * len(new))
+
+    def _find(self, keys: Sequence[ObjectKey]) -> Bitmap:
+        names = [_key(key) for key in keys]
+        there = [at for at, held in enumerate(self._store.contains(names)) if held]
+        if there:
+            self._store.pin([names[at] for at in there], LOCK_SECONDS, host=False)
+        return _bitmap(len(keys), there)
+
+    def _read(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Bitmap:
+        names = [_key(key) for key in keys]
+        buffers = [one.byte_array for one in objects]
+        filled: list[int] = []
+        at = 0
+        while at < len(names):
+            count = self._store.get_into(names[at:], buffers[at:], timeout=self._timeout)
+            filled += range(at, at + count)
+            at += count + 1  # The one after them is not there.
+        if filled:
+            self._notify_keys_accessed([keys[at] for at in filled])
+        return _bitmap(len(keys), filled)
+
+    def _tried(self, call: Callable[[], _T], otherwise: _T) -> _T:
+        """The result of a call; a fault is told once until a call succeeds."""
+        try:
+            result = call()
+        except (KVStoreError, TimeoutError) as error:
+            if not self._failed:
+                logger.warning(
+                    "kvstore: objects are not read or stored: %s", error,
+                    extra=about("lmcache.failed"),
+                )  # fmt: skip
+            self._failed = True
+            return otherwise
+        self._failed = False
+        return result
+
+
+class _Tasks(Generic[_T]):
+    """Results of one kind of task, until they are taken, and a descriptor that tells of them."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self._results: dict[int, _T] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def descriptor(self) -> int:
+        return int(self._notifier.fileno())
+
+    def ended(self, number: int, result: _T) -> None:
+        with self._lock:
+            self._results[number] = result
+        self._notifier.notify()
+
+    def take(self, number: int) -> _T | None:
+        with self._lock:
+            return self._results.pop(number, None)
+
+    def take_all(self) -> dict[int, _T]:
+        with self._lock:
+            taken, self._results = self._results, {}
+        return taken
+
+    def close(self) -> None:
+        self._notifier.close()
+
+
+def _key(key: ObjectKey) -> bytes:
+    """All that names an object of LMCache, as a key."""
+    name = f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@{key.cache_salt}@"
+    return hashlib.sha256(name.encode() + key.chunk_hash).digest()
+
+
+def _bitmap(count: int, those: Iterable[int]) -> Bitmap:
+    bitmap = Bitmap(count)
+    for at in those:
+        bitmap.set(at)
+    return bitmap

@@ -1,0 +1,389 @@
+"""HiCacheKVStore: what SGLang calls, over a store for each of its pools."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvstore.config import Config, DiskConfig
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.sglang.pool import Pool, keys_of
+from kvstore.types import about
+
+__all__ = ["HiCacheKVStore"]
+
+logger = logging.getLogger("kvstore")
+
+_T = TypeVar("_T")
+
+OWN = "kvstore"
+"""Key of SGLang's extra configuration under which kvstore's stands."""
+
+KV = "kv"
+"""Name of the pool of attention, which every model has."""
+
+SHARDED = ("mamba",)
+"""Pools whose pages differ between ranks even where all ranks hold the same attention."""
+
+_DECIDED = ("chunk_bytes", "keep_events")
+"""Keys that follow from SGLang's host pool."""
+
+
+class HiCacheKVStore(HiCacheStorage):
+    """A storage backend of SGLang over tiers of kvstore; for SGLang 0.5.23.
+
+    Each pool of SGLang (attention, states, indexers) has a store of its own. Host memory and disk
+    are divided among them as SGLang divides its host memory. Sizes are those of one rank.
+
+    With `interface_v1` pages of attention are copied from and to SGLang's pool, in any layout that
+    it has. Without it, and for the other pools, they pass as tensors, which costs one copy more.
+
+    Raises:
+        KVStoreError: for a configuration that cannot be used, before the model is loaded.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._engine = storage_config
+        extra = storage_config.extra_config or {}
+        values = extra.get(OWN)
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"missing key {OWN} in hicache-storage-backend-extra-config: a table such as "
+                '{"host": "4GiB", "disk": "/nvme/kv", "disk_bytes": "2TiB", '
+                '"identity": {"weights": "v1"}}'
+            )
+        for key in _DECIDED:
+            if key in values:
+                raise ConfigError(f"{OWN}.{key}: SGLang decides it; leave it out")
+        self._config = Config.from_mapping(values)
+        self._in_place = bool(extra.get("interface_v1"))
+        self._pools: dict[str, Pool] = {}
+        self._open = False
+        self._failed = False
+        self._moves = _Moves()
+
+    # -- pools ---------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool of attention.
+
+        Raises:
+            KVStoreError: if it has no pages.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self.close()
+        self._pools = {KV: Pool(KV, mem_pool_host, in_place=self._in_place)}
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a further pool; one that comes when the stores are open is not kept.
+
+        Raises:
+            KVStoreError: if it has no pages.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name in self._pools:
+            return
+        if self._open:
+            logger.warning(
+                "kvstore: pool %s came late: its pages are not kept, and prompts that need them "
+                "are not found", name, extra=about("sglang.late", pool=name),
+            )  # fmt: skip
+            return
+        self._pools[name] = Pool(name, host_pool, in_place=False)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the stores.
+
+        Raises:
+            KVStoreError: if a path, or a size after its division among pools, cannot be used.
+        """
+        whole = sum(pool.bytes for pool in self._pools.values())
+        self._open = True
+        try:
+            for pool in self._pools.values():
+                share = pool.bytes / whole
+                try:
+                    pool.open(self._config_of(pool, share))
+                except ConfigError as error:
+                    if len(self._pools) == 1:
+                        raise
+                    raise ConfigError(
+                        f"{error} (SGLang's pool {pool.name} gets {share:.1%} of each size)"
+                    ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _config_of(self, pool: Pool, share: float) -> Config:
+        whole = self._config
+        given = dict(whole.identity or {})
+        tiers = [
+            _divided(tier, share) if isinstance(tier, DiskConfig) else tier for tier in whole.tiers
+        ]
+        return attrs.evolve(
+            whole,
+            chunk_bytes=pool.page_bytes,
+            cpu_bytes_to_use=int(whole.cpu_bytes_to_use * share),
+            tiers=tiers,
+            identity={**self._identity(pool), **given},
+            # A socket and a file have one owner.
+            control=whole.control if pool.name == KV else None,
+            record_trace=whole.record_trace if pool.name == KV else None,
+        )
+
+    def _identity(self, pool: Pool) -> dict[str, Any]:
+        """What makes pages exchangeable; the operator names the weights."""
+        engine = self._engine
+        shared = engine.is_mla_model and pool.name not in SHARDED
+        return {
+            "model": engine.model_name,
+            "engine": "sglang",
+            "pool": pool.name,
+            **pool.format,
+            "tp": None if shared else [engine.tp_rank, engine.tp_size],
+            "pp": [engine.pp_rank, engine.pp_size],
+            "cp": [engine.attn_cp_rank, engine.attn_cp_size],
+            "dcp": [engine.dcp_rank, engine.dcp_size, engine.logical_page_size],
+            "heads": [bool(engine.should_split_heads), engine.tp_lcm_size],
+        }
+
+    # -- pages of attention --------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether host memory or a tier has the page."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Return how many leading pages there are; shared stores are asked, disks are not read."""
+        return self._tried(lambda: self._pools[KV].leading(keys), 0)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Copy the leading pages that there are into SGLang's pool."""
+        return _leading(self._read(KV, keys, host_indices), keys)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """Store pages from SGLang's pool, in the order of the prompt, as far as there is room."""
+        return _leading(self._write(KV, keys, host_indices), keys)
+
+    # -- pages of several pools ----------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: Any = None,
+    ) -> PoolTransferResult:
+        """Return the longest prefix for which every pool has what its policy asks for."""
+        found = self.batch_exists(keys)
+        hits = {KV: found} if found else {}
+        lengths = list(range(1, found + 1))
+        for transfer in pool_transfers or []:
+            name = str(transfer.name)
+            good = self._usable(name, transfer, keys[:found])
+            if good:
+                hits[name] = max(good)
+            lengths = [length for length in lengths if length in good]
+        return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        """Copy the leading pages of each transfer into its pool."""
+        return self._transfer(transfers, self._read)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        """Store the pages of each transfer from its pool."""
+        return self._transfer(transfers, self._write)
+
+    def _usable(self, name: str, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
+        """Lengths of the prefix at which this pool has what is needed."""
+        pool = self._pools.get(name)
+        if pool is None:
+            return set()
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return set(range(1, self._tried(lambda: pool.leading(keys), 0) + 1))
+        if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+            return set()
+        there: list[bool] = self._tried(lambda: pool.each(keys), [])
+        needed = max(1, len(transfer.keys or ()))
+        run, good = 0, set()
+        for length, held in enumerate(there, 1):
+            run = run + 1 if held else 0
+            if run >= min(needed, length):
+                good.add(length)
+        return good
+
+    def _transfer(
+        self,
+        transfers: Sequence[PoolTransfer],
+        move: Callable[[str, Sequence[str], torch.Tensor], int],
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            name, keys = str(transfer.name), transfer.keys or []
+            moved = 0
+            if name in self._pools and transfer.host_indices is not None:
+                moved = move(name, keys, transfer.host_indices)
+            results[transfer.name] = _leading(moved, keys)
+        return results
+
+    # -- pages as tensors ----------------------------------------------------------------
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """Copy one page of attention to a tensor, by default a new one; None if there is none."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Copy the leading pages that there are to tensors; None for each of the others."""
+        pool = self._pools[KV]
+        if target_locations is None:
+            target_locations = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in keys]
+        targets = list(target_locations)
+        begun = time.perf_counter()
+        filled = self._tried(lambda: pool.store.get_into(keys_of(keys), targets), 0)
+        self._moves.read(filled, pool.page_bytes, time.perf_counter() - begun)
+        return [target if at < filled else None for at, target in enumerate(targets)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store one page of attention; whether the store has it now."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store pages of attention; whether the store has all of them now."""
+        pool = self._pools[KV]
+        begun = time.perf_counter()
+        stored = self._tried(
+            lambda: pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s), 0
+        )
+        self._moves.wrote(stored, pool.page_bytes, time.perf_counter() - begun)
+        return stored == len(keys)
+
+    # -- the whole -----------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Forget everything, on every tier; whether that was done."""
+        return self._tried(self._reset, False)
+
+    def _reset(self) -> bool:
+        for pool in self._pools.values():
+            pool.store.reset()
+        return True
+
+    def get_stats(self) -> Any:
+        """Return pages and GB/s of the transfers since the last call, for SGLang's metrics."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        moves, self._moves = self._moves, _Moves()
+        return StorageMetrics(
+            moves.read_pages, moves.written_pages, moves.read_gbps, moves.written_gbps
+        )
+
+    def close(self) -> None:
+        """Close the stores in order: what is on its way to a tier is waited for."""
+        self._open = False
+        for pool in self._pools.values():
+            pool.close()
+
+    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
+        pool = self._pools[name]
+        begun = time.perf_counter()
+        done = self._counted(pool.read(keys, indices))
+        self._moves.read(done, pool.page_bytes, time.perf_counter() - begun)
+        return done
+
+    def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
+        pool = self._pools[name]
+        begun = time.perf_counter()
+        done = self._counted(pool.write(keys, indices, self._config.max_wait_s))
+        self._moves.wrote(done, pool.page_bytes, time.perf_counter() - begun)
+        return done
+
+    def _counted(self, pieces: Iterator[int]) -> int:
+        """How many pages were moved before the end or a fault."""
+        moved = 0
+
+        def move() -> None:
+            nonlocal moved
+            for count in pieces:
+                moved += count
+
+        self._tried(move, None)
+        return moved
+
+    def _tried(self, call: Callable[[], _T], otherwise: _T) -> _T:
+        """The result of a call; a fault is a miss, and told once until a call succeeds."""
+        try:
+            result = call()
+        except (KVStoreError, TimeoutError) as error:
+            if not self._failed:
+                logger.warning(
+                    "kvstore: pages are not read or stored: %s", error, extra=about("sglang.failed")
+                )
+            self._failed = True
+            return otherwise
+        self._failed = False
+        return result
+
+
+@attrs.define
+class _Moves:
+    """Transfers since SGLang last asked."""
+
+    read_pages: list[int] = attrs.field(factory=list)
+    written_pages: list[int] = attrs.field(factory=list)
+    read_gbps: list[float] = attrs.field(factory=list)
+    written_gbps: list[float] = attrs.field(factory=list)
+
+    LIMIT = 10_000
+    """Transfers that are kept for a caller who never asks."""
+
+    def read(self, pages: int, size: int, seconds: float) -> None:
+        if pages and len(self.read_pages) < self.LIMIT:
+            self.read_pages.append(pages)
+            self.read_gbps.append(pages * size / 1e9 / seconds)
+
+    def wrote(self, pages: int, size: int, seconds: float) -> None:
+        if pages and len(self.written_pages) < self.LIMIT:
+            self.written_pages.append(pages)
+            self.written_gbps.append(pages * size / 1e9 / seconds)
+
+
+def _divided(tier: DiskConfig, share: float) -> DiskConfig:
+    """This share of a disk; its segments become smaller where few would be left."""
+    capacity = int(tier.capacity_bytes * share)
+    segment = tier.segment_bytes if share == 1 else min(tier.segment_bytes, capacity // 8)
+    return attrs.evolve(tier, capacity_bytes=capacity, segment_bytes=segment)
+
+
+def _leading(count: int, keys: Sequence[str]) -> list[bool]:
+    return [at < count for at in range(len(keys))]

@@ -1,0 +1,162 @@
+"""Pool: pages of one host pool of SGLang, as chunks of a store."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kvstore
+from kvstore.config import Config
+from kvstore.errors import KVStoreError
+from kvstore.types import about
+
+__all__ = ["Pool", "keys_of"]
+
+logger = logging.getLogger("kvstore")
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class Pool:
+    """Pages of one host pool of SGLang, as chunks of a store."""
+
+    def __init__(self, name: str, pool: Any, *, in_place: bool) -> None:
+        self.name = name
+        self._pool = pool
+        self._in_place = in_place
+        self._store: kvstore.SyncStore | None = None
+        self._asks = False
+        self._piece = 1
+        page = pool.get_dummy_flat_data_page()
+        parts = [page.numel() * page.element_size()]
+        if in_place:
+            _, parts = pool.get_page_buffer_meta(torch.arange(pool.page_size))
+        self.page_bytes = sum(parts)
+        self.bytes = pool.size * pool.size_per_token
+        if not self.page_bytes or not self.bytes:
+            raise KVStoreError(f"SGLang's pool {name} has no pages of its own: it cannot be stored")
+        self.format = {
+            "dtype": str(pool.dtype),
+            "layout": str(pool.layout),
+            "page_tokens": pool.page_size,
+            "parts": list(parts),
+            "interface": "memory" if in_place else "tensor",
+        }
+
+    @property
+    def store(self) -> kvstore.SyncStore:
+        """The open store.
+
+        Raises:
+            KVStoreError: when it is closed.
+        """
+        if self._store is None:
+            raise KVStoreError(f"the store of SGLang's pool {self.name} is closed")
+        return self._store
+
+    def open(self, config: Config) -> None:
+        self._store = store = kvstore.open_sync(config)
+        self._asks = any(tier.is_store for tier in config.tiers)
+        # Two pieces fit: one is copied while the next is fetched.
+        self._piece = max(1, store.stats().rows // 2)
+        logger.info(
+            "kvstore: pool %s, pages of %d bytes, %s", self.name, self.page_bytes,
+            store.description, extra=about("sglang.opened", pool=self.name),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """How many leading pages there are. Shared stores are asked, and fetched from."""
+        chunks = keys_of(keys)
+        found = self.store.contains_prefix(chunks)
+        if self._asks and found < len(chunks):
+            found += self.store.resolve(chunks[found : found + self._piece])
+        return found
+
+    def each(self, keys: Sequence[str]) -> list[bool]:
+        """Whether host memory or a disk has it, for each page."""
+        return self.store.contains(keys_of(keys))
+
+    def read(self, keys: Sequence[str], indices: torch.Tensor) -> Iterator[int]:
+        """Copy the leading pages to the pool; counts them, piece by piece."""
+        places = self._places(indices, len(keys))
+        with self.store.windows(keys_of(keys), self._piece) as windows:
+            for chunks in windows:
+                taken = list(islice(places, len(chunks)))
+                for at, place in enumerate(taken):
+                    self._fill(place, chunks.array(at, np.uint8))
+                yield len(taken)
+
+    def write(self, keys: Sequence[str], indices: torch.Tensor, timeout: float) -> Iterator[int]:
+        """Store pages of the pool; counts them, piece by piece, to the first that is shed."""
+        places, chunks = self._places(indices, len(keys)), keys_of(keys)
+        for start in range(0, len(chunks), self._piece):
+            piece = chunks[start : start + self._piece]
+            pages = [self._page(place) for place in islice(places, len(piece))]
+            stored = self.store.put(piece, pages, timeout=timeout)
+            yield stored
+            if stored < len(piece):
+                return
+
+    def _places(self, indices: torch.Tensor, count: int) -> Iterator[Any]:
+        """Where each page lies: the parts of its memory, or its first slot."""
+        size = self._pool.page_size
+        if len(indices) != count * size:
+            raise KVStoreError(f"{len(indices)} slots for {count} pages of {size}")
+        if not self._in_place:
+            yield from indices[::size].tolist()
+            return
+        pointers, sizes = self._pool.get_page_buffer_meta(indices)
+        parts = map(_memory, pointers, sizes)
+        each = len(self.format["parts"])
+        while page := list(islice(parts, each)):
+            yield page
+
+    def _page(self, place: Any) -> _Bytes | torch.Tensor:
+        """The bytes of a page."""
+        if not self._in_place:
+            page: torch.Tensor = self._pool.get_data_page(place, flat=True)
+            return page.contiguous().view(torch.uint8)
+        return place[0] if len(place) == 1 else np.concatenate(place)
+
+    def _fill(self, place: Any, chunk: _Bytes) -> None:
+        """Write a chunk to where its page lies. NumPy copies without holding the interpreter."""
+        if not self._in_place:
+            page = self._pool.get_dummy_flat_data_page()
+            page.view(torch.uint8).reshape(-1).numpy()[:] = chunk
+            self._pool.set_from_flat_data_page(place, page)
+            return
+        start = 0
+        for part in place:
+            part[:] = chunk[start : start + part.size]
+            start += part.size
+
+
+def _memory(pointer: int, size: int) -> _Bytes:
+    return np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(pointer))
+
+
+def keys_of(names: Sequence[str]) -> list[bytes]:
+    """SGLang's names of pages, hashes of the prompt so far in hex, as keys."""
+    return [_key(name) for name in names]
+
+
+def _key(name: str) -> bytes:
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        key = b""
+    # A name that is no hash is hashed.
+    return key if len(key) == 32 else hashlib.sha256(name.encode()).digest()

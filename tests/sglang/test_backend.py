@@ -1,0 +1,353 @@
+"""SGLang's hierarchical cache over kvstore: its own controller, pools and names of pages."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import random
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.server_args import ServerArgs
+
+from kvstore.config import Config
+from kvstore.errors import ConfigError, KVStoreError
+from tests.sglang.pools import (
+    PAGE,
+    SLOTS,
+    attention,
+    config,
+    controller,
+    extra,
+    pages,
+    states,
+)
+
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+TOKENS = list(range(100))
+HERE, THERE = torch.arange(100), torch.arange(500, 600)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "as tensors"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_backed_up_is_fetched_into_other_slots_and_after_a_restart(
+    tmp_path: Path, layout: str, in_place: bool
+) -> None:
+    given = extra(tmp_path, in_place=in_place)
+    host = attention(layout)
+    written = pages(host, HERE)
+    with controller(host, dict(given)) as one:
+        assert one.hits(TOKENS).storage_hit_count == 0
+        assert one.write(TOKENS, HERE) == 100
+        around = pages(host, torch.arange(400, 500))
+        assert one.fetch(TOKENS, THERE) == 100
+        assert pages(host, THERE) == written
+        assert pages(host, torch.arange(400, 500)) == around
+    other = attention(layout, seed=1)
+    with controller(other, dict(given)) as one:
+        assert one.fetch([*TOKENS, *TOKENS], torch.arange(300, 500)) == 100
+        assert pages(other, torch.arange(300, 400)) == written
+
+
+def test_a_prompt_larger_than_host_memory_passes_through_in_pieces(tmp_path: Path) -> None:
+    host = attention("page_first")
+    tokens, here = list(range(SLOTS // 2)), torch.arange(SLOTS // 2)
+    written = pages(host, here)
+    with controller(host, extra(tmp_path)) as one:
+        rows = one.backend._pools["kv"].store.stats().rows
+        assert rows < SLOTS // 2 // PAGE
+        assert one.write(tokens, here) == len(tokens)
+        there = torch.arange(SLOTS // 2, SLOTS)
+        assert one.fetch(tokens, there) == len(tokens)
+        assert pages(host, there) == written
+
+
+def test_the_file_backend_stores_the_same_bytes(tmp_path: Path) -> None:
+    """The comparison of the two is one of equals."""
+    host = attention("page_first")
+    with controller(host, {"file_storage_path": str(tmp_path)}, "file") as one:
+        assert one.write(TOKENS, HERE) == 100
+        assert one.fetch(TOKENS, THERE) == 100
+        assert pages(host, THERE) == pages(host, HERE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_name": "other"},
+        {"tp_rank": 1, "tp_size": 2},
+        {"pp_rank": 1, "pp_size": 2},
+        {"attn_cp_rank": 1, "attn_cp_size": 2},
+        {"tp_lcm_size": 4, "should_split_heads": True},
+    ],
+    ids=str,
+)
+def test_pages_of_another_model_or_rank_are_not_found(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    host = attention("page_first")
+    names = _names(5)
+    with _backend(host, extra(tmp_path)) as one:
+        assert one.batch_set_v1(names, HERE[:20]) == [True] * 5
+        one.close()
+    for values, found in ((change, 0), ({}, 5)):
+        with _backend(host, extra(tmp_path), **values) as one:
+            assert one.batch_exists(names) == found
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda path: (attention("layer_first"), extra(path)),
+        lambda path: (attention("page_first", dtype=torch.bfloat16), extra(path)),
+        lambda path: (attention("page_first"), extra(path, in_place=False)),
+        lambda path: (attention("page_first"), extra(path, identity={"weights": "v2"})),
+    ],
+    ids=["layout", "dtype", "interface", "weights"],
+)
+def test_pages_of_another_form_are_not_found(tmp_path: Path, other: Any) -> None:
+    names = _names(5)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:20])
+    host, given = other(tmp_path)
+    with _backend(host, given) as one:
+        assert one.batch_exists(names) == 0
+
+
+def test_ranks_with_the_same_attention_share_it(tmp_path: Path) -> None:
+    """As with latent attention, where the first rank writes for all."""
+    names = _names(5)
+    first, second = attention("page_first"), attention("page_first", seed=1)
+    ranks = {"is_mla_model": True, "tp_size": 2}
+    with _backend(first, extra(tmp_path), tp_rank=0, **ranks) as writer:
+        writer.batch_set_v1(names, HERE[:20])
+    with _backend(second, extra(tmp_path), tp_rank=1, **ranks) as reader:
+        assert reader.batch_get_v1(names, HERE[:20]) == [True] * 5
+    assert pages(second, HERE[:20]) == pages(first, HERE[:20])
+
+
+def test_a_damaged_page_ends_the_prefix_and_is_written_nowhere(tmp_path: Path) -> None:
+    host = attention("page_first")
+    names = _names(10)
+    with _backend(host, extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:40])
+    written = pages(host, HERE[:40])
+    segments = sorted(tmp_path.rglob("segment-*"))
+    for file in segments:
+        data = file.read_bytes()
+        at = data.find(written[6][:96])
+        if at >= 0:
+            with file.open("r+b") as damaged:
+                damaged.seek(at)
+                damaged.write(b"\xff" * 16)
+            break
+    else:
+        pytest.fail(f"the page is in none of {segments}")
+    other = attention("page_first", seed=1)
+    before = pages(other, THERE[:40])
+    with _backend(other, extra(tmp_path)) as one:
+        assert one.batch_exists(names) == 10
+        assert one.batch_get_v1(names, THERE[:40]) == [True] * 6 + [False] * 4
+        assert one.batch_exists(names) == 6
+    assert pages(other, THERE[:40]) == written[:6] + before[6:]
+
+
+def test_as_the_file_backend_it_answers_for_several_pools(tmp_path: Path) -> None:
+    """SGLang's own file backend, asked the same at random, says what is right."""
+    chance = random.Random(7)
+    kv, side = attention("page_first"), states()
+    with _backend(kv, extra(tmp_path / "ours", host="1MiB"), side) as ours:
+        theirs = HiCacheFile(config({"file_storage_path": str(tmp_path / "theirs")}))
+        theirs.register_mem_pool_host(kv)
+        for name, pool in ((PoolName.KV, kv), (PoolName.MAMBA, side)):
+            theirs.register_mem_host_pool_v2(pool, name)
+        chain = _names(24)
+        found = 0
+        for _ in range(120):
+            begin = chance.randrange(20)
+            names = chain[begin : begin + chance.randint(1, 4)]
+            slots = torch.arange(len(names)) + chance.randrange(16)
+            tokens = torch.cat([torch.arange(PAGE) + PAGE * slot for slot in slots.tolist()])
+            kv_pages = PoolTransfer(PoolName.KV, host_indices=tokens, keys=names)
+            state = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+            which = [kv_pages, state, kv_pages, state][chance.randrange(4) :]
+            if chance.random() < 0.4:
+                assert ours.batch_set_v2(which) == theirs.batch_set_v2(which)
+            for policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                ask = chain[: chance.randint(1, 24)]
+                needs = [
+                    PoolTransfer(PoolName.MAMBA, keys=ask[-chance.randint(1, 2) :],
+                                 hit_policy=policy)
+                ]  # fmt: skip
+                here, there = (one.batch_exists_v2(ask, needs) for one in (ours, theirs))
+                assert here == there
+                found += here.kv_hit_pages
+            for mine, right in zip(
+                ours.batch_get_v2([state])[PoolName.MAMBA],
+                theirs.batch_get_v2([state])[PoolName.MAMBA],
+                strict=True,
+            ):
+                # Ours reads a prefix: what follows a missing page is not asked for.
+                assert right or not mine
+        assert found > 100
+
+
+def test_states_come_back_with_every_byte(tmp_path: Path) -> None:
+    kv, side = attention("page_first"), states()
+    names, slots = _names(8), torch.arange(8)
+    moved = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+    with _backend(kv, extra(tmp_path, host="1MiB"), side) as one:
+        assert one.batch_set_v2([moved]) == {PoolName.MAMBA: [True] * 8}
+    written = pages(side, slots)
+    other = states()
+    with _backend(kv, extra(tmp_path, host="1MiB"), other) as one:
+        moved = PoolTransfer(PoolName.MAMBA, host_indices=slots + 20, keys=names)
+        assert one.batch_get_v2([moved]) == {PoolName.MAMBA: [True] * 8}
+    assert pages(other, slots + 20) == written
+
+
+def test_host_memory_and_disk_are_divided_as_sglang_divides_its_own(tmp_path: Path) -> None:
+    kv, side = attention("page_first"), states()
+    with _backend(kv, extra(tmp_path, host="1MiB"), side) as one:
+        rows = {name: pool.store.stats().rows for name, pool in one._pools.items()}
+        whole = kv.size * kv.size_per_token + side.size * side.size_per_token
+        for name, pool in (("kv", kv), ("mamba", side)):
+            share = pool.size * pool.size_per_token / whole
+            assert rows[name] == pytest.approx(2**20 * share / 4096, abs=1)
+
+
+def test_a_share_that_is_too_small_is_told_as_one(tmp_path: Path) -> None:
+    message = r"at least one chunk .*SGLang's pool mamba gets 4\.\d% of each size"
+    small = _backend(attention("page_first"), extra(tmp_path), states())
+    with pytest.raises(ConfigError, match=message), small:
+        pass
+
+
+def test_a_pool_that_comes_late_is_not_kept_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.register_mem_host_pool_v2(states(), PoolName.SWA)
+        assert "pool swa came late" in caplog.text
+        names = _names(2)
+        moved = PoolTransfer(PoolName.SWA, host_indices=torch.arange(2), keys=names)
+        assert one.batch_set_v2([moved]) == {PoolName.SWA: [False, False]}
+        one.batch_set_v1(names, HERE[:8])
+        needs = [PoolTransfer(PoolName.SWA, keys=names[-1:])]
+        assert one.batch_exists_v2(names, needs).kv_hit_pages == 0
+
+
+def test_clear_forgets_everything(tmp_path: Path) -> None:
+    names = _names(5)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:20])
+        assert one.batch_exists(names) == 5
+        assert one.clear()
+        assert one.batch_exists(names) == 0
+
+
+def test_a_fault_is_a_miss_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = _names(5)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:20])
+        one.close()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert one.batch_exists(names) == 0
+            assert one.batch_get_v1(names, HERE[:20]) == [False] * 5
+            assert one.batch_set_v1(names, HERE[:20]) == [False] * 5
+            assert one.batch_get(names) == [None] * 5
+            assert not one.exists(names[0])
+        assert caplog.text.count("pages are not read or stored") == 1
+
+
+def test_slots_that_are_no_whole_pages_are_a_miss(tmp_path: Path) -> None:
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        assert one.batch_set_v1(_names(2), HERE[:7]) == [False, False]
+        assert one.batch_exists(_names(2)) == 0
+
+
+def test_the_old_calls_for_one_page_work_too(tmp_path: Path) -> None:
+    host = attention("page_first")
+    with _backend(host, extra(tmp_path, in_place=False)) as one:
+        page = host.get_data_page(8, flat=True)
+        assert one.set("a name that is no hash", page)
+        assert one.exists("a name that is no hash")
+        assert torch.equal(one.get("a name that is no hash").view(page.dtype), page)
+        into = host.get_dummy_flat_data_page()
+        assert one.get("a name that is no hash", into) is into
+        assert torch.equal(into, page)
+        assert one.get("another") is None
+
+
+def test_what_was_moved_is_told_to_sglangs_metrics(tmp_path: Path) -> None:
+    names = _names(5)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:20])
+        one.batch_get_v1(names, HERE[:20])
+        told = one.get_stats()
+        assert (told.backup_pgs, told.prefetch_pgs) == ([5], [5])
+        assert told.prefetch_bandwidth[0] > 0
+        assert one.get_stats().prefetch_pgs == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interface_v1": 1}, "missing key kvstore in hicache-storage-backend-extra-config"),
+        ({"kvstore": {"host": "1MiB", "chunk_bytes": 4}}, "kvstore.chunk_bytes: SGLang decides"),
+        ({"kvstore": {"hosst": "1MiB"}}, "did you mean"),
+        ({"kvstore": {"host": "1MiB", "disk": "/proc/x", "disk_bytes": "1GiB"}}, "/proc/x"),
+    ],
+    ids=["nothing", "decided", "misspelt", "path"],
+)
+def test_what_cannot_be_used_is_named_before_anything_is_served(
+    given: dict[str, Any], message: str
+) -> None:
+    unusable = _backend(attention("page_first"), {**extra(None), "kvstore": None, **given})
+    with pytest.raises(KVStoreError, match=message), unusable:
+        pass
+
+
+def _names(count: int) -> list[str]:
+    return [f"{number + 1:064x}" for number in range(count)]
+
+
+@contextmanager
+def _backend(host: Any, given: dict[str, Any], side: Any = None, **values: Any) -> Iterator[Any]:
+    """The backend as SGLang's factory makes it, without a controller."""
+    given = {key: value for key, value in given.items() if value is not None}
+    one = StorageBackendFactory.create_backend("dynamic", config(given, **values), host)
+    try:
+        one.register_mem_pool_host(host)
+        if side is not None:
+            one.register_mem_host_pool_v2(host, PoolName.KV)
+            one.register_mem_host_pool_v2(side, PoolName.MAMBA)
+        one.on_host_pools_registered()
+        yield one
+    finally:
+        one.close()
+
+
+def test_the_line_in_the_docs_is_one_that_sglang_takes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    line = text[text.index("$ sglang serve ") :].partition("```")[0]
+    _, _, *arguments = shlex.split(line.removeprefix("$ ").replace("\\\n", " "))
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    options = parser.parse_args(arguments)
+    given = json.loads(options.hicache_storage_backend_extra_config)
+    assert options.hicache_storage_backend == "dynamic"
+    assert options.hicache_mem_layout == "page_first"
+    assert given.keys() == extra(None).keys()
+    assert given["class_name"] in importlib.import_module(given["module_path"]).__all__
+    Config.from_mapping(given["kvstore"])
