@@ -288,7 +288,7 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
             words.append(str(toml))
         run(["-m", "kvstore.tools", *words], folder)
         return
-    if arguments[0] == "simulate":
+    if arguments[0] in ("simulate", "advise"):
         requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]
         lines = (
             json.dumps({"timestamp": 1000 * n, "hash_ids": ids}) for n, ids in enumerate(requests)
@@ -300,6 +300,15 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         async with kvstore.open(config) as store:
             await store.put(keys, payloads(keys))
             await store.flush()
+    if arguments[0] == "advise":
+        async with kvstore.open(small(folder, disk=32)) as store, served(store) as url:
+            given = {"TRACE": str(trace), "FILE": str(trace), "URL": url, "TRACE|URL": str(trace)}
+            given |= {"http://host:8000/metrics": url, "64GiB": "16MiB", "2TiB": "64MiB"}
+            words = [given.get(word, word) for word in arguments]
+            if "--chunk-bytes" not in words and str(trace) in words:
+                words += ["--chunk-bytes", "2MiB"]  # Which a recording tells.
+            await asyncio.to_thread(run, ["-m", "kvstore.tools", *words], folder)
+        return
     here = {
         "TRACE": str(trace),
         "PATH": str(where),

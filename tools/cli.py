@@ -17,6 +17,7 @@ from textwrap import indent
 
 import kvstore
 from kvstore.errors import KVStoreError
+from kvstore.tools.advise import add_advise_arguments, run_advise
 from kvstore.tools.bundle import DTYPES, run_export, run_import, run_show
 from kvstore.tools.config import add_config_arguments, parse_bytes, run_config
 from kvstore.tools.ctl import add_ctl_arguments, run_ctl
@@ -106,6 +107,13 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "simulate": (
         "kvstore simulate trace.jsonl --host 5% --disk 20%,40%\n"
         "kvstore simulate trace.jsonl --host 5% --policy lru,arc,hit-density",
+        "simulate.md",
+    ),
+    "advise": (
+        "kvstore advise trace.jsonl --host 64GiB --disk 2TiB --chunk-bytes 2MiB --compute-ms 12 "
+        "--read-ms 3\n"
+        "kvstore advise trace.packed --host 64GiB --server http://host:8000/metrics\n"
+        "kvstore advise http://host:8000/metrics",
         "simulate.md",
     ),
     "top": ("kvstore top http://host:8000/metrics\nkvstore top /nvme/kv", "operators.md"),
@@ -215,6 +223,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     text = "replay a trace of requests with other sizes, policies and flows"
     add_arguments(commands.add("simulate", run_simulate, text))
+    text = "say which sizes, policies and flow suit what was asked for, and whether a disk pays"
+    add_advise_arguments(commands.add("advise", run_advise, text))
     text = "show the rates and states of a server's tiers, or the growth of a cache on disk, live"
     add_top_arguments(commands.add("top", run_top, text))
     text = "say whether the cache helps a server, and what to change"

@@ -11,7 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.simulation import Setup, Trace
 from kvstore.sizes import parse_size
 
-__all__ = ["about", "chunks_of", "note", "print_trace", "scaled", "split"]
+__all__ = ["about", "chunk_bytes_of", "chunks_of", "note", "print_trace", "scaled", "split"]
 
 
 def split(text: str) -> list[str]:
@@ -42,6 +42,23 @@ def chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
             "give the size of a chunk"
         )
     return wanted // size
+
+
+def chunk_bytes_of(text: str | None, trace: Trace) -> int | None:
+    """The size of a chunk as given, or else as the trace tells it; None if it does not.
+
+    Raises:
+        ConfigError: if `text` is no size.
+    """
+    if text is None:
+        return trace.chunk_bytes
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--chunk-bytes {text}: {error}") from error
+    if size < 1:
+        raise ConfigError(f"--chunk-bytes {text}: must be at least 1 byte")
+    return size
 
 
 def scaled(setup: Setup, scale: float) -> Setup:

@@ -27,10 +27,10 @@ from kvstore.simulation import (
     sizes_between,
 )
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
-from kvstore.sizes import format_size, parse_size
+from kvstore.sizes import format_size
 from kvstore.tools.fleets import replay_fleets
 from kvstore.tools.output import print_json, print_table
-from kvstore.tools.replays import about, chunks_of, note, print_trace, scaled, split
+from kvstore.tools.replays import about, chunk_bytes_of, chunks_of, note, print_trace, scaled, split
 
 __all__ = ["add_arguments", "run_simulate"]
 
@@ -103,7 +103,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
-    size = _chunk_bytes(options, trace)
+    size = chunk_bytes_of(options.chunk_bytes, trace)
     if options.curve:
         return _curve(options, trace, policies)
     setups = _setups(options, trace, policies, size)
@@ -258,18 +258,6 @@ def _filters(option: str, text: str) -> tuple[Choice, ...]:
     except ValueError as error:
         raise ConfigError(f"{option} {text}: {error}") from error
     return filters
-
-
-def _chunk_bytes(options: argparse.Namespace, trace: Trace) -> int | None:
-    if options.chunk_bytes is None:
-        return trace.chunk_bytes
-    try:
-        size = parse_size(options.chunk_bytes)
-    except ValueError as error:
-        raise ConfigError(f"--chunk-bytes {options.chunk_bytes}: {error}") from error
-    if size < 1:
-        raise ConfigError(f"--chunk-bytes {options.chunk_bytes}: must be at least 1 byte")
-    return size
 
 
 # -- output --------------------------------------------------------------------------------

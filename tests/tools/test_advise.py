@@ -1,0 +1,200 @@
+"""``kvstore advise``: what it chooses, and that a real store then does as it said."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.config import Config
+from kvstore.simulation import read_trace
+from kvstore.tools.cli import main
+
+CHUNK = 4096
+
+
+def conversations(path: Path, *, users: int = 60, turns: int = 6, seed: int = 3) -> Path:
+    """A trace of conversations that go on in turn; some prompts are never seen again."""
+    chance = random.Random(seed)
+    said: dict[int, list[int]] = {}
+    left = [user for user in range(users) for _ in range(turns)]
+    chance.shuffle(left)
+    lines = []
+    for number, user in enumerate(left):
+        prompt = said.setdefault(user, [0, 1, 2, 3])
+        prompt += [10_000 * (user + 1) + len(prompt) + at for at in range(chance.randint(2, 8))]
+        ids = prompt if chance.random() < 0.8 else [10**7 + 100 * number + at for at in range(12)]
+        lines.append(json.dumps({"timestamp": 1000 * number, "hash_ids": ids}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert main(["advise", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return conversations(tmp_path / "trace.jsonl")
+
+
+@pytest.mark.parametrize("costs", [(), ("--compute-ms", 10, "--read-ms", 2)], ids=["", "costs"])
+async def test_a_real_store_hits_as_often_as_was_said(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: tuple[object, ...]
+) -> None:
+    options = ["--chunk-bytes", CHUNK, "--host", "15%", "--disk", "50%", *costs]
+    advice = told(capsys, trace, *options)
+    (tier,) = advice["config"]["tiers"]
+    config = {
+        **advice["config"],
+        "tiers": [{**tier, "path": str(tmp_path / "kv"), "segment_bytes": 16 * CHUNK}],
+        "chunk_bytes": CHUNK,
+        "identity": {},
+    }
+    asked = hits = 0
+    requests = read_trace(trace)
+    names = requests.keys()
+    async with kvstore.open(config) as store:
+        for chunks in requests.requests:
+            keys = [names[chunk] for chunk in chunks]
+            async with store.get(keys) as found:
+                hits += len(found)
+            asked += len(keys)
+            await store.put(keys, [bytes(CHUNK)] * len(keys))
+            await store.flush(30)
+    assert hits / asked == pytest.approx(advice["best"]["hit_ratio"], rel=0.1)
+    assert advice["best"]["hit_ratio"] > 0.3
+
+
+def test_what_it_prints_can_be_put_into_a_file(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", str(trace), "--chunk-bytes", "2MiB", "--host", "10%"]) == 0
+    text = capsys.readouterr().out
+    values = tomllib.loads(text[text.index("cpu_bytes_to_use") :])
+    assert Config.from_mapping(values).cpu_bytes_to_use == values["cpu_bytes_to_use"]
+    assert "A disk pays where a chunk is read sooner than it is computed" in text
+    assert sum(line.startswith("*") for line in text.splitlines()) == 1
+
+
+def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = told(capsys, trace, "--host", "5%", "--compute-ms", 1, "--read-ms", 2.5)
+    assert advice["best"]["disk_chunks"] == 0
+    assert (
+        "A disk does not pay: reading a chunk takes 2.5 ms, and computing it 1 ms."
+        in (advice["advice"])
+    )
+
+
+def test_a_disk_below_memory_that_holds_all_does_not_pay(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = told(capsys, trace, "--host", "100%")
+    assert advice["best"]["disk_chunks"] == 0
+    assert any("A disk does not pay: the largest brings" in one for one in advice["advice"])
+    assert any("hold all that is asked for again" in one for one in advice["advice"])
+
+
+def test_no_more_disk_is_advised_than_brings_hits(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unique = read_trace(trace).unique
+    advice = told(capsys, trace, "--host", "5%", "--disk", 8 * unique)
+    assert advice["best"]["disk_chunks"] <= 2 * unique
+    assert any(one.startswith("More than ") for one in advice["advice"])
+    little = told(capsys, trace, "--host", "5%", "--disk", unique // 8)
+    assert "More disk than there is would bring more hits." in little["advice"]
+
+
+def test_seconds_are_those_of_hits_less_those_of_reads(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for one in told(capsys, trace, "--compute-ms", 10, "--read-ms", 4)["tried"]:
+        hits = one["host_hits"] + one["disk_hits"]
+        assert one["saved_s"] == pytest.approx(0.01 * hits - 0.004 * one["disk_hits"])
+
+
+def test_without_the_size_of_a_chunk_there_is_no_configuration(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, trace)["config"] is None
+    assert main(["advise", str(trace)]) == 0
+    assert "cpu_bytes_to_use" not in capsys.readouterr().out
+
+
+@contextmanager
+def served(text: str) -> Iterator[str]:
+    """The URL of metrics that never change."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not to the output of tests."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+
+
+METRICS = """\
+vllm:kvstore_compute_seconds_per_chunk{engine="0"} 0.012
+vllm:kvstore_disk_seconds_per_chunk{engine="0",tier="disk"} 0.003
+"""
+
+
+def test_a_server_tells_what_chunks_cost(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(METRICS) as url:
+        alone = told(capsys, url)
+        beside = told(capsys, trace, "--server", url)
+        given = told(capsys, trace, "--server", url, "--read-ms", 20)
+    assert (alone["compute_s"], alone["read_s"]) == (0.012, 0.003)
+    assert alone["advice"][0] == ("A disk pays: a chunk is computed in 12 ms, and read in 3 ms.")
+    assert f"kvstore advise FILE --server {url}" in alone["advice"][1]
+    assert (beside["compute_s"], beside["best"]["disk_chunks"] > 0) == (0.012, True)
+    assert given["best"]["disk_chunks"] == 0
+
+
+def test_a_server_that_has_done_little_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with served("vllm:kvstore_hits_total 0\n") as url:
+        assert "not yet computed and read enough" in told(capsys, url)["advice"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "x"), "--host x"),
+        (("--chunk-bytes", "none"), "--chunk-bytes none"),
+        (("--host", "1GiB"), "needs --chunk-bytes"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named(
+    trace: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main(["advise", str(trace), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_milliseconds_have_to_be_some(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["advise", str(trace), "--compute-ms", "0"])
+    assert "must be milliseconds, a number above 0" in capsys.readouterr().err

@@ -1,0 +1,377 @@
+"""``kvstore advise``: which sizes, policies and flow suit a server, and whether a disk pays.
+
+A trace of what the server was asked for is replayed through the core with sizes up to those that
+may be used: see `kvstore.simulation`. What a chunk costs to compute and to read is told by the
+operator, or by the metrics of the server. Without a trace only that is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.core import Flow
+from kvstore.errors import ConfigError
+from kvstore.plugins import Choice
+from kvstore.simulation import Outcome, Setup, Trace, read_trace, replay, sample
+from kvstore.sizes import format_size
+from kvstore.tools.output import print_json, print_table
+from kvstore.tools.replays import about, chunk_bytes_of, chunks_of, note, print_trace, scaled
+from kvstore.tools.top import scrape
+
+__all__ = ["add_advise_arguments", "run_advise"]
+
+REPLAYED = 400_000
+"""Accesses that one replay has, at most about; a longer trace is sampled by conversations."""
+
+PARTS = (1 / 8, 1 / 4, 1 / 2, 1)
+"""Of the largest disk, the sizes that are tried."""
+
+WORTH = 0.01
+"""Hits per access that a larger disk, or another policy than the default, has to bring."""
+
+COLUMNS = (
+    ">host", "policy", ">disk", "policy", "flow", ">hits %", ">host %", ">disk %", ">written/hit",
+    ">s saved",
+)  # fmt: skip
+
+AHEAD = 0.25
+"""Share of host memory that a demoting flow keeps free or copied, as `demote_ahead` by default."""
+
+DENSITY = Choice("hit-density")
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Seconds to compute a chunk and to read it from disk; None where nobody knows."""
+
+    compute: float | None = None
+    read: float | None = None
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether reading a chunk from disk is sooner than computing it."""
+        if self.compute is None or self.read is None:
+            return None
+        return self.read < self.compute
+
+    def saved(self, outcome: Outcome) -> float | None:
+        """Seconds of computing that the hits save, less what the reads take."""
+        if self.compute is None:
+            return None
+        read = self.read or 0.0
+        return self.compute * outcome.hits - read * outcome.disk_hits
+
+
+def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "where", metavar="TRACE|URL",
+        help="a trace, such as record_trace writes; or a server's metrics",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host", default="10%",
+        help="host memory: chunks, percent of the trace's chunks, or bytes; 10%% by default",
+    )  # fmt: skip
+    parser.add_argument(
+        "--disk", default="100%", help="disk there is at most, in the same way; 100%% by default"
+    )
+    parser.add_argument("--chunk-bytes", help="size of a chunk, if the trace does not give it")
+    parser.add_argument(
+        "--server", metavar="URL", help="its metrics, for the seconds to compute and read a chunk"
+    )
+    for name, text in (("compute", "compute"), ("read", "read from disk")):
+        parser.add_argument(
+            f"--{name}-ms", type=_milliseconds, metavar="N", help=f"milliseconds to {text} a chunk"
+        )
+    parser.add_argument("--limit", type=int, help="use the first N requests only")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run_advise(options: argparse.Namespace) -> int:
+    """Print what was tried, and what to do.
+
+    Raises:
+        KVStoreError: if the trace cannot be read, the server does not answer, or a size is wrong.
+    """
+    is_url = options.where.startswith(("http://", "https://"))
+    paces = _paces(options, options.where if is_url else options.server)
+    if is_url:
+        return _of_server(options, paces)
+    trace = read_trace(Path(options.where), limit=options.limit)
+    size = chunk_bytes_of(options.chunk_bytes, trace)
+    tried = _Trial(trace, size, paces)
+    host = max(1, chunks_of("--host", options.host, trace, size))
+    advice = tried.advise(host, chunks_of("--disk", options.disk, trace, size))
+    note("")
+    best = advice.best
+    if options.json:
+        print_json(
+            {
+                "trace": about(trace, tried.part),
+                "chunk_bytes": size,
+                "compute_s": paces.compute,
+                "read_s": paces.read,
+                "tried": [tried.told(outcome) for outcome in tried.outcomes.values()],
+                "best": tried.told(best),
+                "config": None if size is None else tried.config(best.setup),
+                "advice": advice.sentences,
+            }
+        )
+        return 0
+    print_trace(trace, tried.part)
+    print_table(COLUMNS, (tried.row(outcome, best) for outcome in tried.outcomes.values()))
+    print()
+    print("\n".join(advice.sentences))
+    if size is not None:
+        print("\n" + "\n".join(_toml(tried.config(best.setup))))
+    return 0
+
+
+@dataclass
+class _Advice:
+    best: Outcome
+    sentences: list[str]
+
+
+class _Trial:
+    """Replays of one trace, in the order in which they were made."""
+
+    def __init__(self, trace: Trace, size: int | None, paces: Paces) -> None:
+        rate = min(1.0, REPLAYED / max(1, trace.accesses))
+        self.part = trace if rate == 1 else sample(trace, rate, 0)
+        self.outcomes: dict[Setup, Outcome] = {}
+        self._trace, self._size, self._paces = trace, size, paces
+
+    def advise(self, host: int, disk: int) -> _Advice:
+        """Choose, first without a disk, then its size, then policy and flow at that size."""
+        whole = self._replayed(Setup(self._trace.unique))
+        sentences = [
+            f"With room for all, {_percent(whole.hit_ratio)} of the chunks asked for would be "
+            "hits; the others are asked for once, or follow one that is."
+        ]
+        best = alone = self._better(Setup(host), Setup(host, host_policy=DENSITY))
+        if self._paces.pays is False:
+            assert self._paces.compute is not None
+            assert self._paces.read is not None
+            sentences.append(
+                f"A disk does not pay: reading a chunk takes {1000 * self._paces.read:.3g} ms, and "
+                f"computing it {1000 * self._paces.compute:.3g} ms."
+            )
+        elif disk:
+            best = self._with_disk(host, disk, alone, sentences)
+        sentences.append(self._of_host(best, alone, whole))
+        if (saved := self._paces.saved(best)) is not None:
+            per = 1000 * saved / max(1, best.requests)
+            sentences.append(f"It saves {per:.3g} s of computing per 1,000 requests.")
+        return _Advice(best, sentences)
+
+    def _with_disk(self, host: int, disk: int, alone: Outcome, sentences: list[str]) -> Outcome:
+        sizes = sorted({max(1, round(part * disk)) for part in PARTS})
+        by_size = [self._replayed(Setup(host, size)) for size in sizes]
+        most = by_size[-1].hit_ratio
+        if most < alone.hit_ratio + WORTH:
+            sentences.append(
+                f"A disk does not pay: the largest brings {_points(most - alone.hit_ratio)} more "
+                "than host memory alone."
+            )
+            return alone
+        plain = next(one for one in by_size if one.hit_ratio > most - WORTH)
+        size = plain.setup.disk
+        ahead = int(host * AHEAD)
+        demoting = Setup(host - ahead, size, flow=Flow.DEMOTE, reserve=ahead)
+        best = self._better(
+            plain.setup,
+            Setup(host, size, disk_policy=DENSITY),
+            demoting,
+            replace(demoting, disk_policy=DENSITY),
+        )
+        pays = "A disk pays"
+        if self._paces.pays is None:
+            pays += " where a chunk is read sooner than it is computed"
+        sentences.append(
+            f"{pays}: with {self._shown(size)} of it hits are {_percent(best.hit_ratio)}, without "
+            f"it {_percent(alone.hit_ratio)}; per hit {self._written(best)} are written to it."
+        )
+        if plain is not by_size[-1]:
+            sentences.append(
+                f"More than {self._shown(size)} of disk, up to {self._shown(sizes[-1])}, brings "
+                f"less than {_points(WORTH)}."
+            )
+        elif most < self._limit - WORTH:
+            sentences.append("More disk than there is would bring more hits.")
+        if best.setup.flow is Flow.DEMOTE:
+            sentences.append(
+                "The flow demote keeps what is hot in host memory only: a server that is killed "
+                "loses it, one that is stopped in order does not. Else take write-through: "
+                f"{_percent(plain.hit_ratio)}."
+            )
+        return best
+
+    @property
+    def _limit(self) -> float:
+        return self.outcomes[Setup(self._trace.unique)].hit_ratio
+
+    def _of_host(self, best: Outcome, alone: Outcome, whole: Outcome) -> str:
+        host = best.setup.host + best.setup.reserve
+        if alone.hit_ratio > whole.hit_ratio - WORTH:
+            return f"{self._shown(host)} of host memory hold all that is asked for again."
+        share = best.host_hits / max(1, best.hits)
+        return f"{self._shown(host)} of host memory serve {_percent(share)} of these hits."
+
+    def _replayed(self, setup: Setup) -> Outcome:
+        if setup not in self.outcomes:
+            note(f"replay {len(self.outcomes) + 1}")
+            scale = self.part.unique / self._trace.unique
+            self.outcomes[setup] = replay(self.part, scaled(setup, scale), chunk_bytes=self._size)
+            # As the operator would set it, not as the sample was replayed.
+            self.outcomes[setup].setup = setup
+        return self.outcomes[setup]
+
+    def _better(self, first: Setup, *others: Setup) -> Outcome:
+        """The first, or another that hits so much more that it is worth a change."""
+        best = start = self._replayed(first)
+        for setup in others:
+            one = self._replayed(setup)
+            if one.hit_ratio > max(best.hit_ratio, start.hit_ratio + WORTH):
+                best = one
+        return best
+
+    def _shown(self, chunks: int) -> str:
+        return f"{chunks} chunks" if self._size is None else format_size(chunks * self._size)
+
+    def _written(self, outcome: Outcome) -> str:
+        per = outcome.disk_writes / max(1, outcome.hits)
+        if self._size is None:
+            return f"{per:.2g} chunks"
+        return format_size(int(per * self._size))
+
+    def row(self, outcome: Outcome, best: Outcome) -> Sequence[str]:
+        """A row of the table; the one to take is marked."""
+        setup, asked = outcome.setup, max(1, outcome.accesses)
+        saved = self._paces.saved(outcome)
+        disk = setup.disk > 0
+        return (
+            ("* " if outcome is best else "") + self._shown(setup.host + setup.reserve),
+            str(setup.host_policy),
+            self._shown(setup.disk) if disk else "-",
+            str(setup.disk_policy) if disk else "-",
+            setup.flow.value if disk else "-",
+            f"{100 * outcome.hit_ratio:.2f}",
+            f"{100 * outcome.host_hits / asked:.2f}",
+            f"{100 * outcome.disk_hits / asked:.2f}",
+            self._written(outcome) if disk else "-",
+            "-" if saved is None else f"{saved:.0f}",
+        )
+
+    def told(self, outcome: Outcome) -> dict[str, Any]:
+        """An outcome for programs."""
+        setup = outcome.setup
+        return {
+            "host_chunks": setup.host + setup.reserve,
+            "host_policy": str(setup.host_policy),
+            "disk_chunks": setup.disk,
+            "disk_policy": str(setup.disk_policy) if setup.disk else None,
+            "flow": setup.flow.value if setup.disk else None,
+            "hit_ratio": outcome.hit_ratio,
+            "host_hits": outcome.host_hits,
+            "disk_hits": outcome.disk_hits,
+            "disk_writes": outcome.disk_writes,
+            "accesses": outcome.accesses,
+            "saved_s": self._paces.saved(outcome),
+        }
+
+    def config(self, setup: Setup) -> dict[str, Any]:
+        """What to write into the configuration.
+
+        Raises:
+            ConfigError: if the size of a chunk is not known.
+        """
+        if self._size is None:
+            raise ConfigError("the size of a chunk is not known: give --chunk-bytes")
+        values: dict[str, Any] = {
+            "cpu_bytes_to_use": (setup.host + setup.reserve) * self._size,
+            "eviction_policy": str(setup.host_policy),
+        }
+        if setup.disk:
+            values["tiers"] = [
+                {
+                    "type": "disk",
+                    "path": "/nvme/kv",
+                    "capacity_bytes": setup.disk * self._size,
+                    "eviction_policy": str(setup.disk_policy),
+                    "flow": setup.flow.value,
+                }
+            ]
+        return values
+
+
+def _of_server(options: argparse.Namespace, paces: Paces) -> int:
+    """Judge a server by its metrics alone."""
+    sentences = []
+    if paces.pays is None:
+        sentences.append("The server has not yet computed and read enough to tell what each takes.")
+    else:
+        assert paces.compute is not None
+        assert paces.read is not None
+        verdict = "pays" if paces.pays else "does not pay"
+        sentences.append(
+            f"A disk {verdict}: a chunk is computed in {1000 * paces.compute:.3g} ms, and read "
+            f"in {1000 * paces.read:.3g} ms."
+        )
+    sentences.append(
+        "Sizes, policies and flow need what was asked for: set record_trace to a file, let it "
+        f"serve for a day, then: kvstore advise FILE --server {options.where}"
+    )
+    if options.json:
+        print_json({"compute_s": paces.compute, "read_s": paces.read, "advice": sentences})
+    else:
+        print("\n".join(sentences))
+    return 0
+
+
+def _paces(options: argparse.Namespace, url: str | None) -> Paces:
+    """What is known of a chunk's cost; what is given counts for more than what is measured."""
+    paces = Paces()
+    if url is not None:
+        now = scrape(url)
+        reads = [now.get("disk_seconds_per_chunk", tier) for tier in now.tiers]
+        known = [each for each in reads if each > 0]
+        paces = Paces(now.get("compute_seconds_per_chunk") or None, min(known, default=None))
+    if options.compute_ms is not None:
+        paces = replace(paces, compute=options.compute_ms / 1000)
+    if options.read_ms is not None:
+        paces = replace(paces, read=options.read_ms / 1000)
+    return paces
+
+
+def _toml(values: dict[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if key == "tiers":
+            for tier in value:
+                yield "\n[[tiers]]"
+                yield from _toml(tier)
+        else:
+            yield f"{key} = {json.dumps(value)}"
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be milliseconds, a number above 0")
+    return value
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.2g} points of hits"
