@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 
@@ -127,6 +127,11 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "kvstore ctl /run/kvstore.sock status\nkvstore ctl /run/kvstore.sock set host.bytes=32GiB",
         "control.md",
     ),
+    "completion": (
+        "kvstore completion bash > ~/.local/share/bash-completion/completions/kvstore\n"
+        "kvstore completion zsh > ~/.zfunc/_kvstore",
+        "operators.md",
+    ),
 }
 """For each command examples, and the page that has more."""
 
@@ -233,7 +238,37 @@ def _parser() -> argparse.ArgumentParser:
     add_config_arguments(commands.add("config", run_config, text))
     text = "inspect and change a store while it serves, by its control socket"
     add_ctl_arguments(commands.add("ctl", run_ctl, text))
+    text = "print a script that completes the words of this command in a shell"
+    command = commands.add("completion", _run_completion, text)
+    command.add_argument("shell", choices=SHELLS, help="the shell")
     return parser
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def _run_completion(options: argparse.Namespace) -> int:
+    """Print what a shell needs to complete the command's words."""
+    import shtab
+
+    parser = _parser()
+    for each in _parsers(parser):
+        for action in each._actions:
+            if action.type is _folder:
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _parsers(each)
 
 
 def _count(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,29 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
     done = command("inspect", str(cache))
     assert done.returncode == 1
     assert "holds no epoch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("kvstore in", {"inspect"}),
+        ("kvstore com", {"compact", "completion"}),
+        ("kvstore gc --ke", {"--keep"}),
+        ("kvstore advise --ho", {"--host"}),
+        ("kvstore completion ", {"bash", "zsh", "tcsh"}),
+    ],
+)
+def test_bash_completes_commands_and_options(
+    typed: str, expected: set[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capfd.readouterr().out
+    name = re.search(r"complete .*-F (\S+) kvstore", script)
+    assert name is not None
+    words = typed.split(" ")
+    asked = " ".join(f"'{word}'" for word in words)
+    program = f"{script}\nCOMP_WORDS=({asked}); COMP_CWORD={len(words) - 1}\n"
+    program += f"{name[1]} 2>/dev/null; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert expected <= set(done.stdout.split()), done.stdout
+    assert all(each.startswith(words[-1]) for each in done.stdout.split())
