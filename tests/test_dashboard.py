@@ -65,7 +65,7 @@ def test_every_metric_of_kvstore_is_drawn_or_there_is_a_reason() -> None:
 
 def test_rates_are_of_counters_and_levels_are_of_gauges() -> None:
     for expression in EXPRESSIONS:
-        counted = set(re.findall(r"(?:rate|increase)\((vllm:\w+)", expression))
+        counted = set(re.findall(r"(?:rate|increase)\((vllm:\w+)", filled(expression)))
         for name in metric_names(expression):
             kind = METRIC_NAMES.get(re.sub("_(bucket|sum|count)$", "", name), "")
             assert (name in counted) == (METRIC_NAMES.get(name, kind) != "gauge"), expression
@@ -79,6 +79,12 @@ def test_every_panel_says_what_is_normal_and_has_a_query_of_its_server() -> None
             assert target["legendFormat"]
             assert target["datasource"]["uid"] == "${datasource}"
             assert '{instance=~"$instance"' in target["expr"]
+
+
+def test_the_names_of_other_servers_are_asked_for_where_they_differ() -> None:
+    (prefix,) = (one for one in DASHBOARD["templating"]["list"] if one["name"] == "prefix")
+    assert [each["value"] for each in prefix["options"]] == ["vllm:kvstore_", "kvstore_"]
+    assert "vllm:kvstore_" not in " ".join(EXPRESSIONS)
 
 
 def test_panels_lie_side_by_side_in_rows_that_ask_a_question() -> None:
@@ -103,6 +109,12 @@ def test_the_files_say_nothing_of_the_machine_they_were_made_on() -> None:
     for name in ("kvstore.json", "alerts.yml", "metrics.txt"):
         text = (GRAFANA / name).read_text()
         assert not re.search(r"127\.0\.0\.1|localhost|/tmp|/home|/root|/work", text), name
+
+
+def test_the_page_of_alerts_has_each_of_them() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `KV"))
+    assert re.findall(r"`(\w+)`", rows) == re.findall(r"- alert: (\w+)", ALERTS)
 
 
 def promtool(*arguments: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import urllib.request
@@ -53,11 +54,11 @@ async def test_a_scrape_tells_what_has_happened(tmp_path: Path) -> None:
             assert len(chunks) == 2
         told, stats = scraped(registry), store.stats()
         assert told["stored_chunks_total"] == stats.stored == 8
-        assert told["disk_written_chunks_total,disk"] == stats.tiers[0].written == 8
+        assert told["tier_written_chunks_total,disk"] == stats.tiers[0].written == 8
         assert told["wait_seconds_count"] == stats.waits.count == 1
         assert told["wait_seconds_bucket,+Inf"] == 1
         assert told["wait_seconds_sum"] == pytest.approx(stats.waits.seconds)
-        assert told["host_usage"] == 1.0
+        assert told["host_used_ratio"] == 1.0
 
 
 @pytest.mark.asyncio
@@ -182,8 +183,13 @@ def test_stores_of_one_registry_have_prefixes_of_their_own(tmp_path: Path) -> No
             registry.register(Collector(other))
         registry.register(Collector(other, prefix="second_"))
         text = prometheus.generate_latest(registry).decode()
-    assert "kvstore_host_usage " in text
-    assert "second_host_usage " in text
+    assert "kvstore_host_used_ratio " in text
+    assert "second_host_used_ratio " in text
+    (told,) = re.findall(r"^kvstore_info\{(.*)\} 1\.0$", text, re.MULTILINE)
+    for label in (f'version="{kvstore.__version__}"', f'chunk_bytes="{one.chunk_bytes}"'):
+        assert label in told
+    assert f'description="{one.description}"' in told
+    assert "second_info{" in text
 
 
 def test_the_package_is_named_where_it_is_missing(

@@ -339,7 +339,7 @@ def _paces(options: argparse.Namespace, url: str | None) -> Paces:
     paces = Paces()
     if url is not None:
         now = scrape(url)
-        reads = [now.get("disk_seconds_per_chunk", tier) for tier in now.tiers]
+        reads = [now.get("tier_seconds_per_chunk", tier) for tier in now.tiers]
         known = [each for each in reads if each > 0]
         paces = Paces(now.get("compute_seconds_per_chunk") or None, min(known, default=None))
     if options.compute_ms is not None:

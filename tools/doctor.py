@@ -162,25 +162,25 @@ def _host(now: Snapshot) -> Finding:
 
 
 def _tier(now: Snapshot, tier: str) -> Finding:
-    loaded = int(now.get("loaded_disk_chunks", tier))
-    read, written = now.get("disk_read_chunks", tier), now.get("disk_written_chunks", tier)
-    held = now.get("disk_chunks", tier)
-    saved = _saved(now, "saved_disk_seconds", tier)
+    loaded = int(now.get("loaded_tier_chunks", tier))
+    read, written = now.get("tier_read_chunks", tier), now.get("tier_written_chunks", tier)
+    held = now.get("tier_chunks", tier)
+    saved = _saved(now, "saved_tier_seconds", tier)
     found = Finding(tier, _verdict(loaded, max(written, held)), loaded, saved)
-    if now.get("disk_outpaced", tier):
+    if now.get("tier_outpaced", tier):
         found.verdict = "does not help"
         found.advice.append(
             "Computing is faster than reading from it, so it is not read: take a faster device, "
             "larger chunks, or leave it out."
         )
     if written >= FEW and written > WASTED * max(read, 1):
-        size = format_size(int(now.get("disk_written_bytes", tier)))
+        size = format_size(int(now.get("tier_written_bytes", tier)))
         found.advice.append(
             f"{size} were written, {written / max(read, 1):.0f} chunks for each one that was read: "
             'try "admission": "reuse" or "endurance", or see kvstore simulate.'
         )
     for state in ("closed", "stalled", "slow"):
-        if now.get(f"disk_{state}", tier):
+        if now.get(f"tier_{state}", tier):
             found.advice.append(f"It is {state} now: see the server's log.")
     return found
 

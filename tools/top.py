@@ -199,14 +199,14 @@ def tables(before: Snapshot, now: Snapshot) -> Table:
 
     loaded = now.rate(before, "loaded_host_chunks")
     missed = now.rate(before, "missed_keys")
-    from_tiers = sum(now.rate(before, "loaded_disk_chunks", tier) for tier in now.tiers)
+    from_tiers = sum(now.rate(before, "loaded_tier_chunks", tier) for tier in now.tiers)
     asked = loaded + from_tiers + missed
     share = f"{(loaded + from_tiers) / asked:.0%}" if asked else "-"
     wait = now.quantile(before, "wait_seconds", 0.99)
     table = Table(
         title=f"hits {share}; {loaded:.0f} chunks/s from host memory, {missed:.0f} missed, "
         f"{now.rate(before, 'stored_chunks'):.0f} stored; host memory "
-        f"{now.get('host_usage'):.0%} full; {now.get('waiting_requests'):.0f} requests wait, "
+        f"{now.get('host_used_ratio'):.0%} full; {now.get('waiting_requests'):.0f} requests wait, "
         f"slowest of 100 waited {_time(wait)}",
         title_justify="left",
     )
@@ -214,20 +214,20 @@ def tables(before: Snapshot, now: Snapshot) -> Table:
         table.add_column(head, justify="left" if head in ("tier", "state") else "right")
     for tier in now.tiers:
         read, written = (
-            f"{format_size(int(now.rate(before, f'disk_{what}_bytes', tier)))}/s"
+            f"{format_size(int(now.rate(before, f'tier_{what}_bytes', tier)))}/s"
             for what in ("read", "written")
         )
-        states = [state for state in STATES if now.get(f"disk_{state}", tier)]
+        states = [state for state in STATES if now.get(f"tier_{state}", tier)]
         if now.get("store_away", tier):
             states.append("away")
-        used, free = now.get("disk_used_bytes", tier), now.get("disk_free_bytes", tier)
+        used, free = now.get("tier_used_bytes", tier), now.get("tier_free_bytes", tier)
         table.add_row(
             tier,
-            f"{now.rate(before, 'loaded_disk_chunks', tier):.0f}",
+            f"{now.rate(before, 'loaded_tier_chunks', tier):.0f}",
             read,
             written,
-            f"{now.get('disk_queued_chunks', tier):.0f}",
-            _time(now.quantile(before, "disk_read_seconds", 0.99, tier)),
+            f"{now.get('tier_queued_chunks', tier):.0f}",
+            _time(now.quantile(before, "tier_read_seconds", 0.99, tier)),
             f"{used / (used + free):.0%}" if used + free else "-",
             ", ".join(states) or "well",
         )

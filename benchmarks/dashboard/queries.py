@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["filled", "legend", "metric_names", "panels"]
 
-VARIABLES = {"$instance": ".*", "$__rate_interval": "30s"}
-"""What Grafana puts in for its variables: every server; two seconds between scrapes."""
+VARIABLES = {"$instance": ".*", "$__rate_interval": "30s", "${prefix}": "vllm:kvstore_"}
+"""What Grafana puts in for its variables: every server; two seconds between scrapes; vLLM."""
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,4 +30,4 @@ def legend(template: str, labels: dict[str, str]) -> str:
 
 def metric_names(expression: str) -> set[str]:
     """The names of vLLM's and kvstore's metrics in an expression."""
-    return set(re.findall(r"\bvllm:\w+", expression))
+    return set(re.findall(r"\bvllm:\w+", filled(expression)))

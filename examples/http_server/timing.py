@@ -142,7 +142,7 @@ def _equal(row: Row, other: Row) -> bool:
 def _settle(client: httpx.Client) -> None:
     """Wait until what the answers left to save is on disk: it is no part of the next round."""
     end = time.monotonic() + WAIT_SECONDS
-    idle = {"http_server_saving 0.0", "kvstore_host_busy 0.0"}
+    idle = {"http_server_saving 0.0", "kvstore_host_busy_ratio 0.0"}
     while time.monotonic() < end:
         lines = client.get("/metrics").text.splitlines()
         cached = any(line.startswith("kvstore_") for line in lines)

@@ -51,7 +51,7 @@ Sample = tuple[Metric, tuple[str, ...], Any]
 """A metric, the values of its labels, and its value."""
 
 
-OF_LOADS = ("loaded_disk_chunks", "saved_disk_seconds")
+OF_LOADS = ("loaded_tier_chunks", "saved_tier_seconds")
 
 TIERS_ALONE = [metric for metric in METRICS if metric.of != "core" and metric.name not in OF_LOADS]
 """Metrics of tiers for a server that has its own host memory and loads from it."""

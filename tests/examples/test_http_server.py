@@ -95,7 +95,7 @@ class Talk:
     def until_idle(self) -> None:
         """Wait until nothing is generated, saved, or leased."""
         until(lambda: not (self.metric("http_server_running") + self.metric("http_server_saving")))
-        until(lambda: not self.metric("kvstore_host_busy"))
+        until(lambda: not self.metric("kvstore_host_busy_ratio"))
 
     def metric(self, name: str) -> float:
         """Summed over tiers, where it tells of each."""
@@ -329,6 +329,6 @@ def test_the_other_routes(plain: Talk, cached: Talk) -> None:
     (model,) = cached.client.get("/v1/models").json()["data"]
     assert cached.post(prompt="x", max_tokens=1, model=model["id"]).status_code == 200
     page = cached.client.get("/metrics").text
-    assert "# TYPE kvstore_host_usage gauge\n" in page
+    assert "# TYPE kvstore_host_used_ratio gauge\n" in page
     assert "# TYPE kvstore_stored_chunks_total counter\n" in page
     assert "kvstore_" not in plain.client.get("/metrics").text

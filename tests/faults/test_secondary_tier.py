@@ -54,7 +54,7 @@ def test_a_disk_that_cannot_be_read_is_a_miss_with_a_line_and_a_counter(
         server.forget_host()
         faulty.obey({"op": "read", "path": "segment", **EIO})
         assert server.get(keys_of(range(8))) == 0
-        assert server.counters["disk_failed_reads"] >= 8
+        assert server.counters["tier_failed_reads"] >= 8
         faulty.obey()
         # It is asked a few times before a chunk is given up.
         server.put(keys_of(range(20, 24)))
@@ -72,8 +72,8 @@ def test_a_disk_that_cannot_be_written_stores_nothing_and_says_so_once(
         for first in range(100, 140, 4):
             # vLLM's host memory takes them all the same.
             assert len(server.put(keys_of(range(first, first + 4)))) == 4
-        assert server.counters["disk_failed_writes"] >= 1
-        assert server.counters["disk_refused_chunks"] >= 1
+        assert server.counters["tier_failed_writes"] >= 1
+        assert server.counters["tier_refused_chunks"] >= 1
         faulty.obey()
         time.sleep(0.5)
         server.put(keys_of(range(200, 204)))
@@ -99,9 +99,9 @@ def test_a_disk_that_hangs_holds_up_no_call_and_what_has_begun_is_waited_for(
             # Its rows are in use: the request waits. All others miss.
             assert server._ask(keys_of(range(4)), context) is None
             assert server._ask(keys_of(range(4, 8)), server.request()) == 0
-            assert server.counters["disk_stalled"] == 1
+            assert server.counters["tier_stalled"] == 1
         server.settle()
-        assert server.counters["disk_stalled"] == 0
+        assert server.counters["tier_stalled"] == 0
         assert server.get(keys_of(range(8))) == 8
     assert max(timed) < STILL_SECONDS
 
@@ -132,7 +132,7 @@ def test_a_full_disk_displaces_and_never_fails(tmp_path: Path, mount: Any) -> No
     with Server(options(place, capacity_bytes=8 * segment_bytes())) as server:
         for first in range(0, 96, 8):
             server.put(keys_of(range(first, first + 8)))
-        assert server.counters["disk_evicted_chunks"] >= 96 - 2 * SLOTS
+        assert server.counters["tier_evicted_chunks"] >= 96 - 2 * SLOTS
         assert 95 in server.each([94, 95])
         assert not server.each([0])
         assert server.get([key_of(0)]) == 0

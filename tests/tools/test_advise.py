@@ -157,7 +157,7 @@ def served(text: str) -> Iterator[str]:
 
 METRICS = """\
 vllm:kvstore_compute_seconds_per_chunk{engine="0"} 0.012
-vllm:kvstore_disk_seconds_per_chunk{engine="0",tier="disk"} 0.003
+vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="disk"} 0.003
 """
 
 

@@ -28,7 +28,7 @@ def said(values: dict[tuple[str, str], float]) -> dict[str, tuple[str, str]]:
 
 
 def test_a_server_that_has_done_nothing_gets_no_verdict() -> None:
-    assert said({("disk_chunks", "disk"): 0.0}) == {
+    assert said({("tier_chunks", "disk"): 0.0}) == {
         "host memory": ("not used", ""),
         "disk": ("not used", ""),
     }
@@ -39,10 +39,10 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
         ("stored_chunks", ""): 500.0,
         ("loaded_host_chunks", ""): 300.0,
         ("saved_host_seconds", ""): 3.0,
-        ("saved_disk_seconds", "disk"): 2.0,
-        ("loaded_disk_chunks", "disk"): 200.0,
-        ("disk_read_chunks", "disk"): 200.0,
-        ("disk_written_chunks", "disk"): 500.0,
+        ("saved_tier_seconds", "disk"): 2.0,
+        ("loaded_tier_chunks", "disk"): 200.0,
+        ("tier_read_chunks", "disk"): 200.0,
+        ("tier_written_chunks", "disk"): 500.0,
     }
     assert said(values) == {"host memory": ("helps", ""), "disk": ("helps", "")}
     host, disk = diagnose(Snapshot(0.0, {**PACE, **values}))
@@ -55,19 +55,19 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
     ("values", "place", "verdict", "advice"),
     [
         (
-            {("disk_written_chunks", "disk"): 5000.0, ("disk_written_bytes", "disk"): 2.0**30},
+            {("tier_written_chunks", "disk"): 5000.0, ("tier_written_bytes", "disk"): 2.0**30},
             "disk",
             "does not help",
             "1.0 GiB were written, 5000 chunks for each",
         ),
         (
-            {("disk_chunks", "disk"): 10.0, ("disk_outpaced", "disk"): 1.0},
+            {("tier_chunks", "disk"): 10.0, ("tier_outpaced", "disk"): 1.0},
             "disk",
             "does not help",
             "Computing is faster",
         ),
         (
-            {("disk_chunks", "disk"): 10.0, ("disk_stalled", "disk"): 1.0},
+            {("tier_chunks", "disk"): 10.0, ("tier_stalled", "disk"): 1.0},
             "disk",
             "too little to tell",
             "It is stalled now",

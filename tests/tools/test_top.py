@@ -63,7 +63,7 @@ async def test_it_tells_what_has_happened_between_two_looks(tmp_path: Path) -> N
     now.at = before.at + 2.0
     assert now.tiers == ["disk", "disk:others"]
     assert now.rate(before, "stored_chunks") == 4.0
-    assert now.rate(before, "disk_written_bytes", "disk") == tier.written_bytes / 2
+    assert now.rate(before, "tier_written_bytes", "disk") == tier.written_bytes / 2
     assert 0 < now.quantile(before, "wait_seconds", 0.99) <= 50
     assert math.isnan(now.quantile(now, "wait_seconds", 0.99)), "nothing since"
     text = shown(tables(before, now))
@@ -104,11 +104,11 @@ def test_engines_are_summed_and_other_metrics_passed_over(
         "# TYPE vllm:kvstore_stored_chunks counter\n"
         'vllm:kvstore_stored_chunks_total{engine="0"} 3\n'
         'vllm:kvstore_stored_chunks_total{engine="1"} 4\n'
-        'vllm:kvstore_disk_read_bytes_total{engine="0",tier="disk"} 5\n'
+        'vllm:kvstore_tier_read_bytes_total{engine="0",tier="disk"} 5\n'
         "other_total 9\n"
     )
     snapshot = scrape((tmp_path / "metrics").as_uri())
-    assert snapshot.values == {("stored_chunks", ""): 7, ("disk_read_bytes", "disk"): 5}
+    assert snapshot.values == {("stored_chunks", ""): 7, ("tier_read_bytes", "disk"): 5}
 
 
 def test_a_server_that_starts_again_does_not_count_backwards() -> None:

@@ -71,7 +71,7 @@ def test_engines_find_what_the_other_has_stored_after_a_restart(tmp_path: Path) 
     second, metrics = serve(tmp_path, "second", MORE)
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == truth
     assert [cached for _, cached in second] == [LENGTH] * PROMPTS
-    loaded = re.findall(r'kvstore_loaded_disk_chunks_total\{engine="(\d)".* (\S+)$', metrics, re.M)
+    loaded = re.findall(r'kvstore_loaded_tier_chunks_total\{engine="(\d)".* (\S+)$', metrics, re.M)
     assert {engine for engine, chunks in loaded if float(chunks)} == {"0", "1"}
     log = (tmp_path / "second.log").read_text()
     # vLLM does not tell the first engine of a model without experts that it is one of several.

@@ -122,14 +122,14 @@ def test_a_conversation_that_pauses_is_back_in_host_memory_when_it_returns(disk:
     before, after = disk.rounds["paused"].metrics, disk.rounds["back"].metrics
     assert after["demoted_chunks"] == after["prefetched_chunks"] == CHUNKS
     assert after.get("deferrals", 0) == before.get("deferrals", 0), "it had to wait for the disk"
-    assert after["disk_pinned_chunks"] == CHUNKS
+    assert after["tier_pinned_chunks"] == CHUNKS
 
 
 def test_hints_are_counted_and_what_nobody_knows_is_ignored(host: Run) -> None:
     metrics = host.rounds["not found"].metrics
     assert (metrics["hints"], metrics["hints_ignored"]) == (3, 1)
-    assert host.rounds["others"].metrics["host_pinned"] == pytest.approx(CHUNKS / ROWS)
-    assert metrics["host_pinned"] == 0
+    assert host.rounds["others"].metrics["host_pinned_ratio"] == pytest.approx(CHUNKS / ROWS)
+    assert metrics["host_pinned_ratio"] == 0
 
 
 def test_envelopes_reach_the_engine_from_whoever_calls_it(disk: Run) -> None:
@@ -137,16 +137,16 @@ def test_envelopes_reach_the_engine_from_whoever_calls_it(disk: Run) -> None:
     before, told = disk.rounds["back"].metrics, disk.rounds["others again"].metrics
     assert (before["hints"], before["hints_ignored"]) == (3, 0)
     assert (told["hints"], told["hints_ignored"]) == (4, 2)
-    assert told["host_pinned"] == pytest.approx(CHUNKS / ROWS)
-    assert told["disk_pinned_chunks"] == 2 * CHUNKS
+    assert told["host_pinned_ratio"] == pytest.approx(CHUNKS / ROWS)
+    assert told["tier_pinned_chunks"] == 2 * CHUNKS
     assert disk.rounds["by envelope"].cached == [0]
     again = disk.rounds["by envelope again"]
     assert again.cached == [LENGTH]
     assert again.tokens == disk.rounds["by envelope"].tokens
     assert again.metrics["deferrals"] == told["deferrals"], "it had to wait for the disk"
     after = disk.rounds["after"].metrics
-    assert (after["hints"], after["host_pinned"]) == (5, 0)
-    assert after["disk_pinned_chunks"] == CHUNKS
+    assert (after["hints"], after["host_pinned_ratio"]) == (5, 0)
+    assert after["tier_pinned_chunks"] == CHUNKS
 
 
 def test_envelopes_of_vllm_are_read() -> None:

@@ -144,8 +144,8 @@ def test_chunks_come_back_from_disk_once_host_memory_has_forgotten_them(server: 
         server.settle()
     assert server.load("r2", keys) == keys
     stats = server.manager.get_stats().reduce()
-    assert stats["vllm:kvstore_loaded_disk_chunks:('disk',)"] == 40
-    assert stats["vllm:kvstore_disk_failed_reads:('disk',)"] == 0
+    assert stats["vllm:kvstore_loaded_tier_chunks:('disk',)"] == 40
+    assert stats["vllm:kvstore_tier_failed_reads:('disk',)"] == 0
 
 
 def test_vllm_is_told_where_a_hit_lies(server: Server) -> None:

@@ -101,13 +101,13 @@ def test_every_counter_is_told_at_first_and_then_what_has_grown() -> None:
     first = values(reporter.increments(stats))
     counters = [metric for metric in METRICS if metric.kind == "counter"]
     assert len(first) == sum(metric.of != "store" for metric in counters)
-    assert (first["missed_keys",], first["disk_written_chunks", "disk"]) == (3, 5)
+    assert (first["missed_keys",], first["tier_written_chunks", "disk"]) == (3, 5)
     assert first["timeouts",] == 0
     assert reporter.increments(stats) == []
     later = replace(stats, misses=7, tiers=[disk(written=6)])
     assert values(reporter.increments(later)) == {
         ("missed_keys",): 4,
-        ("disk_written_chunks", "disk"): 1,
+        ("tier_written_chunks", "disk"): 1,
     }
 
 
@@ -120,9 +120,9 @@ def test_tiers_are_told_apart_and_of_others_tiers_only_what_this_engine_knows() 
         disk(owned=False),
     ]
     told = values(Reporter().increments(CoreStats(rows=1, tiers=tiers)))
-    written = {key[1]: value for key, value in told.items() if key[0] == "disk_written_chunks"}
+    written = {key[1]: value for key, value in told.items() if key[0] == "tier_written_chunks"}
     assert written == {"disk": 1, "remote": 2, "disk-2": 3}
-    loaded = {key[1]: value for key, value in told.items() if key[0] == "loaded_disk_chunks"}
+    loaded = {key[1]: value for key, value in told.items() if key[0] == "loaded_tier_chunks"}
     assert loaded == {"disk": 4, "disk:others": 8, "remote": 0, "disk-2": 0, "disk-2:others": 0}
 
 
@@ -130,9 +130,13 @@ def test_a_gauge_is_what_is_there_now() -> None:
     tiers = [disk(chunks=3, used_bytes=300, free_bytes=700, stalled=True)]
     stats = CoreStats(rows=8, chunks=6, busy_rows=2, waiting=5, tiers=tiers)
     told = values(Reporter().gauges(stats))
-    assert (told["host_usage",], told["host_busy",], told["waiting_requests",]) == (0.75, 0.25, 5)
-    assert told["disk_used_bytes", "disk"] + told["disk_free_bytes", "disk"] == 1000
-    assert told["disk_stalled", "disk"] == 1
+    assert (told["host_used_ratio",], told["host_busy_ratio",], told["waiting_requests",]) == (
+        0.75,
+        0.25,
+        5,
+    )
+    assert told["tier_used_bytes", "disk"] + told["tier_free_bytes", "disk"] == 1000
+    assert told["tier_stalled", "disk"] == 1
 
 
 times = st.lists(st.one_of(st.sampled_from([0.0, *BOUNDS]), st.floats(0.0, 200.0)), max_size=30)
@@ -172,6 +176,6 @@ def test_a_store_has_metrics_of_its_own_and_of_what_is_copied_to_it() -> None:
     store = TierStats("redis://host", "remote", owned=False, store=True, written=5, asked=7)
     told = values(reporter.increments(CoreStats(rows=10, tiers=[disk(), store])))
     assert told["store_asked_chunks", "remote"] == 7
-    assert told["disk_written_chunks", "remote"] == 5
+    assert told["tier_written_chunks", "remote"] == 5
     assert ("store_asked_chunks", "disk") not in told
-    assert ("disk_evicted_chunks", "remote") not in told
+    assert ("tier_evicted_chunks", "remote") not in told

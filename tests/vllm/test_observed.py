@@ -119,7 +119,7 @@ def hint(server: Server, seen: Seen) -> None:
     asyncio.run(
         again(server.url, kept, retain_s=600, retain_host=True, release="perhaps", levitate=1)
     )
-    seen.hinted["retain"] = told(server, "host_pinned", 8 / HOST_CHUNKS)
+    seen.hinted["retain"] = told(server, "host_pinned_ratio", 8 / HOST_CHUNKS)
     asyncio.run(hold(server.url, replace(TALK, conversations=4), 3))
     before = told(server, "hints_total", 2)
     seen.returned = asyncio.run(again(server.url, kept))
@@ -205,8 +205,8 @@ def test_every_counter_and_gauge_is_there_from_the_first_request_on(seen: Seen) 
 
 def test_kvstore_top_shows_the_same(seen: Seen) -> None:
     first, last = seen.looks
-    assert last.get("disk_read_chunks", "disk") == seen.total("disk_read_chunks_total", "disk")
-    assert last.rate(first, "disk_written_bytes", "disk") > 0
+    assert last.get("tier_read_chunks", "disk") == seen.total("tier_read_chunks_total", "disk")
+    assert last.rate(first, "tier_written_bytes", "disk") > 0
     assert 0 < last.quantile(first, "wait_seconds", 0.99) <= 50
     table = tables(first, last)
     assert table.row_count == 2, "the disk, and lanes of others"
@@ -233,35 +233,35 @@ def test_a_request_that_waits_for_the_disk_is_a_span_in_its_clients_trace(seen: 
 
 
 def test_hits_waits_reads_and_writes_are_told_with_their_tier(seen: Seen) -> None:
-    read = seen.total("disk_read_chunks_total", "disk")
+    read = seen.total("tier_read_chunks_total", "disk")
     assert read >= 11
-    assert seen.total("loaded_disk_chunks_total", "disk") == pytest.approx(read, abs=24)
-    assert seen.total("disk_read_bytes_total", "disk") == read * CHUNK
-    written = seen.total("disk_written_chunks_total", "disk")
+    assert seen.total("loaded_tier_chunks_total", "disk") == pytest.approx(read, abs=24)
+    assert seen.total("tier_read_bytes_total", "disk") == read * CHUNK
+    written = seen.total("tier_written_chunks_total", "disk")
     assert written >= DISK_CHUNKS
-    assert seen.total("disk_written_bytes_total", "disk") == written * CHUNK
-    assert seen.total("loaded_disk_chunks_total", "disk:others") == 0
+    assert seen.total("tier_written_bytes_total", "disk") == written * CHUNK
+    assert seen.total("loaded_tier_chunks_total", "disk:others") == 0
     deferrals = seen.total("deferrals_total")
     assert deferrals >= 1
     assert seen.total("wait_seconds_count") >= 1
     assert seen.total("wait_seconds_bucket", "+Inf") == seen.total("wait_seconds_count")
     assert 0 < seen.total("wait_seconds_sum") < 30 * deferrals
-    assert seen.total("saved_disk_seconds_total", "disk") > 0
-    assert seen.total("disk_read_seconds_count", "disk") >= 1
-    assert seen.total("disk_write_seconds_count", "disk") >= 1
-    assert seen.total("disk_write_seconds_sum", "disk") > 0
+    assert seen.total("saved_tier_seconds_total", "disk") > 0
+    assert seen.total("tier_read_seconds_count", "disk") >= 1
+    assert seen.total("tier_write_seconds_count", "disk") >= 1
+    assert seen.total("tier_write_seconds_sum", "disk") > 0
 
 
 def test_room_and_what_left_for_others_are_told(seen: Seen) -> None:
     host = seen.total("host_used_bytes") + seen.total("host_free_bytes")
     assert host == HOST_CHUNKS * CHUNK
-    assert seen.total("host_usage") == seen.total("host_used_bytes") / host
-    used, free = (seen.total(f"disk_{what}_bytes", "disk") for what in ("used", "free"))
-    assert used == seen.total("disk_chunks", "disk") * CHUNK
+    assert seen.total("host_used_ratio") == seen.total("host_used_bytes") / host
+    used, free = (seen.total(f"tier_{what}_bytes", "disk") for what in ("used", "free"))
+    assert used == seen.total("tier_chunks", "disk") * CHUNK
     assert 0.9 * DISK_CHUNKS * CHUNK <= used + free <= DISK_CHUNKS * CHUNK
     assert seen.total("host_evicted_chunks_total") >= 64
-    assert seen.total("disk_evicted_chunks_total", "disk") >= 32
-    for name in ("host_eviction_age_seconds", "disk_eviction_age_seconds"):
+    assert seen.total("tier_evicted_chunks_total", "disk") >= 32
+    for name in ("host_eviction_age_seconds", "tier_eviction_age_seconds"):
         label = "disk" if name.startswith("disk") else ""
         assert seen.total(f"{name}_count", label) >= 1
         assert 0 < seen.total(f"{name}_sum", label) < 600 * seen.total(f"{name}_count", label)
@@ -271,14 +271,14 @@ def test_hints_that_clients_send_over_http_are_followed_and_counted(seen: Seen) 
     def of(what: str, name: str, label: str = "") -> float:
         return seen.hinted[what][NAME + name, label]
 
-    assert of("retain", "host_pinned") == pytest.approx(8 / HOST_CHUNKS)
-    assert of("retain", "disk_pinned_chunks", "disk") == 8
+    assert of("retain", "host_pinned_ratio") == pytest.approx(8 / HOST_CHUNKS)
+    assert of("retain", "tier_pinned_chunks", "disk") == 8
     assert (of("retain", "hints_total"), of("retain", "hints_ignored_total")) == (2, 2)
     # Although others have asked for more than host memory has room for.
     assert seen.returned >= 224
-    assert of("return", "host_pinned") == pytest.approx(8 / HOST_CHUNKS)
-    assert of("release", "host_pinned") == 0
-    assert of("release", "disk_pinned_chunks", "disk") == 0
+    assert of("return", "host_pinned_ratio") == pytest.approx(8 / HOST_CHUNKS)
+    assert of("release", "host_pinned_ratio") == 0
+    assert of("release", "tier_pinned_chunks", "disk") == 0
     assert of("prefetch", "demoted_chunks_total") == 8
     assert of("prefetch", "prefetched_chunks_total") == 8
     assert of("prefetch", "hints_total") == 5
@@ -290,7 +290,7 @@ def test_nothing_failed(seen: Seen) -> None:
     for name in ("timeouts", "events_lost", "internal_errors", "hints_ignored"):
         assert seen.total(f"{name}_total") == 0, name
     for name in ("failed_reads", "corrupt_chunks", "failed_writes", "errors"):
-        assert seen.total(f"disk_{name}_total", "disk") == 0, name
+        assert seen.total(f"tier_{name}_total", "disk") == 0, name
 
 
 @pytest.mark.parametrize("medium", ["CPU", "STORAGE"])
@@ -304,5 +304,5 @@ def test_kv_events_of_both_media_reach_a_subscriber(seen: Seen, medium: str) -> 
     if medium == "CPU":
         told = seen.total("host_used_bytes") / CHUNK
     else:
-        told = seen.total("disk_chunks", "disk")
+        told = seen.total("tier_chunks", "disk")
     assert left == pytest.approx(told, abs=2)

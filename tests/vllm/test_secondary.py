@@ -66,14 +66,14 @@ def test_chunks_are_found_after_a_restart(tmp_path: Path) -> None:
     with Server(options(tmp_path)) as server:
         assert server.get(keys) == 0
         assert server.put(keys) == keys
-        assert server.counters["disk_written_chunks"] == 12
-        assert server.counters["disk_chunks"] == 12
+        assert server.counters["tier_written_chunks"] == 12
+        assert server.counters["tier_chunks"] == 12
     with Server(options(tmp_path)) as server:
         assert server.get([*keys, key_of(99)]) == 12
-        assert server.counters["disk_read_chunks"] == 12
+        assert server.counters["tier_read_chunks"] == 12
         # From host memory this time.
         assert server.get(keys) == 12
-        assert server.counters["disk_read_chunks"] == 12
+        assert server.counters["tier_read_chunks"] == 12
     assert command("verify", str(tmp_path)).returncode == 0
     assert "12" in command("inspect", str(tmp_path)).stdout
     assert command("compact", str(tmp_path)).returncode == 0
@@ -114,7 +114,7 @@ def test_capacity_is_a_hard_limit_and_the_coldest_leave(tmp_path: Path) -> None:
         for first in range(0, 128, 8):
             server.put(keys_of(range(first, first + 8)))
             assert sum(path.stat().st_size for path in segments(tmp_path)) <= capacity
-        assert server.counters["disk_evicted_chunks"] >= 128 - 2 * SLOTS
+        assert server.counters["tier_evicted_chunks"] >= 128 - 2 * SLOTS
         found = server.each(range(128))
         assert found <= set(range(128 - 2 * SLOTS, 128))
         assert len(found) >= SLOTS
@@ -127,7 +127,7 @@ def test_policy_and_admission_come_from_the_registry(tmp_path: Path) -> None:
     told = {"eviction_policy": "hit-density", "admission": {"name": "reuse", "threshold": 2}}
     with Server(options(tmp_path, **told)) as server:
         server.put(keys_of(range(4)))
-        assert server.counters["disk_declined_chunks"] == 4
+        assert server.counters["tier_declined_chunks"] == 4
         server.forget_host()
         # Offered for the second time.
         server.put(keys_of(range(4)))
@@ -141,7 +141,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
         server.put(keys_of(range(6)))
         server.forget_host()
         server.put(keys_of(range(8)))
-        assert server.counters["disk_written_chunks"] == 8
+        assert server.counters["tier_written_chunks"] == 8
 
 
 def test_events_tell_what_the_disk_has_stored_and_given_up(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_two_servers_on_one_path_share_what_they_store(tmp_path: Path) -> None:
         # What the neighbour keeps is not written twice.
         other.forget_host()
         other.put(keys_of(range(6)))
-        assert other.counters.get("disk_written_chunks", 0) == 0
+        assert other.counters.get("tier_written_chunks", 0) == 0
 
 
 def test_without_the_engines_configuration_nothing_starts(tmp_path: Path) -> None:
@@ -310,11 +310,11 @@ def test_a_flipped_byte_is_a_miss_of_that_chunk(tmp_path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     with Server(options(tmp_path)) as server:
         assert server.get(keys) == 3
-        assert server.counters["disk_failed_reads"] == 1
+        assert server.counters["tier_failed_reads"] == 1
         assert server.get(keys) == 3
         # Computed anew, and stored anew.
         server.put(keys)
-        assert server.counters["disk_written_chunks"] == 1
+        assert server.counters["tier_written_chunks"] == 1
     with Server(options(tmp_path)) as server:
         assert server.get(keys) == 8
     assert command("verify", str(tmp_path)).returncode == 0
@@ -351,7 +351,7 @@ with Server(json.loads(sys.argv[1]), rows=64) as server:
         for first in reported:
             server.forget_host()
             assert server.get(keys_of(range(first, first + 8))) == 8
-        assert server.counters.get("disk_failed_reads", 0) == 0
+        assert server.counters.get("tier_failed_reads", 0) == 0
     for region in Path("/dev/shm").glob("vllm_offload_tiering-*.mmap"):
         # vLLM leaves the memory of a scheduler that is killed before its workers have come.
         if not Path(f"/proc/{region.name.split('-')[1]}").exists():
@@ -561,8 +561,8 @@ def test_an_engine_answers_the_same_with_chunks_of_our_tier_after_a_restart(
         assert second.rounds[name].tokens == [one.tokens[0] for one in cold]
     # All but the last block, at least, which one version computes in any case.
     assert min(second.rounds["disk"].cached) >= 992
-    assert second.rounds["disk"].metrics["disk_read_chunks"] >= len(PROMPTS) * 31
-    assert second.rounds["disk"].metrics["disk_chunks"] >= len(PROMPTS) * 31
-    assert second.rounds["together"].metrics.get("disk_failed_reads", 0) == 0
+    assert second.rounds["disk"].metrics["tier_read_chunks"] >= len(PROMPTS) * 31
+    assert second.rounds["disk"].metrics["tier_chunks"] >= len(PROMPTS) * 31
+    assert second.rounds["together"].metrics.get("tier_failed_reads", 0) == 0
     assert "in vLLM's tiering" in second.log
     assert command("verify", str(cache)).returncode == 0

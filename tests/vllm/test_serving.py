@@ -178,7 +178,7 @@ vllm:prompt_tokens_cached_by_source_created{engine="0",model_name="tiny",source=
 
 def test_what_a_cache_has_counted_is_added_over_its_tiers_and_only_growth_is_told() -> None:
     text = """vllm:kvstore_stored_chunks_total{engine="0"} 12.0
-vllm:kvstore_host_usage{engine="0"} 1.0
+vllm:kvstore_host_used_ratio{engine="0"} 1.0
 vllm:kv_offload_write_bytes_total{engine="0",tier="a"} 1e+03
 vllm:kv_offload_write_bytes_total{engine="0",tier="b"} 5.0
 """

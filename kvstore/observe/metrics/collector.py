@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvstore._version import __version__
 from kvstore.core import CoreStats, Durations
 from kvstore.errors import KVStoreError
 from kvstore.observe.metrics.series import Series
@@ -67,6 +68,7 @@ class Collector:
 
     def describe(self) -> Iterator[Family]:
         """Yield the metrics without values, so that registering does not query the store."""
+        yield self._info()
         for metric in METRICS:
             yield self._family(metric)
 
@@ -90,7 +92,22 @@ class Collector:
                     family.add_metric(labels, _buckets(value), value.seconds)
                 else:
                     family.add_metric(labels, value)
+        yield self._info()
         yield from families.values()
+
+    def _info(self) -> Family:
+        """What never changes while the store is open, as `kvstore_info`."""
+        told = {
+            "version": __version__,
+            "chunk_bytes": str(getattr(self._store, "chunk_bytes", "")),
+            "description": str(getattr(self._store, "description", "")),
+        }
+        family: Family = self._families.InfoMetricFamily(
+            self._prefix.rstrip("_"),
+            "The version of kvstore, the bytes of a chunk, and what host memory and tiers are.",
+            value=told,
+        )
+        return family
 
     def _family(self, metric: Metric) -> Family:
         kinds = {

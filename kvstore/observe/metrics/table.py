@@ -69,7 +69,7 @@ METRICS: tuple[Metric, ...] = (
         "Chunks loaded to the device that were already in host memory.",
     ),
     _tier(
-        "loaded_disk_chunks",
+        "loaded_tier_chunks",
         lambda t: t.loaded,
         "Chunks loaded to the device that were read from this tier for the same request.",
     ),
@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
         "time to compute a chunk.",
     ),
     _tier(
-        "saved_disk_seconds",
+        "saved_tier_seconds",
         lambda t: t.saved,
         "Seconds of computing that chunks read from this tier made unnecessary; what requests "
         "waited for them is in wait_seconds.",
@@ -123,18 +123,18 @@ METRICS: tuple[Metric, ...] = (
     ),
     # -- is there room? ----------------------------------------------------------------------
     _core_now(
-        "host_usage",
+        "host_used_ratio",
         lambda s: s.chunks / s.rows,
         "Fraction of the rows of host memory that hold a chunk, from 0 to 1.",
     ),
     _core_now(
-        "host_busy",
+        "host_busy_ratio",
         lambda s: s.busy_rows / s.rows,
         "Fraction of the rows of host memory that are being written or read, leased or "
         "pinned, from 0 to 1.",
     ),
     _core_now(
-        "host_pinned",
+        "host_pinned_ratio",
         lambda s: s.pinned_rows / s.rows,
         "Fraction of the rows of host memory that hold a pinned chunk, from 0 to 1.",
     ),
@@ -144,15 +144,15 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s.free_bytes,
         "Bytes of host memory that hold no chunk; near 0 once the cache is full.",
     ),
-    _tier_now("disk_chunks", lambda t: t.chunks, "Chunks that this tier is known to hold now."),
-    _owned_now("disk_used_bytes", lambda t: t.used_bytes, "Bytes of the chunks on this tier."),
+    _tier_now("tier_chunks", lambda t: t.chunks, "Chunks that this tier is known to hold now."),
+    _owned_now("tier_used_bytes", lambda t: t.used_bytes, "Bytes of the chunks on this tier."),
     _owned_now(
-        "disk_free_bytes",
+        "tier_free_bytes",
         lambda t: t.free_bytes,
         "Bytes of chunks that this tier can still take before it has to evict others.",
     ),
     _owned_now(
-        "disk_pinned_chunks", lambda t: t.pinned, "Chunks on this tier that are pinned now."
+        "tier_pinned_chunks", lambda t: t.pinned, "Chunks on this tier that are pinned now."
     ),
     _core(
         "host_evicted_chunks",
@@ -160,7 +160,7 @@ METRICS: tuple[Metric, ...] = (
         "Chunks evicted from host memory to make room for others.",
     ),
     _owned(
-        "disk_evicted_chunks",
+        "tier_evicted_chunks",
         lambda t: t.evicted,
         "Chunks evicted from this tier to make room for others.",
     ),
@@ -174,7 +174,7 @@ METRICS: tuple[Metric, ...] = (
         AGES,
     ),
     Metric(
-        "disk_eviction_age_seconds",
+        "tier_eviction_age_seconds",
         "histogram",
         "owned tier",
         lambda t: t.ages,
@@ -204,24 +204,24 @@ METRICS: tuple[Metric, ...] = (
         "Chunks evicted from host memory before they were copied to a slower tier.",
     ),
     _target(
-        "disk_refused_chunks",
+        "tier_refused_chunks",
         lambda t: t.refused,
         "Chunks not copied to this tier because it was full, slow or failing.",
     ),
     _target(
-        "disk_declined_chunks",
+        "tier_declined_chunks",
         lambda t: t.declined,
         "Chunks that this tier's admission filter kept out.",
     ),
     # -- is the disk well? -------------------------------------------------------------------
-    _tier("disk_read_chunks", lambda t: t.promoted, "Chunks read from this tier and verified."),
+    _tier("tier_read_chunks", lambda t: t.promoted, "Chunks read from this tier and verified."),
     _tier(
-        "disk_read_bytes",
+        "tier_read_bytes",
         lambda t: t.read_bytes,
         "Bytes of the chunks read from this tier and verified.",
     ),
     Metric(
-        "disk_read_seconds",
+        "tier_read_seconds",
         "histogram",
         "tier",
         lambda t: t.reads,
@@ -229,12 +229,12 @@ METRICS: tuple[Metric, ...] = (
         "in the queue.",
         BOUNDS,
     ),
-    _target("disk_written_chunks", lambda t: t.written, "Chunks written to this tier."),
+    _target("tier_written_chunks", lambda t: t.written, "Chunks written to this tier."),
     _target(
-        "disk_written_bytes", lambda t: t.written_bytes, "Bytes of the chunks written to this tier."
+        "tier_written_bytes", lambda t: t.written_bytes, "Bytes of the chunks written to this tier."
     ),
     Metric(
-        "disk_write_seconds",
+        "tier_write_seconds",
         "histogram",
         "target",
         lambda t: t.writes,
@@ -243,64 +243,64 @@ METRICS: tuple[Metric, ...] = (
         BOUNDS,
     ),
     _target(
-        "disk_failed_reads",
+        "tier_failed_reads",
         lambda t: t.failed_reads,
         "Chunks that could not be read from this tier or did not match their digest.",
     ),
     _target(
-        "disk_corrupt_chunks",
+        "tier_corrupt_chunks",
         lambda t: t.corrupt,
         "Chunks read from this tier whose bytes were wrong; also counted as failed reads.",
     ),
     _target(
-        "disk_failed_writes",
+        "tier_failed_writes",
         lambda t: t.failed_writes,
         "Chunks that could not be written to this tier.",
     ),
     _owned_now(
-        "disk_set_aside_slots",
+        "tier_set_aside_slots",
         lambda t: t.set_aside,
         "Free slots of this tier that are not used now because a write to them failed.",
     ),
     _tier(
-        "disk_errors",
+        "tier_errors",
         lambda t: t.errors,
         "Reads, writes and other operations on this tier that reported an error.",
     ),
     _tier_now(
-        "disk_reading_chunks", lambda t: t.reading, "Chunks that are being read from this tier now."
+        "tier_reading_chunks", lambda t: t.reading, "Chunks that are being read from this tier now."
     ),
     _target_now(
-        "disk_writing_chunks",
+        "tier_writing_chunks",
         lambda t: t.writing,
         "Chunks that are being written to this tier now.",
     ),
     _target_now(
-        "disk_queued_chunks",
+        "tier_queued_chunks",
         lambda t: t.queued,
         "Chunks that are waiting to be written to this tier now.",
     ),
     _tier_now(
-        "disk_stalled", lambda t: int(t.stalled), "1 while this tier does not respond, 0 otherwise."
+        "tier_stalled", lambda t: int(t.stalled), "1 while this tier does not respond, 0 otherwise."
     ),
     _tier_now(
-        "disk_congested",
+        "tier_congested",
         lambda t: int(t.congested),
         "1 while so many reads of this tier are queued that new requests do not wait for "
         "it, 0 otherwise.",
     ),
     _tier_now(
-        "disk_outpaced",
+        "tier_outpaced",
         lambda t: int(t.outpaced),
         "1 while the server computes a chunk faster than this tier reads one, 0 otherwise.",
     ),
     _tier_now(
-        "disk_closed",
+        "tier_closed",
         lambda t: int(t.closed),
         "1 once this tier is no longer used because the model's weights have changed, 0 otherwise.",
     ),
     _tier_now(
-        "disk_seconds_per_chunk",
+        "tier_seconds_per_chunk",
         lambda t: t.read_pace,
         "Average seconds to read a chunk from this tier, over recent reads; 0 before the first.",
     ),
@@ -310,17 +310,17 @@ METRICS: tuple[Metric, ...] = (
         "Average seconds in which the server recently computed a chunk; 0 while unknown.",
     ),
     _tier_now(
-        "disk_slow",
+        "tier_slow",
         lambda t: int(t.slow),
         "1 while writes to this tier, or making room on it, take seconds, 0 otherwise.",
     ),
     _owned(
-        "disk_relocated_chunks",
+        "tier_relocated_chunks",
         lambda t: t.relocated,
         "Chunks that compaction moved to another place on this tier.",
     ),
     _owned(
-        "disk_segments_removed",
+        "tier_segments_removed",
         lambda t: t.removed_segments,
         "Segment files of this tier that compaction emptied and removed.",
     ),
