@@ -17,24 +17,17 @@ from textwrap import indent
 
 import kvstore
 from kvstore.errors import KVStoreError
-from kvstore.tools.advise import add_advise_arguments, run_advise
-from kvstore.tools.bundle import DTYPES, run_export, run_import, run_show
-from kvstore.tools.config import add_config_arguments, parse_bytes, run_config
-from kvstore.tools.ctl import add_ctl_arguments, run_ctl
-from kvstore.tools.doctor import add_doctor_arguments, run_doctor
-from kvstore.tools.inspect import inspect
-from kvstore.tools.simulate import add_arguments, run_simulate
-from kvstore.tools.top import add_top_arguments, run_top
-from kvstore.tools.upkeep import run_compact, run_gc, run_purge, run_stat
-from kvstore.tools.verify import verify
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # Only what one command needs is imported: a script may run it a thousand times.
+    none = "" if words[:1] == ["--version"] else None
+    wanted = next((word for word in words if word in COMMANDS), none)
+    options = _parser(wanted).parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the terminal's encoding lacks instead of failing.
         if isinstance(stream, io.TextIOWrapper):
@@ -136,28 +129,193 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 """For each command examples, and the page that has more."""
 
 
-class _Commands:
-    """Adds commands to a parser; each one's help has a text, examples and the exit status."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(
-        self, name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        examples, page = EXAMPLES[name]
-        command = self._commands.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=f"examples:\n{indent(examples, '  ')}\n\n{STATUS}\nmore: docs/{page}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=run)
-        return command
+Adder = Callable[[argparse.ArgumentParser], None]
+"""Adds the arguments of one command, and what runs it."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _cache(command: argparse.ArgumentParser) -> None:
+    """What commands over a cache on disk have in common."""
+    command.add_argument("path", type=_folder, help="folder of the cache, or one namespace in it")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _changing(command: argparse.ArgumentParser) -> None:
+    """What commands that change a cache have in common."""
+    _cache(command)
+    command.add_argument("--dry-run", action="store_true", help="only report what would be done")
+    command.add_argument(
+        "--no-strict-modes",
+        dest="strict_modes",
+        action="store_false",
+        help="also accept lanes that other users own or may write to",
+    )
+
+
+def _inspect(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.inspect import inspect
+
+    _cache(command)
+    command.add_argument("--segments", action="store_true", help="also list each segment")
+    command.set_defaults(run=inspect)
+
+
+def _verify(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.verify import verify
+
+    _cache(command)
+    command.set_defaults(run=verify)
+
+
+def _stat(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.upkeep import run_stat
+
+    _cache(command)
+    command.set_defaults(run=run_stat)
+
+
+def _compact(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.upkeep import run_compact
+
+    _changing(command)
+    command.set_defaults(run=run_compact)
+
+
+def _purge(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.upkeep import run_purge
+
+    _changing(command)
+    command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
+    command.add_argument("--namespace", help="only in the namespace of that name")
+    command.add_argument("--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ...")
+    command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
+    command.add_argument("--all", action="store_true", help="every chunk")
+    command.set_defaults(run=run_purge)
+
+
+def _gc(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.upkeep import run_gc
+
+    _changing(command)
+    command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
+    command.add_argument(
+        "--keep", type=_count, metavar="N", required=True, help="namespaces to keep"
+    )
+    command.set_defaults(run=run_gc)
+
+
+def _export(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.bundle import run_export
+
+    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
+    command.add_argument("file", type=Path, help="the bundle to write")
+    command.add_argument("--key", metavar="HEX", action="append", help="only this chunk; again")
+    command.add_argument("--used", metavar="AGE", help="only chunks used within 36h, 7d, ...")
+    command.add_argument("--force", action="store_true", help="replace the file if it exists")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_export)
+
+
+def _import(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.bundle import run_import
+    from kvstore.tools.config import parse_bytes
+
+    command.add_argument("file", type=Path, help="the bundle")
+    command.add_argument("path", type=_folder, help="folder of the cache")
+    command.add_argument(
+        "--capacity", type=parse_bytes, metavar="SIZE", help="of the lane that takes them"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_import)
+
+
+def _show(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.bundle import DTYPES, run_show
+
+    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
+    command.add_argument("key", metavar="KEY", help="the key in hex")
+    command.add_argument("--dtype", choices=DTYPES, help="of its numbers")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_show)
+
+
+def _simulate(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.simulate import add_arguments, run_simulate
+
+    add_arguments(command)
+    command.set_defaults(run=run_simulate)
+
+
+def _advise(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.advise import add_advise_arguments, run_advise
+
+    add_advise_arguments(command)
+    command.set_defaults(run=run_advise)
+
+
+def _top(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.top import add_top_arguments, run_top
+
+    add_top_arguments(command)
+    command.set_defaults(run=run_top)
+
+
+def _doctor(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.doctor import add_doctor_arguments, run_doctor
+
+    add_doctor_arguments(command)
+    command.set_defaults(run=run_doctor)
+
+
+def _config(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.config import add_config_arguments, run_config
+
+    add_config_arguments(command)
+    command.set_defaults(run=run_config)
+
+
+def _ctl(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.ctl import add_ctl_arguments, run_ctl
+
+    add_ctl_arguments(command)
+    command.set_defaults(run=run_ctl)
+
+
+def _completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", choices=SHELLS, help="the shell")
+    command.set_defaults(run=_run_completion)
+
+
+COMMANDS: Mapping[str, tuple[Adder, str]] = {
+    "inspect": (_inspect, "list namespaces and lanes, and what they hold"),
+    "verify": (_verify, "check every payload against its digest"),
+    "stat": (_stat, "show fragmentation: occupancy of segments, extents"),
+    "compact": (_compact, "remove sparse segments and put chunks in order"),
+    "purge": (_purge, "forget chunks by namespace, age or key"),
+    "gc": (_gc, "empty all namespaces of a path but those that were used last"),
+    "export": (_export, "write the chunks of a namespace to a file, a valid safetensors file"),
+    "import": (_import, "store the chunks of a bundle in a cache, each one verified"),
+    "show": (_show, "show one chunk: where it lies, how old it is, what its numbers are like"),
+    "simulate": (_simulate, "replay a trace of requests with other sizes, policies and flows"),
+    "advise": (
+        _advise,
+        "say which sizes, policies and flow suit what was asked for, and whether a disk pays",
+    ),
+    "top": (
+        _top,
+        "show the rates and states of a server's tiers, or the growth of a cache on disk, live",
+    ),
+    "doctor": (_doctor, "say whether the cache helps a server, and what to change"),
+    "config": (_config, "check and explain a configuration; print its schema or a sample"),
+    "ctl": (_ctl, "inspect and change a store while it serves, by its control socket"),
+    "completion": (
+        _completion,
+        "print a script that completes the words of this command in a shell",
+    ),
+}
+
+
+def _parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """The parser; with the arguments of one command only, if that is all that is `wanted`."""
     parser = argparse.ArgumentParser(
         prog="kvstore",
         description="Inspect, check, tidy, watch and simulate a KV cache.",
@@ -165,82 +323,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
-    commands = _Commands(parser)
-    for name, run, text in (
-        ("inspect", inspect, "list namespaces and lanes, and what they hold"),
-        ("verify", verify, "check every payload against its digest"),
-        ("stat", run_stat, "show fragmentation: occupancy of segments, extents"),
-        ("compact", run_compact, "remove sparse segments and put chunks in order"),
-        ("purge", run_purge, "forget chunks by namespace, age or key"),
-        ("gc", run_gc, "empty all namespaces of a path but those that were used last"),
-    ):
-        command = commands.add(name, run, text)
-        command.add_argument(
-            "path", type=_folder, help="folder of the cache, or one namespace in it"
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, (add, text) in COMMANDS.items():
+        examples, page = EXAMPLES[name]
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:\n{indent(examples, '  ')}\n\n{STATUS}\nmore: docs/{page}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        if run is inspect:
-            command.add_argument("--segments", action="store_true", help="also list each segment")
-        if run in (run_compact, run_purge, run_gc):
-            command.add_argument(
-                "--dry-run", action="store_true", help="only report what would be done"
-            )
-            command.add_argument(
-                "--no-strict-modes",
-                dest="strict_modes",
-                action="store_false",
-                help="also accept lanes that other users own or may write to",
-            )
-        if run in (run_purge, run_gc):
-            command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
-        if run is run_gc:
-            command.add_argument(
-                "--keep", type=_count, metavar="N", required=True, help="namespaces to keep"
-            )
-        if run is run_purge:
-            command.add_argument("--namespace", help="only in the namespace of that name")
-            command.add_argument(
-                "--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ..."
-            )
-            command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
-            command.add_argument("--all", action="store_true", help="every chunk")
-    text = "write the chunks of a namespace to a file, a valid safetensors file"
-    command = commands.add("export", run_export, text)
-    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
-    command.add_argument("file", type=Path, help="the bundle to write")
-    command.add_argument("--key", metavar="HEX", action="append", help="only this chunk; again")
-    command.add_argument("--used", metavar="AGE", help="only chunks used within 36h, 7d, ...")
-    command.add_argument("--force", action="store_true", help="replace the file if it exists")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    text = "store the chunks of a bundle in a cache, each one verified"
-    command = commands.add("import", run_import, text)
-    command.add_argument("file", type=Path, help="the bundle")
-    command.add_argument("path", type=_folder, help="folder of the cache")
-    command.add_argument(
-        "--capacity", type=parse_bytes, metavar="SIZE", help="of the lane that takes them"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    text = "show one chunk: where it lies, how old it is, what its numbers are like"
-    command = commands.add("show", run_show, text)
-    command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
-    command.add_argument("key", metavar="KEY", help="the key in hex")
-    command.add_argument("--dtype", choices=DTYPES, help="of its numbers")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    text = "replay a trace of requests with other sizes, policies and flows"
-    add_arguments(commands.add("simulate", run_simulate, text))
-    text = "say which sizes, policies and flow suit what was asked for, and whether a disk pays"
-    add_advise_arguments(commands.add("advise", run_advise, text))
-    text = "show the rates and states of a server's tiers, or the growth of a cache on disk, live"
-    add_top_arguments(commands.add("top", run_top, text))
-    text = "say whether the cache helps a server, and what to change"
-    add_doctor_arguments(commands.add("doctor", run_doctor, text))
-    text = "check and explain a configuration; print its schema or a sample"
-    add_config_arguments(commands.add("config", run_config, text))
-    text = "inspect and change a store while it serves, by its control socket"
-    add_ctl_arguments(commands.add("ctl", run_ctl, text))
-    text = "print a script that completes the words of this command in a shell"
-    command = commands.add("completion", _run_completion, text)
-    command.add_argument("shell", choices=SHELLS, help="the shell")
+        if wanted in (None, name):
+            add(command)
     return parser
 
 
