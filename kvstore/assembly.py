@@ -245,11 +245,12 @@ def open_tiers(
             if tier.is_peer:
                 views.append(PeerTier(len(views), recovered, in_flight))
                 if recovered.entries:
-                    parts.append(f"{tier.description} with {len(recovered.entries)} chunks")
+                    held = f"{tier.description} with {len(recovered.entries)} chunks"
+                    parts.append(f"{_label(views)}: {held}")
                 continue
             if tier.is_store:
                 views.append(_asked(len(views), recovered, tier_config, in_flight, chunk_bytes))
-                parts.append(f"{tier.description}, {tier_config.flow.value}")
+                parts.append(f"{_label(views)}: {tier.description}, {tier_config.flow.value}")
                 continue
             view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes)
             if isinstance(tier_config, DiskConfig):
@@ -257,8 +258,14 @@ def open_tiers(
             views.append(view)
             policy, filters = tier_config.eviction_policy, map(str, tier_config.admission)
             said = ", ".join([str(policy), tier_config.flow.value, *filters])
-            parts.append(f"{tier.description}, {said}, {len(recovered.entries)} chunks found")
+            found = f"{len(recovered.entries)} chunks found"
+            parts.append(f"{_label(views)}: {tier.description}, {said}, {found}")
     return views, parts
+
+
+def _label(views: Sequence[TierView]) -> str:
+    """The name of the last of these tiers in metrics."""
+    return tier_names([view.stats() for view in views])[-1]
 
 
 class ColdestFirst(Sequence[tuple[bytes, int]]):

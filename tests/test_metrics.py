@@ -192,6 +192,22 @@ def test_stores_of_one_registry_have_prefixes_of_their_own(tmp_path: Path) -> No
     assert "second_info{" in text
 
 
+def test_the_store_says_which_folder_has_which_name_in_metrics(tmp_path: Path) -> None:
+    config = small(tmp_path / "a", disk=32)
+    second = {**config["tiers"][0], "path": str(tmp_path / "b")}
+    with kvstore.open_sync({**config, "tiers": [*config["tiers"], second]}) as store:
+        registry = prometheus.CollectorRegistry()
+        registry.register(Collector(store))
+        labels = re.findall(
+            r'^kvstore_tier_free_bytes{tier="(.*)"}',
+            prometheus.generate_latest(registry).decode(),
+            re.MULTILINE,
+        )
+        assert labels == ["disk", "disk-2"]
+        for label, folder in zip(labels, ("a", "b"), strict=True):
+            assert re.search(rf"; {label}: [^;]*{tmp_path}/{folder}", store.description)
+
+
 def test_the_package_is_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
