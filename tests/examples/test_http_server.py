@@ -102,8 +102,8 @@ class Talk:
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
 
-    def loaded(self, medium: str) -> float:
-        return self.metric(f"kvstore_loaded_{medium}_chunks_total")
+    def loaded(self, place: str) -> float:
+        return self.metric(f"kvstore_loaded_{place}_chunks_total")
 
 
 def answer_of(body: dict[str, Any]) -> Answer:
@@ -283,7 +283,7 @@ def test_after_a_restart_it_hits_from_disk(plain: Talk, cached: Talk) -> None:
     cached.start()
     answer = cached.ask(prompt)
     assert answer.cached == 4 * CHUNK
-    assert cached.loaded("disk") == 4
+    assert cached.loaded("tier") == 4
     assert cached.loaded("host") == 0
     assert answer.same(wanted)
 

@@ -51,6 +51,7 @@ class Seen:
         first, last: samples of `/metrics` before the first request and at the end: by name, and
             labels without those of vLLM.
         stored, removed: keys by medium, in the order of their events.
+        payloads: the messages with these events, as they came.
         hinted: samples after each request with hints, by what it asked for.
         returned: tokens of the retained conversation that were found when it went on.
         looks: those of `kvstore top`, before the first request and at the end.
@@ -61,6 +62,7 @@ class Seen:
     last: dict[tuple[str, str], float] = field(default_factory=dict)
     stored: dict[str | None, list[Any]] = field(default_factory=lambda: defaultdict(list))
     removed: dict[str | None, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    payloads: list[bytes] = field(default_factory=list)
     hinted: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
     returned: int = 0
     looks: list[Snapshot] = field(default_factory=list)
@@ -87,6 +89,7 @@ def take(subscriber: zmq.Socket[bytes], seen: Seen, seconds: float) -> None:
     decode = msgspec.msgpack.Decoder(KVEventBatch).decode
     while subscriber.poll(int(seconds * 1000)):
         _, _, payload = subscriber.recv_multipart()
+        seen.payloads.append(payload)
         for event in decode(payload).events:
             if isinstance(event, BlockStored):
                 seen.stored[event.medium] += event.block_hashes
@@ -262,7 +265,7 @@ def test_room_and_what_left_for_others_are_told(seen: Seen) -> None:
     assert seen.total("host_evicted_chunks_total") >= 64
     assert seen.total("tier_evicted_chunks_total", "disk") >= 32
     for name in ("host_eviction_age_seconds", "tier_eviction_age_seconds"):
-        label = "disk" if name.startswith("disk") else ""
+        label = "disk" if name.startswith("tier") else ""
         assert seen.total(f"{name}_count", label) >= 1
         assert 0 < seen.total(f"{name}_sum", label) < 600 * seen.total(f"{name}_count", label)
 
@@ -306,3 +309,23 @@ def test_kv_events_of_both_media_reach_a_subscriber(seen: Seen, medium: str) -> 
     else:
         told = seen.total("tier_chunks", "disk")
     assert left == pytest.approx(told, abs=2)
+
+
+def test_indexers_of_other_projects_join_the_events_of_all_media(seen: Seen) -> None:
+    """Those of llm-d and Dynamo read arrays or maps without vLLM, and know a block by 64 bits."""
+    import msgspec
+
+    hashes: dict[str, set[int]] = defaultdict(set)
+    for payload in seen.payloads:
+        at, events, *_ = msgspec.msgpack.decode(payload)
+        assert isinstance(at, float)
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                continue
+            for each in event["block_hashes"]:
+                # A hash in bytes is known by its last eight.
+                number = int.from_bytes(each[-8:], "big") if isinstance(each, bytes) else each
+                hashes[event["medium"]].add(number % 2**64)
+    assert hashes.keys() == {"GPU", "CPU", "STORAGE"}
+    assert hashes["CPU"] <= hashes["GPU"]
+    assert hashes["STORAGE"] <= hashes["GPU"]
