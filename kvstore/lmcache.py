@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -28,7 +29,7 @@ from lmcache.v1.platform import create_event_notifier
 
 import kvstore
 from kvstore.config import Config, DiskConfig
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.types import about
 
 __all__ = ["KVStoreL2Adapter"]
@@ -47,9 +48,10 @@ LOCK_SECONDS = 30.0
 class KVStoreL2Adapter(L2AdapterInterface):
     """An L2 adapter of LMCache over tiers of kvstore; for LMCache 0.5.6.
 
-    Every object must have ``chunk_bytes`` bytes; one of another size is not stored, and its size
-    told once. kvstore keeps the disk within its limit by its own policy, so LMCache's eviction and
-    quotas have nothing to do here. Model, rank, group and salt of an object are part of its key.
+    An object that has not ``chunk_bytes`` bytes is not stored, and its size told once; the others
+    of its task are. kvstore keeps the disk within its limit by its own policy, so LMCache's
+    eviction and quotas have nothing to do here, and it is not told what leaves. Model, rank, group
+    and salt of an object are part of its key.
 
     Raises:
         KVStoreError: for a configuration or a path that cannot be used.
@@ -63,6 +65,11 @@ class KVStoreL2Adapter(L2AdapterInterface):
                 "missing key chunk_bytes: the size of LMCache's objects; bytes of a token in one "
                 "rank and group, times the tokens of a chunk (256)"
             )
+        if any(tier.is_store for tier in config.tiers):
+            raise ConfigError(
+                "tiers: a store that hosts share is not asked what it has here; give LMCache its "
+                "own adapter for it, and kvstore disks"
+            )
         identity = {"engine": "lmcache", **(config.identity or {})}
         self._capacity = sum(
             tier.capacity_bytes for tier in config.tiers if isinstance(tier, DiskConfig)
@@ -72,10 +79,12 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._workers = ThreadPoolExecutor(TASKS_AT_ONCE, "kvstore-lmcache")
         self._lock = threading.Lock()
         self._next = 0
+        self._locked: Counter[bytes] = Counter()
+        """How many lookups keep a chunk for their loads."""
         self._stores: _Tasks[L2StoreResult] = _Tasks()
         self._lookups: _Tasks[Bitmap] = _Tasks()
         self._loads: _Tasks[Bitmap] = _Tasks()
-        self._failed = False
+        self._failing: set[str] = set()
 
     # -- events --------------------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Store objects, in order, as far as there is room."""
         return self._submit(
-            self._stores, lambda: self._write(keys, objects), L2StoreResult(False, 0)
+            self._stores, "stored", lambda: self._write(keys, objects), L2StoreResult(False, 0)
         )
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -107,21 +116,32 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, Any]
     ) -> int:
         """Look objects up, and keep those that are there for the load that follows."""
-        return self._submit(self._lookups, lambda: self._find(keys), Bitmap(len(keys)))
+        return self._submit(self._lookups, "looked up", lambda: self._find(keys), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a lookup; None while there is none."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Let objects leave again. Without it they may leave after half a minute."""
-        self._workers.submit(
-            lambda: self._tried(lambda: self._store.unpin([_key(key) for key in keys]), 0)
-        )
+        """Let objects leave again, once every lookup that found them is done with them.
+
+        Without it they may leave after half a minute.
+        """
+        free = []
+        with self._lock:
+            for name in map(_key, keys):
+                self._locked[name] -= 1
+                if self._locked[name] < 1:
+                    del self._locked[name]
+                    free.append(name)
+            # In the lock: a lookup that comes meanwhile pins them after this.
+            self._tried("unlocked", lambda: self._store.unpin(free), 0)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Copy what is there into `objects`; the others keep what they hold."""
-        return self._submit(self._loads, lambda: self._read(keys, objects), Bitmap(len(keys)))
+        return self._submit(
+            self._loads, "loaded", lambda: self._read(keys, objects), Bitmap(len(keys))
+        )
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Take the result of a load; None while there is none."""
@@ -132,21 +152,22 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[ObjectKey]) -> None:
         """Remove objects from host memory and every tier; waits for it."""
         names = [_key(key) for key in keys]
-        there = self._tried(lambda: self._store.contains(names), [False] * len(keys))
-        self._tried(lambda: self._store.remove(names), 0)
+        there = self._tried("deleted", lambda: self._store.contains(names), [False] * len(keys))
+        self._tried("deleted", lambda: self._store.remove(names, timeout=self._timeout), 0)
         gone = [key for key, held in zip(keys, there, strict=True) if held]
         if gone:
-            self._notify_keys_deleted(gone, [self._store.chunk_bytes] * len(gone))
+            # Of no size: `get_usage` counts what there is, also from before this process.
+            self._notify_keys_deleted(gone, [0] * len(gone))
 
     def get_usage(self) -> AdapterUsage:
         """Return the bytes on disk and their limit; kvstore does not count them by salt."""
-        stats = self._tried(self._store.stats, None)
+        stats = self._tried("counted", self._store.stats, None)
         used = 0 if stats is None else sum(tier.used_bytes for tier in stats.tiers)
         return AdapterUsage(total_bytes_used=used, total_capacity_bytes=self._capacity)
 
     def report_status(self) -> dict[str, Any]:
         """Return whether tiers answer, and what they are."""
-        stats = self._tried(self._store.stats, None)
+        stats = self._tried("counted", self._store.stats, None)
         return {
             "is_healthy": stats is not None
             and not any(tier.closed or tier.stalled or tier.away for tier in stats.tiers),
@@ -162,29 +183,39 @@ class KVStoreL2Adapter(L2AdapterInterface):
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()
 
-    def _submit(self, tasks: _Tasks[_T], work: Callable[[], _T], otherwise: _T) -> int:
+    def _submit(self, tasks: _Tasks[_T], what: str, work: Callable[[], _T], otherwise: _T) -> int:
         with self._lock:
             number = self._next = self._next + 1
-        self._workers.submit(lambda: tasks.ended(number, self._tried(work, otherwise)))
+        self._workers.submit(lambda: tasks.ended(number, self._tried(what, work, otherwise)))
         return number
 
     def _write(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> L2StoreResult:
-        names = [_key(key) for key in keys]
+        size = self._store.chunk_bytes
+        buffers = [one.byte_array for one in objects]
+        fit = [at for at, buffer in enumerate(buffers) if len(buffer) == size]
+        names = [_key(keys[at]) for at in fit]
         # What is there already was told when it came.
         before = self._store.contains(names)
-        buffers = (one.byte_array for one in objects)
-        stored = self._store.put(names, buffers, timeout=self._timeout)
-        size = self._store.chunk_bytes
-        new = [key for key, held in zip(keys[:stored], before, strict=False) if not held]
+        stored = self._store.put(names, [buffers[at] for at in fit], timeout=self._timeout)
+        new = [keys[at] for at, held in zip(fit[:stored], before, strict=False) if not held]
         if new:
             self._notify_keys_stored(new, [size] * len(new))
+        if len(fit) < len(keys):
+            other = next(len(buffer) for buffer in buffers if len(buffer) != size)
+            self._warn("stored", f"{len(keys) - len(fit)} have another size than chunk_bytes = "
+                       f"{size}: {other}")  # fmt: skip
+        else:
+            self._failing.discard("stored")
         return L2StoreResult(stored == len(keys), size * len(new))
 
     def _find(self, keys: Sequence[ObjectKey]) -> Bitmap:
         names = [_key(key) for key in keys]
         there = [at for at, held in enumerate(self._store.contains(names)) if held]
         if there:
-            self._store.pin([names[at] for at in there], LOCK_SECONDS, host=False)
+            found = [names[at] for at in there]
+            with self._lock:
+                self._locked.update(found)
+                self._store.pin(found, LOCK_SECONDS, host=False)
         return _bitmap(len(keys), there)
 
     def _read(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Bitmap:
@@ -200,20 +231,23 @@ class KVStoreL2Adapter(L2AdapterInterface):
             self._notify_keys_accessed([keys[at] for at in filled])
         return _bitmap(len(keys), filled)
 
-    def _tried(self, call: Callable[[], _T], otherwise: _T) -> _T:
-        """The result of a call; a fault is told once until a call succeeds."""
+    def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
+        """The result of a call; what it raises is told once until such a call succeeds."""
         try:
             result = call()
-        except (KVStoreError, TimeoutError) as error:
-            if not self._failed:
-                logger.warning(
-                    "kvstore: objects are not read or stored: %s", error,
-                    extra=about("lmcache.failed"),
-                )  # fmt: skip
-            self._failed = True
+        except Exception as error:  # Of a listener, or of an object: the task has to end.
+            self._warn(what, str(error) or repr(error))
             return otherwise
-        self._failed = False
+        if what != "stored":
+            self._failing.discard(what)
         return result
+
+    def _warn(self, what: str, why: str) -> None:
+        if what not in self._failing:
+            self._failing.add(what)
+            logger.warning(
+                "kvstore: objects are not %s: %s", what, why, extra=about("lmcache.failed")
+            )
 
 
 class _Tasks(Generic[_T]):

@@ -309,7 +309,13 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
                 words += ["--chunk-bytes", "2MiB"]  # Which a recording tells.
             await asyncio.to_thread(run, ["-m", "kvstore.tools", *words], folder)
         return
+    namespace = next((each for each in where.iterdir() if each.is_dir()), where)
+    if arguments[0] == "import" and arguments[1].endswith(".safetensors"):
+        run(["-m", "kvstore.tools", "export", str(namespace), str(folder / arguments[1])], folder)
     here = {
+        "/nvme/kv/NAMESPACE": str(namespace),
+        "NAMESPACE": namespace.name,
+        "old.safetensors": str(folder / "old.safetensors"),
         "TRACE": str(trace),
         "PATH": str(where),
         "/nvme/kv": str(where),

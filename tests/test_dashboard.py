@@ -136,6 +136,46 @@ def test_promtool_takes_the_alerts() -> None:
     promtool("check", "rules", str(GRAFANA / "alerts.yml"))
 
 
+def test_alerts_that_compare_two_rates_fire(tmp_path: Path) -> None:
+    """`check rules` takes an expression whose sides have no labels in common."""
+    rates = {
+        "KVStoreStoreTakesNoCopies": (
+            'vllm:kvstore_tier_refused_chunks_total{instance="a",tier="remote"}',
+            'vllm:kvstore_stored_chunks_total{instance="a"}',
+        ),
+        "KVStoreStoreIsSilent": (
+            'vllm:kvstore_store_unanswered_chunks_total{instance="a",tier="remote"}',
+            'vllm:kvstore_store_asked_chunks_total{instance="a",tier="remote"}',
+        ),
+        "KVStoreChunksAreShed": (
+            'vllm:kvstore_shed_chunks_total{instance="a"}',
+            'vllm:kvstore_stored_chunks_total{instance="a"}',
+        ),
+        "KVStoreWaitsTimeOut": (
+            'vllm:kvstore_timeouts_total{instance="a"}',
+            'vllm:kvstore_deferrals_total{instance="a"}',
+        ),
+    }
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": each, "values": "0+60x120"} for each in both],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}})',
+                    "eval_time": "110m",
+                    "exp_samples": [{"labels": "{}", "value": 1}],
+                }
+            ],
+        }
+        for name, both in rates.items()
+    ]
+    path = tmp_path / "tests.json"
+    rules = str(GRAFANA / "alerts.yml")
+    path.write_text(json.dumps({"rule_files": [rules], "tests": tests}))
+    promtool("test", "rules", str(path))
+
+
 def test_a_query_that_is_no_promql_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "rules.yml"
     rules = [{"record": "query:0", "expr": "sum(rate(vllm:x[1m])"}]

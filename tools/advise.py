@@ -44,6 +44,12 @@ AHEAD = 0.25
 
 DENSITY = Choice("hit-density")
 
+SEGMENT = 256 * 2**20
+"""Bytes of a segment by default."""
+
+MOST_CHUNKS = 10**10
+"""More than any trace has, and than any disk holds."""
+
 
 @dataclass(frozen=True)
 class Paces:
@@ -102,11 +108,20 @@ def run_advise(options: argparse.Namespace) -> int:
     paces = _paces(options, options.where if is_url else options.server)
     if is_url:
         return _of_server(options, paces)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: must be at least 1")
     trace = read_trace(Path(options.where), limit=options.limit)
+    if not trace.accesses:
+        raise ConfigError(f"{trace.name}: no request asks for a chunk")
     size = chunk_bytes_of(options.chunk_bytes, trace)
     tried = _Trial(trace, size, paces)
-    host = max(1, chunks_of("--host", options.host, trace, size))
-    advice = tried.advise(host, chunks_of("--disk", options.disk, trace, size))
+    host, disk = (
+        min(MOST_CHUNKS, chunks_of(f"--{name}", getattr(options, name), trace, size))
+        for name in ("host", "disk")
+    )
+    if host < 1:
+        raise ConfigError(f"--host {options.host}: must be at least one chunk")
+    advice = tried.advise(host, disk)
     note("")
     best = advice.best
     if options.json:
@@ -124,11 +139,15 @@ def run_advise(options: argparse.Namespace) -> int:
         )
         return 0
     print_trace(trace, tried.part)
+    print("* is advised; s saved are seconds of computing, where it is known what chunks cost")
     print_table(COLUMNS, (tried.row(outcome, best) for outcome in tried.outcomes.values()))
     print()
     print("\n".join(advice.sentences))
     if size is not None:
-        print("\n" + "\n".join(_toml(tried.config(best.setup))))
+        print(
+            "\n# Path and identity are yours. vLLM sets chunk_bytes and identity: leave them out."
+        )
+        print("\n".join(_toml(tried.config(best.setup))))
     return 0
 
 
@@ -146,10 +165,14 @@ class _Trial:
         self.part = trace if rate == 1 else sample(trace, rate, 0)
         self.outcomes: dict[Setup, Outcome] = {}
         self._trace, self._size, self._paces = trace, size, paces
+        self._whole = trace.accesses / max(1, self.part.accesses)
+        """What a sum over the part is multiplied with for the whole trace."""
 
     def advise(self, host: int, disk: int) -> _Advice:
         """Choose, first without a disk, then its size, then policy and flow at that size."""
         whole = self._replayed(Setup(self._trace.unique))
+        if not whole.hits:
+            return _Advice(whole, ["Nothing is asked for again: no cache helps, of any size."])
         sentences = [
             f"With room for all, {_percent(whole.hit_ratio)} of the chunks asked for would be "
             "hits; the others are asked for once, or follow one that is."
@@ -165,28 +188,41 @@ class _Trial:
         elif disk:
             best = self._with_disk(host, disk, alone, sentences)
         sentences.append(self._of_host(best, alone, whole))
+        longest = max(map(len, self._trace.requests))
+        if longest > host:
+            sentences.append(
+                f"The longest prompt has {longest} chunks, more than host memory: counted is the "
+                "part of it that fits, as for vLLM. Where prompts are streamed through host memory "
+                "(get_into, windows, SGLang, LMCache) a disk brings more than is said here."
+            )
         if (saved := self._paces.saved(best)) is not None:
-            per = 1000 * saved / max(1, best.requests)
+            per = 1000 * saved / max(1, best.requests)  # Both of the part.
             sentences.append(f"It saves {per:.3g} s of computing per 1,000 requests.")
         return _Advice(best, sentences)
 
     def _with_disk(self, host: int, disk: int, alone: Outcome, sentences: list[str]) -> Outcome:
         sizes = sorted({max(1, round(part * disk)) for part in PARTS})
         by_size = [self._replayed(Setup(host, size)) for size in sizes]
+        if alone.setup.host_policy == DENSITY:
+            dense = Setup(host, host_policy=DENSITY, disk_policy=DENSITY)
+            others = [self._replayed(replace(dense, disk=size)) for size in sizes]
+            if others[-1].hit_ratio > by_size[-1].hit_ratio + WORTH:
+                by_size = others
         most = by_size[-1].hit_ratio
         if most < alone.hit_ratio + WORTH:
+            more = max(0.0, most - alone.hit_ratio)
             sentences.append(
-                f"A disk does not pay: the largest brings {_points(most - alone.hit_ratio)} more "
-                "than host memory alone."
+                f"A disk does not pay: the largest brings {_points(more)} more than host memory "
+                "alone."
             )
             return alone
         plain = next(one for one in by_size if one.hit_ratio > most - WORTH)
-        size = plain.setup.disk
-        ahead = int(host * AHEAD)
-        demoting = Setup(host - ahead, size, flow=Flow.DEMOTE, reserve=ahead)
+        size, ahead = plain.setup.disk, int(host * AHEAD)
+        demoting = replace(plain.setup, host=host - ahead, flow=Flow.DEMOTE, reserve=ahead)
         best = self._better(
             plain.setup,
-            Setup(host, size, disk_policy=DENSITY),
+            replace(plain.setup, disk_policy=DENSITY),
+            replace(plain.setup, host_policy=DENSITY, disk_policy=DENSITY),
             demoting,
             replace(demoting, disk_policy=DENSITY),
         )
@@ -245,6 +281,8 @@ class _Trial:
         return f"{chunks} chunks" if self._size is None else format_size(chunks * self._size)
 
     def _written(self, outcome: Outcome) -> str:
+        if not outcome.hits:
+            return "-"
         per = outcome.disk_writes / max(1, outcome.hits)
         if self._size is None:
             return f"{per:.2g} chunks"
@@ -265,12 +303,14 @@ class _Trial:
             f"{100 * outcome.host_hits / asked:.2f}",
             f"{100 * outcome.disk_hits / asked:.2f}",
             self._written(outcome) if disk else "-",
-            "-" if saved is None else f"{saved:.0f}",
+            "-" if saved is None else f"{saved * self._whole:.0f}",
         )
 
     def told(self, outcome: Outcome) -> dict[str, Any]:
         """An outcome for programs."""
         setup = outcome.setup
+        saved = self._paces.saved(outcome)
+        whole = self._whole
         return {
             "host_chunks": setup.host + setup.reserve,
             "host_policy": str(setup.host_policy),
@@ -278,11 +318,11 @@ class _Trial:
             "disk_policy": str(setup.disk_policy) if setup.disk else None,
             "flow": setup.flow.value if setup.disk else None,
             "hit_ratio": outcome.hit_ratio,
-            "host_hits": outcome.host_hits,
-            "disk_hits": outcome.disk_hits,
-            "disk_writes": outcome.disk_writes,
-            "accesses": outcome.accesses,
-            "saved_s": self._paces.saved(outcome),
+            "host_hits": round(outcome.host_hits * whole),
+            "disk_hits": round(outcome.disk_hits * whole),
+            "disk_writes": round(outcome.disk_writes * whole),
+            "accesses": round(outcome.accesses * whole),
+            "saved_s": None if saved is None else saved * whole,
         }
 
     def config(self, setup: Setup) -> dict[str, Any]:
@@ -293,16 +333,21 @@ class _Trial:
         """
         if self._size is None:
             raise ConfigError("the size of a chunk is not known: give --chunk-bytes")
+        size = self._size
         values: dict[str, Any] = {
+            "chunk_bytes": size,
             "cpu_bytes_to_use": (setup.host + setup.reserve) * self._size,
             "eviction_policy": str(setup.host_policy),
         }
         if setup.disk:
+            capacity = setup.disk * size
+            values["identity"] = {"model": "name", "weights": "v1"}
             values["tiers"] = [
                 {
                     "type": "disk",
                     "path": "/nvme/kv",
-                    "capacity_bytes": setup.disk * self._size,
+                    "capacity_bytes": capacity,
+                    "segment_bytes": min(SEGMENT, max(size, capacity // 8)),
                     "eviction_policy": str(setup.disk_policy),
                     "flow": setup.flow.value,
                 }
@@ -339,9 +384,10 @@ def _paces(options: argparse.Namespace, url: str | None) -> Paces:
     paces = Paces()
     if url is not None:
         now = scrape(url)
-        reads = [now.get("tier_seconds_per_chunk", tier) for tier in now.tiers]
+        disks = [tier for tier in now.tiers if tier.partition("-")[0] == "disk"]
+        reads = [now.mean("tier_seconds_per_chunk", tier) for tier in disks]
         known = [each for each in reads if each > 0]
-        paces = Paces(now.get("compute_seconds_per_chunk") or None, min(known, default=None))
+        paces = Paces(now.mean("compute_seconds_per_chunk") or None, min(known, default=None))
     if options.compute_ms is not None:
         paces = replace(paces, compute=options.compute_ms / 1000)
     if options.read_ms is not None:
@@ -356,6 +402,10 @@ def _toml(values: dict[str, Any]) -> Iterator[str]:
                 yield "\n[[tiers]]"
                 yield from _toml(tier)
         else:
+            if isinstance(value, dict):
+                pairs = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
+                yield f"{key} = {{{pairs}}}"
+                continue
             yield f"{key} = {json.dumps(value)}"
 
 

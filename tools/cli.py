@@ -69,6 +69,10 @@ def _folder(text: str) -> Path:
     """Parse the path of a folder; refuse "", which an unset shell variable gives."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must be the path of a folder, not empty")
+    if text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address: top, doctor and advise take those, this is about a folder"
+        )
     return Path(text)
 
 
@@ -121,6 +125,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "control.md",
     ),
     "completion": (
+        "mkdir -p ~/.local/share/bash-completion/completions\n"
         "kvstore completion bash > ~/.local/share/bash-completion/completions/kvstore\n"
         "kvstore completion zsh > ~/.zfunc/_kvstore",
         "operators.md",

@@ -7,6 +7,7 @@ import math
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -44,11 +45,13 @@ class Snapshot:
         at: seconds of a monotonic clock.
         values: values by name without prefix, and tier.
         buckets: histograms by name and tier: counts up to each bound.
+        engines: how many of the engines told a value that is not 0, by name and tier.
     """
 
     at: float
     values: dict[tuple[str, str], float] = field(default_factory=dict)
     buckets: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
+    engines: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def tiers(self) -> list[str]:
@@ -58,6 +61,10 @@ class Snapshot:
     def get(self, name: str, tier: str = WHOLE) -> float:
         """Return a value, 0 if it is missing."""
         return self.values.get((name, tier), 0.0)
+
+    def mean(self, name: str, tier: str = WHOLE) -> float:
+        """Return the mean of the engines that told a value other than 0, or else 0."""
+        return self.get(name, tier) / max(1, self.engines[name, tier])
 
     def rate(self, before: Snapshot, name: str, tier: str = WHOLE) -> float:
         """Return the growth of a counter per second, 0 if the server has restarted."""
@@ -188,6 +195,7 @@ def scrape(url: str) -> Snapshot:
             counts[bound] = counts.get(bound, 0.0) + sample.value
         else:
             snapshot.values[name, tier] = snapshot.get(name, tier) + sample.value
+            snapshot.engines[name, tier] += sample.value != 0
     if not snapshot.values:
         raise KVStoreError(f"{url}: has no metrics of kvstore")
     return snapshot
@@ -206,7 +214,7 @@ def tables(before: Snapshot, now: Snapshot) -> Table:
     table = Table(
         title=f"hits {share}; {loaded:.0f} chunks/s from host memory, {missed:.0f} missed, "
         f"{now.rate(before, 'stored_chunks'):.0f} stored; host memory "
-        f"{now.get('host_used_ratio'):.0%} full; {now.get('waiting_requests'):.0f} requests wait, "
+        f"{now.mean('host_used_ratio'):.0%} full; {now.get('waiting_requests'):.0f} requests wait, "
         f"slowest of 100 waited {_time(wait)}",
         title_justify="left",
     )

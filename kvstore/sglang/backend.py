@@ -70,7 +70,7 @@ class HiCacheKVStore(HiCacheStorage):
         self._in_place = bool(extra.get("interface_v1"))
         self._pools: dict[str, Pool] = {}
         self._open = False
-        self._failed = False
+        self._failing: set[str] = set()
         self._moves = _Moves()
 
     # -- pools ---------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class HiCacheKVStore(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages there are; shared stores are asked, disks are not read."""
-        return self._tried(lambda: self._pools[KV].leading(keys), 0)
+        return self._tried("looked up", lambda: self._pools[KV].leading(keys), 0)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -194,6 +194,8 @@ class HiCacheKVStore(HiCacheStorage):
         hits = {KV: found} if found else {}
         lengths = list(range(1, found + 1))
         for transfer in pool_transfers or []:
+            if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                continue  # It tells only of itself, and is not kept here.
             name = str(transfer.name)
             good = self._usable(name, transfer, keys[:found])
             if good:
@@ -219,10 +221,9 @@ class HiCacheKVStore(HiCacheStorage):
         if pool is None:
             return set()
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            return set(range(1, self._tried(lambda: pool.leading(keys), 0) + 1))
-        if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
-            return set()
-        there: list[bool] = self._tried(lambda: pool.each(keys), [])
+            leading = self._tried("looked up", lambda: pool.leading(keys), 0)
+            return set(range(1, leading + 1))
+        there: list[bool] = self._tried("looked up", lambda: pool.each(keys), [])
         needed = max(1, len(transfer.keys or ()))
         run, good = 0, set()
         for length, held in enumerate(there, 1):
@@ -262,7 +263,7 @@ class HiCacheKVStore(HiCacheStorage):
             target_locations = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in keys]
         targets = list(target_locations)
         begun = time.perf_counter()
-        filled = self._tried(lambda: pool.store.get_into(keys_of(keys), targets), 0)
+        filled = self._tried("read", lambda: pool.store.get_into(keys_of(keys), targets), 0)
         self._moves.read(filled, pool.page_bytes, time.perf_counter() - begun)
         return [target if at < filled else None for at, target in enumerate(targets)]
 
@@ -283,7 +284,9 @@ class HiCacheKVStore(HiCacheStorage):
         pool = self._pools[KV]
         begun = time.perf_counter()
         stored = self._tried(
-            lambda: pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s), 0
+            "stored",
+            lambda: pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s),
+            0,
         )
         self._moves.wrote(stored, pool.page_bytes, time.perf_counter() - begun)
         return stored == len(keys)
@@ -291,12 +294,12 @@ class HiCacheKVStore(HiCacheStorage):
     # -- the whole -----------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Forget everything, on every tier; whether that was done."""
-        return self._tried(self._reset, False)
+        """Forget everything, on every tier; whether that was done within ``max_wait_s``."""
+        return self._tried("cleared", self._reset, False)
 
     def _reset(self) -> bool:
         for pool in self._pools.values():
-            pool.store.reset()
+            pool.store.reset(self._config.max_wait_s)
         return True
 
     def get_stats(self) -> Any:
@@ -317,18 +320,18 @@ class HiCacheKVStore(HiCacheStorage):
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]
         begun = time.perf_counter()
-        done = self._counted(pool.read(keys, indices))
+        done = self._counted("read", pool.read(keys, indices))
         self._moves.read(done, pool.page_bytes, time.perf_counter() - begun)
         return done
 
     def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]
         begun = time.perf_counter()
-        done = self._counted(pool.write(keys, indices, self._config.max_wait_s))
+        done = self._counted("stored", pool.write(keys, indices, self._config.max_wait_s))
         self._moves.wrote(done, pool.page_bytes, time.perf_counter() - begun)
         return done
 
-    def _counted(self, pieces: Iterator[int]) -> int:
+    def _counted(self, what: str, pieces: Iterator[int]) -> int:
         """How many pages were moved before the end or a fault."""
         moved = 0
 
@@ -337,21 +340,21 @@ class HiCacheKVStore(HiCacheStorage):
             for count in pieces:
                 moved += count
 
-        self._tried(move, None)
+        self._tried(what, move, None)
         return moved
 
-    def _tried(self, call: Callable[[], _T], otherwise: _T) -> _T:
-        """The result of a call; a fault is a miss, and told once until a call succeeds."""
+    def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
+        """The result of a call; a fault is a miss, and told once until such a call succeeds."""
         try:
             result = call()
         except (KVStoreError, TimeoutError) as error:
-            if not self._failed:
+            if what not in self._failing:
                 logger.warning(
-                    "kvstore: pages are not read or stored: %s", error, extra=about("sglang.failed")
+                    "kvstore: pages are not %s: %s", what, error, extra=about("sglang.failed")
                 )
-            self._failed = True
+            self._failing.add(what)
             return otherwise
-        self._failed = False
+        self._failing.discard(what)
         return result
 
 

@@ -22,6 +22,9 @@ __all__ = ["Pool", "keys_of"]
 
 logger = logging.getLogger("kvstore")
 
+MOST_ASKED = 64
+"""Pages of states that a store is asked about, one by one, for one prompt."""
+
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -35,10 +38,17 @@ class Pool:
         self._store: kvstore.SyncStore | None = None
         self._asks = False
         self._piece = 1
-        page = pool.get_dummy_flat_data_page()
-        parts = [page.numel() * page.element_size()]
-        if in_place:
-            _, parts = pool.get_page_buffer_meta(torch.arange(pool.page_size))
+        try:
+            if in_place:
+                _, parts = pool.get_page_buffer_meta(torch.arange(pool.page_size))
+            else:
+                page = pool.get_dummy_flat_data_page()
+                parts = [page.numel() * page.element_size()]
+        except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            raise KVStoreError(
+                f"SGLang's pool {name} ({type(pool).__name__}) has no pages that can be stored "
+                f"{'in place' if in_place else 'as tensors'}: {error}"
+            ) from error
         self.page_bytes = sum(parts)
         self.bytes = pool.size * pool.size_per_token
         if not self.page_bytes or not self.bytes:
@@ -81,13 +91,22 @@ class Pool:
         """How many leading pages there are. Shared stores are asked, and fetched from."""
         chunks = keys_of(keys)
         found = self.store.contains_prefix(chunks)
-        if self._asks and found < len(chunks):
-            found += self.store.resolve(chunks[found : found + self._piece])
+        while self._asks and found < len(chunks):
+            piece = chunks[found : found + self._piece]
+            more = self.store.resolve(piece)
+            found += more
+            if more < len(piece):
+                break
         return found
 
     def each(self, keys: Sequence[str]) -> list[bool]:
-        """Whether host memory or a disk has it, for each page."""
-        return self.store.contains(keys_of(keys))
+        """Whether it is there, for each page; of the last `MOST_ASKED` stores are asked, too."""
+        chunks = keys_of(keys)
+        there = self.store.contains(chunks)
+        if self._asks:
+            for at in range(max(0, len(chunks) - MOST_ASKED), len(chunks)):
+                there[at] = there[at] or self.store.resolve([chunks[at]]) == 1
+        return there
 
     def read(self, keys: Sequence[str], indices: torch.Tensor) -> Iterator[int]:
         """Copy the leading pages to the pool; counts them, piece by piece."""

@@ -261,12 +261,47 @@ def test_the_disk_stays_within_its_limit_and_usage_tells_it(tmp_path: Path) -> N
 def test_an_object_of_another_size_is_refused_and_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = make_object_keys(2)
+    keys = make_object_keys(6)
+    mixed = [*objects(2, size=SIZE // 2), *objects(4, fill=3)]
     with adapter(tmp_path) as one, caplog.at_level(logging.WARNING, "kvstore"):
         for _ in range(2):
-            assert not store(one, keys, objects(2, size=SIZE // 2)).is_successful()
-        assert caplog.text.count(f"a chunk must have {SIZE} bytes, not {SIZE // 2}") == 1
-        assert look_up(one, keys) == []
+            assert not store(one, keys, mixed).is_successful()
+        message = f"2 have another size than chunk_bytes = {SIZE}: {SIZE // 2}"
+        assert caplog.text.count(message) == 1
+        assert look_up(one, keys) == [2, 3, 4, 5], "those of the right size are stored"
+
+
+def test_a_task_ends_whatever_is_raised_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Raising(_Listener):
+        def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+            raise RuntimeError("a listener's")
+
+    keys = make_object_keys(2)
+    with adapter(tmp_path) as one:
+        one.register_listener(Raising([]))
+        assert not store(one, keys, objects(2)).is_successful()
+        assert "objects are not stored: a listener's" in caplog.text
+        assert look_up(one, keys) == [0, 1]
+        assert load(one, keys, [object(), object()]) == []
+
+
+def test_objects_stay_locked_until_the_last_lookup_is_done_with_them(tmp_path: Path) -> None:
+    keys = make_object_keys(4)
+    with adapter(tmp_path) as one:
+        assert store(one, keys, objects(4)).is_successful()
+        assert one._store.flush(WAIT_S)
+        for _ in range(2):
+            assert look_up(one, keys) == [0, 1, 2, 3]
+        one.submit_unlock(keys)
+        assert len(one._locked) == 4
+        tier, *_ = one._store.stats().tiers
+        assert tier.pinned == 4
+        one.submit_unlock(keys)
+        assert not one._locked
+        tier, *_ = one._store.stats().tiers
+        assert tier.pinned == 0
 
 
 def test_tasks_after_a_fault_end_as_misses(tmp_path: Path) -> None:
@@ -285,9 +320,10 @@ def test_tasks_after_a_fault_end_as_misses(tmp_path: Path) -> None:
     [
         ({"chunk_bytes": None}, "missing key chunk_bytes"),
         ({"deadlin_s": 1}, "did you mean deadline_s"),
+        ({"tiers": [{"type": "redis", "url": "redis://127.0.0.1:1"}]}, "give LMCache its own"),
         ({"tiers": [{"type": "disk", "path": "/proc/x", "capacity_bytes": "1GiB"}]}, "/proc/x"),
     ],
-    ids=["size", "misspelt", "path"],
+    ids=["size", "misspelt", "store", "path"],
 )
 def test_what_cannot_be_used_is_named_at_the_start(
     tmp_path: Path, values: dict[str, Any], message: str

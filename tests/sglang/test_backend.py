@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.sglang.backend import KV
 from tests.sglang.pools import (
     PAGE,
     SLOTS,
@@ -267,7 +268,57 @@ def test_a_fault_is_a_miss_and_told_once(tmp_path: Path, caplog: pytest.LogCaptu
             assert one.batch_set_v1(names, HERE[:20]) == [False] * 5
             assert one.batch_get(names) == [None] * 5
             assert not one.exists(names[0])
-        assert caplog.text.count("pages are not read or stored") == 1
+        for kind in ("looked up", "read", "stored"):
+            assert caplog.text.count(f"pages are not {kind}: the store of SGLang's pool kv") == 1
+
+
+def test_a_fault_of_one_kind_is_told_once_among_calls_that_go_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        for _ in range(3):
+            assert one.batch_set_v1(_names(2), HERE[:7]) == [False, False]
+            assert one.batch_exists(_names(2)) == 0
+        assert caplog.text.count("pages are not stored: 7 slots for 2 pages of 4") == 1
+
+
+def test_a_store_is_asked_for_all_pages_and_for_the_last_states(tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"tiers": [{"type": "object", "url": f"file://{tmp_path}/store"}]}
+    (tmp_path / "store").mkdir()
+    names, kv, side = _names(40), attention("page_first"), states()
+    tokens, slots = torch.arange(40 * PAGE), torch.arange(40)
+    moved = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+    given = extra(None, host="1MiB", **shared)
+    with _backend(kv, given, side) as one:
+        assert all(one.batch_set_v1(names, tokens))
+        assert all(one.batch_set_v2([moved])[PoolName.MAMBA])
+        assert all(pool.store.flush(30) for pool in one._pools.values())
+    needs = [PoolTransfer(PoolName.MAMBA, keys=names[-1:],
+                          hit_policy=PoolHitPolicy.TRAILING_PAGES)]  # fmt: skip
+    with _backend(attention("page_first", seed=1), given, states()) as other:
+        found = other.batch_exists_v2(names, needs)
+        assert (found.kv_hit_pages, found.extra_pool_hit_pages[KV]) == (40, 40)
+        assert all(other.batch_get_v1(names, tokens))
+        assert all(other.batch_get_v2([moved])[PoolName.MAMBA])
+
+
+def test_a_pool_that_is_not_kept_gates_nothing_if_its_policy_says_so(tmp_path: Path) -> None:
+    names = _names(3)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        one.batch_set_v1(names, HERE[:12])
+        groups = PoolTransfer(PoolName.INDEXER, keys=names, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+        assert one.batch_exists_v2(names, [groups]).kv_hit_pages == 3
+
+
+def test_a_pool_without_pages_is_refused_by_name(tmp_path: Path) -> None:
+    host = attention("page_first")
+    host.get_page_buffer_meta = lambda indices: None
+    unusable = _backend(host, extra(tmp_path))
+    message = "SGLang's pool kv .* no pages that can be stored in place"
+    with pytest.raises(KVStoreError, match=message), unusable:
+        pass
+    with _backend(host, extra(tmp_path, in_place=False)) as one:
+        assert one.batch_exists(_names(1)) == 0
 
 
 def test_slots_that_are_no_whole_pages_are_a_miss(tmp_path: Path) -> None:

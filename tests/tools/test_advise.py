@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 import kvstore
 from kvstore.config import Config
 from kvstore.simulation import read_trace
+from kvstore.tools import advise
 from kvstore.tools.cli import main
 
 CHUNK = 4096
@@ -57,9 +59,7 @@ async def test_a_real_store_hits_as_often_as_was_said(
     (tier,) = advice["config"]["tiers"]
     config = {
         **advice["config"],
-        "tiers": [{**tier, "path": str(tmp_path / "kv"), "segment_bytes": 16 * CHUNK}],
-        "chunk_bytes": CHUNK,
-        "identity": {},
+        "tiers": [{**tier, "path": str(tmp_path / "kv")}],
     }
     asked = hits = 0
     requests = read_trace(trace)
@@ -77,14 +77,18 @@ async def test_a_real_store_hits_as_often_as_was_said(
 
 
 def test_what_it_prints_can_be_put_into_a_file(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["advise", str(trace), "--chunk-bytes", "2MiB", "--host", "10%"]) == 0
     text = capsys.readouterr().out
-    values = tomllib.loads(text[text.index("cpu_bytes_to_use") :])
+    values = tomllib.loads(text[text.index("chunk_bytes =") :])
     assert Config.from_mapping(values).cpu_bytes_to_use == values["cpu_bytes_to_use"]
     assert "A disk pays where a chunk is read sooner than it is computed" in text
-    assert sum(line.startswith("*") for line in text.splitlines()) == 1
+    (marked,) = (line for line in text.splitlines() if re.match(r"\* +\d", line))
+    assert f"{round(values['cpu_bytes_to_use'] / 2**20)}" in marked
+    (tmp_path / "advised.toml").write_text(text[text.index("chunk_bytes =") :])
+    assert main(["config", "check", str(tmp_path / "advised.toml")]) in (0, 1)
+    assert "segment_bytes" not in capsys.readouterr().err
 
 
 def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(
@@ -178,9 +182,62 @@ def test_a_server_that_has_done_little_says_so(capsys: pytest.CaptureFixture[str
         assert "not yet computed and read enough" in told(capsys, url)["advice"][0]
 
 
+def test_what_is_never_asked_for_again_needs_no_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "once.jsonl"
+    lines = [json.dumps({"timestamp": n, "hash_ids": [3 * n, 3 * n + 1]}) for n in range(50)]
+    path.write_text("\n".join(lines))
+    advice = told(capsys, path)
+    assert advice["advice"] == ["Nothing is asked for again: no cache helps, of any size."]
+    assert main(["advise", str(path)]) == 0
+
+
+def test_prompts_larger_than_host_memory_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.jsonl"
+    line = json.dumps({"timestamp": 1, "hash_ids": list(range(100))})
+    path.write_text("\n".join([line] * 20))
+    advice = told(capsys, path, "--host", 10)
+    assert any(
+        "The longest prompt has 100 chunks, more than host" in one for one in advice["advice"]
+    )
+    assert not any("-" in one for one in advice["advice"] if "brings" in one), "no gain below 0"
+
+
+def test_of_a_sample_the_whole_is_told(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = told(capsys, trace, "--host", "5%", "--compute-ms", 10)
+    monkeypatch.setattr(advise, "REPLAYED", read_trace(trace).accesses // 2)
+    part = told(capsys, trace, "--host", "5%", "--compute-ms", 10)
+    assert part["trace"]["sample"]["accesses"] < 0.8 * whole["trace"]["accesses"]
+    for name in ("saved_s", "accesses"):
+        assert part["tried"][0][name] == pytest.approx(whole["tried"][0][name], rel=0.25)
+
+
+def test_of_several_engines_the_mean_counts_and_of_tiers_the_disk(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engines = """\
+vllm:kvstore_compute_seconds_per_chunk{engine="0"} 0.012
+vllm:kvstore_compute_seconds_per_chunk{engine="1"} 0.004
+vllm:kvstore_compute_seconds_per_chunk{engine="2"} 0
+vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="disk"} 0.015
+vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="remote"} 0.001
+"""
+    with served(engines) as url:
+        found = told(capsys, url)
+    assert (found["compute_s"], found["read_s"]) == (pytest.approx(0.008), 0.015)
+    assert found["advice"][0].startswith("A disk does not pay")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--host", "0"), "--host 0: must be at least one chunk"),
+        (("--limit", "-3"), "--limit -3"),
         (("--host", "x"), "--host x"),
         (("--chunk-bytes", "none"), "--chunk-bytes none"),
         (("--host", "1GiB"), "needs --chunk-bytes"),
