@@ -125,7 +125,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "control.md",
     ),
     "completion": (
-        "mkdir -p ~/.local/share/bash-completion/completions\n"
         "kvstore completion bash > ~/.local/share/bash-completion/completions/kvstore\n"
         "kvstore completion zsh > ~/.zfunc/_kvstore",
         "operators.md",
@@ -161,6 +160,9 @@ def _inspect(command: argparse.ArgumentParser) -> None:
 
     _cache(command)
     command.add_argument("--segments", action="store_true", help="also list each segment")
+    command.add_argument(
+        "--settings", action="store_true", help="all that processes must have in common to share it"
+    )
     command.set_defaults(run=inspect)
 
 

@@ -12,6 +12,15 @@ from kvstore.tools.output import age, print_json, print_table
 
 __all__ = ["inspect"]
 
+FEW = 8
+"""Parts of an identity up to which all are shown."""
+
+TOLD = (
+    "model", "revision", "weights", "engine", "vllm", "pool", "dtype", "kv_cache_layout", "layout",
+    "parallel", "chunk_bytes", "code",
+)  # fmt: skip
+"""Parts that are shown of a longer one."""
+
 
 def inspect(options: argparse.Namespace) -> int:
     """Print the survey; return 1 if it found a fault."""
@@ -21,15 +30,23 @@ def inspect(options: argparse.Namespace) -> int:
         print_json({"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]})
     else:
         for namespace in namespaces:
-            _print(namespace, segments=options.segments)
+            _print(namespace, segments=options.segments, settings=options.settings)
     return 1 if faults else 0
 
 
-def _print(namespace: NamespaceSurvey, *, segments: bool) -> None:
+def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> None:
     epoch = f", epoch {namespace.epoch}" if namespace.epoch else ""
     print(f"namespace {namespace.name}{epoch}")
-    for name, value in sorted(namespace.identity.items()):
-        print(f"  {name}: {json.dumps(value)[:100]}")
+    names = sorted(namespace.identity)
+    shown = names
+    if not settings and len(names) > FEW:
+        # What a person would call it; the rest are a server's settings.
+        shown = [name for name in TOLD if name in namespace.identity] or names[:FEW]
+    for name in shown:
+        value = json.dumps(namespace.identity[name])
+        print(f"  {name}: {value if settings or len(value) <= 100 else value[:97] + '...'}")
+    if len(shown) < len(names):
+        print(f"  and {len(names) - len(shown)} settings more: --settings lists them")
     outdated = any(segment.outdated for lane in namespace.lanes for segment in lane.segments)
     columns = [">lane", ">process", ">chunks", ">bytes", ">files", ">segments", ">reads"]
     columns += [">outdated"] * outdated

@@ -268,3 +268,22 @@ def test_bash_completes_commands_and_options(
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
     assert expected <= set(done.stdout.split()), done.stdout
     assert all(each.startswith(words[-1]) for each in done.stdout.split())
+
+
+def test_of_a_long_identity_inspect_shows_what_a_person_would_call_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {f"config.{number}": number for number in range(60)}
+    identity = {"model": "tiny", "weights": "w" * 200, **settings}
+    with kvstore.open_sync({**config(tmp_path), "identity": identity}) as store:
+        store.put(KEYS[:1], [bytes(CHUNK)])
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert '  model: "tiny"' in lines
+    assert any(line.startswith("  weights: ") and line.endswith("...") for line in lines)
+    assert any(line.endswith("settings more: --settings lists them") for line in lines)
+    assert len(lines) < 10
+    assert main(["inspect", str(tmp_path), "--settings"]) == 0
+    whole = capfd.readouterr().out
+    assert all(f"  config.{number}: {number}\n" in whole for number in range(60))
+    assert "w" * 200 in whole
