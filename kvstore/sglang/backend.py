@@ -36,8 +36,8 @@ KV = "kv"
 SHARDED = ("mamba",)
 """Pools whose pages differ between ranks even where all ranks hold the same attention."""
 
-_DECIDED = ("chunk_bytes", "keep_events")
-"""Keys that follow from SGLang's host pool."""
+_DECIDED = ("chunk_bytes", "keep_events", "namespace")
+"""Keys that follow from SGLang's pools and ranks."""
 
 
 class HiCacheKVStore(HiCacheStorage):
@@ -138,10 +138,15 @@ class HiCacheKVStore(HiCacheStorage):
             cpu_bytes_to_use=int(whole.cpu_bytes_to_use * share),
             tiers=tiers,
             identity={**self._identity(pool), **given},
-            # A socket and a file have one owner.
-            control=whole.control if pool.name == KV else None,
+            # A socket and a file have one owner; files of other ranks get names of their own.
+            control=whole.control if pool.name == KV and self._is_first else None,
             record_trace=whole.record_trace if pool.name == KV else None,
         )
+
+    @property
+    def _is_first(self) -> bool:
+        engine = self._engine
+        return not (engine.tp_rank or engine.pp_rank or engine.dp_rank or engine.attn_cp_rank)
 
     def _identity(self, pool: Pool) -> dict[str, Any]:
         """What makes pages exchangeable; the operator names the weights."""

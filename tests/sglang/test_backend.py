@@ -256,6 +256,14 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
         assert one.batch_exists(names) == 0
 
 
+def test_only_the_first_rank_has_the_control_socket(tmp_path: Path) -> None:
+    given = extra(tmp_path / "kv", control=str(tmp_path / "ctl"))
+    with _backend(attention("page_first"), given):
+        assert (tmp_path / "ctl").is_socket()
+        with _backend(attention("page_first"), given, tp_rank=1, tp_size=2) as other:
+            assert other.batch_set_v1(_names(1), HERE[:4]) == [True]
+
+
 def test_a_fault_is_a_miss_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = _names(5)
     with _backend(attention("page_first"), extra(tmp_path)) as one:
