@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvstore.sizes import format_size
 
-__all__ = ["age", "is_terminal", "print_json", "print_table", "show_progress"]
+__all__ = ["age", "counted", "is_terminal", "print_json", "print_table", "show_progress"]
 
 JSON_VERSION = 1
 """Raised when a field is removed or means something else; fields may be added without."""
@@ -59,6 +59,11 @@ def print_table(
         console.print(Padding(table, (0, 0, 0, indent), expand=False))
     # A padded cell at the end of a line is of use to nobody.
     print("\n".join(line.rstrip() for line in printed.get().rstrip("\n").split("\n")))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 lane" or "3 lanes"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def age(milliseconds: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
-from kvstore.tools.output import is_terminal
+from kvstore.tools.output import counted, is_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -267,7 +267,7 @@ def look_at(path: str) -> Snapshot:
 def _folders(before: Snapshot, now: Snapshot) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{len(now.tiers)} lanes", title_justify="left")
+    table = Table(title=counted(len(now.tiers), "lane"), title_justify="left")
     for head in ("lane", "process", "chunks", "more/s", "held", "files"):
         left = head == "lane"
         table.add_column(head, justify="left" if left else "right", overflow="fold")

@@ -23,7 +23,7 @@ from kvstore.maintenance.offline import (
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
-from kvstore.tools.output import age, print_json, show_progress
+from kvstore.tools.output import age, counted, print_json, show_progress
 
 __all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
 
@@ -49,7 +49,7 @@ def run_stat(options: argparse.Namespace) -> int:
             f"{format_size(layout.file_bytes)}; {layout.needed} segments would do"
         )
         print(
-            f"  {layout.extents} extents of neighbours, {layout.chunks_per_extent:.1f} chunks each"
+            f"  {counted(layout.extents, 'extent')} of neighbours, {layout.chunks_per_extent:.1f} chunks each"
         )
         tenths = "  ".join(f"{count}" for count in one.occupancy)
         print(f"  segments by occupancy, 0-10 % to 90-100 %:  {tenths}")
@@ -133,7 +133,7 @@ def run_gc(options: argparse.Namespace) -> int:
                 ago = f"used {age(used)} ago" if used else "no chunks"
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
     if old and _asks(options):
-        _confirm(f"empty {len(old)} namespaces in {options.path}?")
+        _confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
     modes, dry_run = options.strict_modes, options.dry_run
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
