@@ -49,7 +49,8 @@ def run_stat(options: argparse.Namespace) -> int:
             f"{format_size(layout.file_bytes)}; {layout.needed} segments would do"
         )
         print(
-            f"  {counted(layout.extents, 'extent')} of neighbours, {layout.chunks_per_extent:.1f} chunks each"
+            f"  {counted(layout.extents, 'extent')} of neighbours, "
+            f"{layout.chunks_per_extent:.1f} chunks each"
         )
         tenths = "  ".join(f"{count}" for count in one.occupancy)
         print(f"  segments by occupancy, 0-10 % to 90-100 %:  {tenths}")
