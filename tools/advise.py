@@ -20,7 +20,15 @@ from kvstore.plugins import Choice
 from kvstore.simulation import Outcome, Setup, Trace, read_trace, replay, sample
 from kvstore.sizes import format_size
 from kvstore.tools.output import print_json, print_table
-from kvstore.tools.replays import about, chunk_bytes_of, chunks_of, note, print_trace, scaled
+from kvstore.tools.replays import (
+    about,
+    chunk_bytes_of,
+    chunks_of,
+    note,
+    print_trace,
+    progress_of,
+    scaled,
+)
 from kvstore.tools.top import scrape
 
 __all__ = ["add_advise_arguments", "run_advise"]
@@ -261,9 +269,13 @@ class _Trial:
 
     def _replayed(self, setup: Setup) -> Outcome:
         if setup not in self.outcomes:
-            note(f"replay {len(self.outcomes) + 1}")
             scale = self.part.unique / self._trace.unique
-            self.outcomes[setup] = replay(self.part, scaled(setup, scale), chunk_bytes=self._size)
+            self.outcomes[setup] = replay(
+                self.part,
+                scaled(setup, scale),
+                chunk_bytes=self._size,
+                progress=progress_of(f"replay {len(self.outcomes) + 1} of at most 18", self.part),
+            )
             # As the operator would set it, not as the sample was replayed.
             self.outcomes[setup].setup = setup
         return self.outcomes[setup]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,16 @@ from kvstore.errors import ConfigError
 from kvstore.simulation import Setup, Trace
 from kvstore.sizes import parse_size
 
-__all__ = ["about", "chunk_bytes_of", "chunks_of", "note", "print_trace", "scaled", "split"]
+__all__ = [
+    "about",
+    "chunk_bytes_of",
+    "chunks_of",
+    "note",
+    "print_trace",
+    "progress_of",
+    "scaled",
+    "split",
+]
 
 
 def split(text: str) -> list[str]:
@@ -98,6 +109,21 @@ def print_trace(trace: Trace, part: Trace) -> None:
             f"sample: {len(part.requests)} requests, {part.accesses} accesses to "
             f"{part.unique} chunks; sizes are scaled"
         )
+
+
+def progress_of(what: str, trace: Trace) -> Callable[[int], None]:
+    """What shows how far a replay of this trace is, its rate and the time left, on a terminal."""
+    begun, total = time.monotonic(), len(trace.requests)
+
+    def show(done: int) -> None:
+        seconds = time.monotonic() - begun
+        if not done or not seconds:
+            note(what)
+            return
+        left = seconds / done * (total - done)
+        note(f"{what}: {done / total:.0%}, {done / seconds:,.0f} requests/s, {left:.0f} s left")
+
+    return show
 
 
 def note(text: str) -> None:

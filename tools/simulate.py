@@ -30,7 +30,16 @@ from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size
 from kvstore.tools.fleets import replay_fleets
 from kvstore.tools.output import print_json, print_table
-from kvstore.tools.replays import about, chunk_bytes_of, chunks_of, note, print_trace, scaled, split
+from kvstore.tools.replays import (
+    about,
+    chunk_bytes_of,
+    chunks_of,
+    note,
+    print_trace,
+    progress_of,
+    scaled,
+    split,
+)
 
 __all__ = ["add_arguments", "run_simulate"]
 
@@ -112,9 +121,9 @@ def run_simulate(options: argparse.Namespace) -> int:
     part = trace if options.sample is None else sample(trace, options.sample, options.seed)
     scale = part.unique / trace.unique
     outcomes = []
-    for number, setup in enumerate(setups):
-        note(f"{number} of {len(setups)} replayed")
-        outcomes.append(replay(part, scaled(setup, scale), chunk_bytes=size))
+    for number, setup in enumerate(setups, 1):
+        show = progress_of(f"replay {number} of {len(setups)}", part)
+        outcomes.append(replay(part, scaled(setup, scale), chunk_bytes=size, progress=show))
     bounds = []
     if options.optimum:
         for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
@@ -166,9 +175,10 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
             continue
         points = lines[str(policy)] = []
         for size in sizes:
-            note(f"{policy}, {size} chunks")
+            show = progress_of(f"{policy}, {size} chunks", part)
             rows = max(1, round(size * part.unique / trace.unique))
-            points.append((size, replay(part, Setup(rows, host_policy=policy)).hit_ratio))
+            outcome = replay(part, Setup(rows, host_policy=policy), progress=show)
+            points.append((size, outcome.hit_ratio))
     if options.optimum:
         lines["optimum"] = []
         for size in sizes:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.simulation import read_trace
 from kvstore.tools.cli import main
+from kvstore.tools.replays import progress_of
 
 
 @pytest.fixture
@@ -193,3 +197,16 @@ def test_servers_that_cannot_be_replayed_are_refused_by_name(
 ) -> None:
     assert main(["simulate", str(trace), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_replay_tells_a_person_how_long_it_takes(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    show = progress_of("replay 2 of 3", read_trace(trace))
+    show(0)
+    show(3)
+    *_, last = terminal.getvalue().split("\r")
+    assert re.match(r"replay 2 of 3: 60%, [\d,]+ requests/s, 0 s left", last)
