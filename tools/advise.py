@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvstore.config import Config, DiskConfig
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
@@ -47,12 +48,12 @@ COLUMNS = (
     ">s saved",
 )  # fmt: skip
 
-AHEAD = 0.25
-"""Share of host memory that a demoting flow keeps free or copied, as `demote_ahead` by default."""
+AHEAD = Config(cpu_bytes_to_use=1).demote_ahead
+"""Share of host memory that a demoting flow keeps free or copied by default."""
 
 DENSITY = Choice("hit-density")
 
-SEGMENT = 256 * 2**20
+SEGMENT = DiskConfig(path=Path(), capacity_bytes=1).segment_bytes
 """Bytes of a segment by default."""
 
 MOST_CHUNKS = 10**10
