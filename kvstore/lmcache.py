@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +30,9 @@ from lmcache.v1.platform import create_event_notifier
 
 import kvstore
 from kvstore.config import Config, DiskConfig
+from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError
-from kvstore.types import about
+from kvstore.observe.logs import warn_with
 
 __all__ = ["KVStoreL2Adapter"]
 
@@ -48,7 +50,7 @@ LOCK_SECONDS = 30.0
 class KVStoreL2Adapter(L2AdapterInterface):
     """An L2 adapter of LMCache over tiers of kvstore; for LMCache 0.5.6.
 
-    An object that has not ``chunk_bytes`` bytes is not stored, and its size told once; the others
+    An object that has not ``chunk_bytes`` bytes is not stored, and its size is logged; the others
     of its task are. kvstore keeps the disk within its limit by its own policy, so LMCache's
     eviction and quotas have nothing to do here, and it is not told what leaves. Model, rank, group
     and salt of an object are part of its key.
@@ -84,7 +86,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._stores: _Tasks[L2StoreResult] = _Tasks()
         self._lookups: _Tasks[Bitmap] = _Tasks()
         self._loads: _Tasks[Bitmap] = _Tasks()
-        self._failing: set[str] = set()
+        self._complaints = Complaints(warn_with(logger))
 
     # -- events --------------------------------------------------------------------------
 
@@ -202,10 +204,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
             self._notify_keys_stored(new, [size] * len(new))
         if len(fit) < len(keys):
             other = next(len(buffer) for buffer in buffers if len(buffer) != size)
-            self._warn("stored", f"{len(keys) - len(fit)} have another size than chunk_bytes = "
-                       f"{size}: {other}")  # fmt: skip
-        else:
-            self._failing.discard("stored")
+            self._failed("stored", f"{len(keys) - len(fit)} have another size than chunk_bytes = "
+                         f"{size}: {other}")  # fmt: skip
         return L2StoreResult(stored == len(keys), size * len(new))
 
     def _find(self, keys: Sequence[ObjectKey]) -> Bitmap:
@@ -232,22 +232,21 @@ class KVStoreL2Adapter(L2AdapterInterface):
         return _bitmap(len(keys), filled)
 
     def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-        """The result of a call; what it raises is told once until such a call succeeds."""
+        """The result of a call; what it raises is a fault of the task."""
         try:
             result = call()
         except Exception as error:  # Of a listener, or of an object: the task has to end.
-            self._warn(what, str(error) or repr(error))
+            self._failed(what, str(error) or repr(error))
             return otherwise
-        if what != "stored":
-            self._failing.discard(what)
+        self._complaints.went_well(
+            f"kvstore: objects are not {what}",
+            f"kvstore: objects are {what} again",
+            time.monotonic(),
+        )
         return result
 
-    def _warn(self, what: str, why: str) -> None:
-        if what not in self._failing:
-            self._failing.add(what)
-            logger.warning(
-                "kvstore: objects are not %s: %s", what, why, extra=about("lmcache.failed")
-            )
+    def _failed(self, what: str, why: str) -> None:
+        self._complaints.failed(f"kvstore: objects are not {what}", why, time.monotonic())
 
 
 class _Tasks(Generic[_T]):

@@ -117,10 +117,41 @@ PLAIN = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4096, "identity": {}}
 
 
 async def test_a_segment_larger_than_the_tier_is_refused_with_both_keys(tmp_path: Path) -> None:
-    tier = {"type": "disk", "path": tmp_path, "capacity_bytes": "1MiB"}
+    tier = {"type": "disk", "path": tmp_path, "capacity_bytes": "1MiB", "segment_bytes": "2MiB"}
     with pytest.raises(ConfigError, match=r"capacity_bytes = 1048576: .*segment_bytes"):
         async with kvstore.open({**PLAIN, "tiers": [tier]}):
             pass
+
+
+async def test_a_tier_smaller_than_one_chunk_in_a_segment_is_refused(tmp_path: Path) -> None:
+    tier = {"type": "disk", "path": tmp_path, "capacity_bytes": 8192}
+    with pytest.raises(ConfigError, match=r"capacity_bytes = 8192: smaller than one segment of"):
+        async with kvstore.open({**PLAIN, "tiers": [tier]}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("capacity", "chunk", "paths", "segments", "size"),
+    [
+        ("4GiB", 4096, 1, 16, 2**28),
+        ("64MiB", 4096, 1, 8, 2**23),
+        ("64MiB", 4096, 2, 16, 2**22),
+        ("5MiB", 2**20, 1, 4, 2**20 + 8192),
+    ],
+)
+async def test_a_small_disk_is_cut_into_eight_segments_by_itself(
+    tmp_path: Path, capacity: str, chunk: int, paths: int, segments: int, size: int
+) -> None:
+    folders = [tmp_path / f"disk-{number}" for number in range(paths)]
+    tier = {"type": "disk", "path": folders, "capacity_bytes": capacity}
+    config = {**PLAIN, "cpu_bytes_to_use": "8MiB", "chunk_bytes": chunk, "tiers": [tier]}
+    async with kvstore.open(config) as store:
+        room = store.stats().tiers[0].room
+        assert await store.put([b"key"], [b"x" * chunk]) == 1
+    files = [file for folder in folders for file in folder.rglob("*.safetensors")]
+    assert all(0.9 * size < file.stat().st_size <= size for file in files)
+    assert files
+    assert room >= 0.97 * segments * ((size - 4096) // (chunk + 128))
 
 
 async def test_a_segment_smaller_than_a_chunk_is_refused(tmp_path: Path) -> None:

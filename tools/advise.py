@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.config import Config, DiskConfig
+from kvstore.config import Config
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
@@ -52,9 +52,6 @@ AHEAD = Config(cpu_bytes_to_use=1).demote_ahead
 """Share of host memory that a demoting flow keeps free or copied by default."""
 
 DENSITY = Choice("hit-density")
-
-SEGMENT = DiskConfig(path=Path(), capacity_bytes=1).segment_bytes
-"""Bytes of a segment by default."""
 
 MOST_CHUNKS = 10**10
 """More than any trace has, and than any disk holds."""
@@ -142,7 +139,7 @@ def run_advise(options: argparse.Namespace) -> int:
                 "read_s": paces.read,
                 "tried": [tried.told(outcome) for outcome in tried.outcomes.values()],
                 "best": tried.told(best),
-                "config": None if size is None else tried.config(best.setup),
+                "config": tried.config(best.setup) if size is not None and best.hits else None,
                 "advice": advice.sentences,
             }
         )
@@ -152,7 +149,7 @@ def run_advise(options: argparse.Namespace) -> int:
     print_table(COLUMNS, (tried.row(outcome, best) for outcome in tried.outcomes.values()))
     print()
     print("\n".join(advice.sentences))
-    if size is not None:
+    if size is not None and best.hits:
         print(
             "\n# Path and identity are yours. vLLM sets chunk_bytes and identity: leave them out."
         )
@@ -353,14 +350,12 @@ class _Trial:
             "eviction_policy": str(setup.host_policy),
         }
         if setup.disk:
-            capacity = setup.disk * size
             values["identity"] = {"model": "name", "weights": "v1"}
             values["tiers"] = [
                 {
                     "type": "disk",
                     "path": "/nvme/kv",
-                    "capacity_bytes": capacity,
-                    "segment_bytes": min(SEGMENT, max(size, capacity // 8)),
+                    "capacity_bytes": setup.disk * size,
                     "eviction_policy": str(setup.disk_policy),
                     "flow": setup.flow.value,
                 }

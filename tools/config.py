@@ -214,7 +214,12 @@ def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig 
         return f", {rows_for(config, chunk_bytes).rows:,} chunks"
     if not isinstance(tier, DiskConfig):
         return f", {size // chunk_bytes:,} chunks"
-    geometry = Geometry.fitting(tier.segment_bytes, round_to_page(chunk_bytes), chunk_bytes)
+    geometry = Geometry.wanted(
+        tier.segment_bytes,
+        tier.capacity_bytes // len(tier.paths),
+        round_to_page(chunk_bytes),
+        chunk_bytes,
+    )
     if name == "segment_bytes":
         return f", {geometry.slots:,} chunks"
     segments = size // len(tier.paths) // geometry.file_bytes * len(tier.paths)
@@ -244,7 +249,7 @@ def _unusable(path: Path) -> str:
 def _too_large(tier: DiskConfig) -> str:
     """Say that the files of the tier will not fit, if so."""
     share = tier.capacity_bytes // len(tier.paths)
-    if share < tier.segment_bytes:
+    if tier.segment_bytes is not None and share < tier.segment_bytes:
         return f"smaller than segment_bytes ({format_size(tier.segment_bytes)}): lower that"
     for path in tier.paths:
         held = sum(file.stat().st_size for file in path.rglob("*.safetensors"))

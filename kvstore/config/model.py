@@ -82,7 +82,8 @@ class DiskConfig:
             path that nobody has used for an hour; those are removed to make room. Each process
             has its own limit. Several paths get equal shares of it.
         eviction_policy: name of a policy, or a table of `name` and its parameters.
-        segment_bytes: size of one segment file, at most.
+        segment_bytes: size of one segment file, at most; without it 256 MiB, or an eighth of the
+            capacity of a path where that is less.
         io: I/O backend: auto, aio, direct, mmap, buffered or portable; see operators.md.
         io_threads: threads that do I/O, for each path; one of them only loads.
         lane: lane to write to; by default the first free one.
@@ -101,7 +102,7 @@ class DiskConfig:
     path: Path | tuple[Path, ...] = field(converter=check.folders)
     capacity_bytes: int = field(converter=check.positive_size)
     eviction_policy: str | Choice = field(default="lru", converter=check.policy)
-    segment_bytes: int = field(default=256 * 2**20, converter=check.positive_size)
+    segment_bytes: int | None = field(default=None, converter=optional(check.positive_size))
     io: str = field(default="auto", converter=check.io_backend)
     io_threads: int = field(default=4, converter=check.io_threads)
     lane: int | None = field(default=None, converter=optional(check.lane))

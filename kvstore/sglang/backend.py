@@ -17,7 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.config import Config, DiskConfig
+from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.observe.logs import warn_with
 from kvstore.sglang.pool import Pool, keys_of
 from kvstore.types import about
 
@@ -70,7 +72,7 @@ class HiCacheKVStore(HiCacheStorage):
         self._in_place = bool(extra.get("interface_v1"))
         self._pools: dict[str, Pool] = {}
         self._open = False
-        self._failing: set[str] = set()
+        self._complaints = Complaints(warn_with(logger))
         self._moves = _Moves()
 
     # -- pools ---------------------------------------------------------------------------
@@ -349,17 +351,14 @@ class HiCacheKVStore(HiCacheStorage):
         return moved
 
     def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
-        """The result of a call; a fault is a miss, and told once until such a call succeeds."""
+        """The result of a call; a fault is a miss."""
+        fault = f"kvstore: pages are not {what}"
         try:
             result = call()
         except (KVStoreError, TimeoutError) as error:
-            if what not in self._failing:
-                logger.warning(
-                    "kvstore: pages are not %s: %s", what, error, extra=about("sglang.failed")
-                )
-            self._failing.add(what)
+            self._complaints.failed(fault, str(error), time.monotonic())
             return otherwise
-        self._failing.discard(what)
+        self._complaints.went_well(fault, f"kvstore: pages are {what} again", time.monotonic())
         return result
 
 
@@ -387,10 +386,8 @@ class _Moves:
 
 
 def _divided(tier: DiskConfig, share: float) -> DiskConfig:
-    """This share of a disk; its segments become smaller where few would be left."""
-    capacity = int(tier.capacity_bytes * share)
-    segment = tier.segment_bytes if share == 1 else min(tier.segment_bytes, capacity // 8)
-    return attrs.evolve(tier, capacity_bytes=capacity, segment_bytes=segment)
+    """This share of a disk; the size of its segments follows, unless the operator gave it."""
+    return attrs.evolve(tier, capacity_bytes=int(tier.capacity_bytes * share))
 
 
 def _leading(count: int, keys: Sequence[str]) -> list[bool]:

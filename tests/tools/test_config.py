@@ -86,7 +86,8 @@ def test_what_vllm_is_given_may_be_checked_as_it_is(
         ({"chunk_bytes": ""}, "WRONG chunk_bytes: missing key chunk_bytes"),
         ({"identity": "", "tiers": '[{type = "disk", path = "/kv", capacity_bytes = 1000}]'},
          "WRONG identity: missing key identity"),
-        ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "64MiB"}]'},
+        ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "64MiB", '
+                   'segment_bytes = "256MiB"}]'},
          "WRONG tiers[0].capacity_bytes: smaller than segment_bytes (256.0 MiB)"),
         ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "900000TB"}]'},
          "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted in /kv"),

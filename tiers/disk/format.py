@@ -64,6 +64,9 @@ VERSION = 1
 ALIGN = 4096
 RECORD_BYTES = 128
 
+SEGMENT_BYTES = 256 * 2**20
+"""Size of a segment where nothing else is asked for."""
+
 MAX_SLOTS = 2**20
 """Most slots of a segment: no header can make a reader take more than 128 MiB for its index."""
 WORDS = RECORD_BYTES // 8
@@ -128,6 +131,21 @@ class Geometry:
     def file_bytes(self) -> int:
         """Size of a segment file."""
         return self.blocks_offset + self.slots * self.slot_bytes
+
+    @classmethod
+    def wanted(
+        cls, segment_bytes: int | None, capacity_bytes: int, slot_bytes: int, chunk_bytes: int
+    ) -> Geometry:
+        """The segments to make on a path with this capacity; maybe without a slot.
+
+        Without a size the files have `SEGMENT_BYTES`, or an eighth of the capacity where that is
+        less, but room for one slot.
+        """
+        if segment_bytes is None:
+            segment_bytes = max(
+                cls(1, slot_bytes, chunk_bytes).file_bytes, min(SEGMENT_BYTES, capacity_bytes // 8)
+            )
+        return cls.fitting(segment_bytes, slot_bytes, chunk_bytes)
 
     @classmethod
     def fitting(cls, segment_bytes: int, slot_bytes: int, chunk_bytes: int) -> Geometry:

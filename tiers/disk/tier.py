@@ -49,7 +49,7 @@ class DiskTier(Tier):
         chunk_bytes: size of every chunk.
         capacity_bytes: hard limit for all files of the lanes, shared out evenly. None keeps
             the segments that there are: none is removed at opening, and none is added.
-        segment_bytes: size of a segment file, at most.
+        segment_bytes: size of a segment file, at most; None: see `Geometry.wanted`.
         io: name of the I/O backend, or "auto".
         io_threads: threads that do I/O, for each path.
         lane: number of the lane; by default the first that is free.
@@ -64,7 +64,7 @@ class DiskTier(Tier):
         chunk_bytes: int,
         capacity_bytes: int | None,
         *,
-        segment_bytes: int,
+        segment_bytes: int | None,
         io: str = "auto",
         io_threads: int = 4,
         lane: int | None = None,
@@ -90,7 +90,12 @@ class DiskTier(Tier):
 
     def open(self, region: PinnedRegion) -> RecoveredTier:
         slot_bytes = region.row_bytes
-        wanted = Geometry.fitting(self._segment_bytes, slot_bytes, self._chunk_bytes)
+        wanted = Geometry.wanted(
+            self._segment_bytes,
+            (self._capacity or 0) // len(self._paths),
+            slot_bytes,
+            self._chunk_bytes,
+        )
         if not wanted.slots:
             smallest = Geometry(1, slot_bytes, self._chunk_bytes).file_bytes
             raise ConfigError(

@@ -149,7 +149,7 @@ class Volume:
         self.geometry = geometry = held_geometry(folder, self._digest, wanted) or wanted
         capacity = self.capacity_bytes
         if capacity is not None and capacity < geometry.file_bytes:
-            way_out = "raise it or lower segment_bytes"
+            way_out = "raise it, or lower segment_bytes if you gave that"
             if geometry != wanted:
                 way_out = f"those in {folder} have that size; raise it or remove them"
             raise ConfigError(
