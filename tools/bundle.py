@@ -80,7 +80,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Store the chunks of a bundle; return 1 if a chunk was wrong or found no room."""
+    """Store the chunks of a bundle; return 1 if a chunk was wrong, or is not there in the end."""
     with show_progress() as show:
         done = import_bundle(
             options.file, options.path, capacity_bytes=options.capacity, progress=show
@@ -90,7 +90,13 @@ def run_import(options: argparse.Namespace) -> int:
     else:
         for fault in done.faults:
             print(f"WRONG {fault}")
-        print(f"{options.path}/{done.namespace}: {done.stored} of {done.chunks} chunks stored")
+        before = f", {done.there:,} of them before" if done.there else ""
+        print(
+            f"{options.path}/{done.namespace}: has {done.stored:,} of {done.chunks:,} chunks now"
+            f"{before}"
+        )
+        if done.stored < done.chunks and not done.faults:
+            print("the capacity of the lane holds no more: see --capacity")
     return int(bool(done.faults) or done.stored < done.chunks)
 
 

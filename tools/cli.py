@@ -200,12 +200,13 @@ def _purge(command: argparse.ArgumentParser) -> None:
 
 
 def _gc(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.output import whole_number
     from kvstore.tools.upkeep import run_gc
 
     _changing(command)
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument(
-        "--keep", type=_count, metavar="N", required=True, help="namespaces to keep"
+        "--keep", type=whole_number, metavar="N", required=True, help="namespaces to keep"
     )
     command.set_defaults(run=run_gc)
 
@@ -215,7 +216,9 @@ def _export(command: argparse.ArgumentParser) -> None:
 
     command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
     command.add_argument("file", type=Path, help="the bundle to write")
-    command.add_argument("--key", metavar="HEX", action="append", help="only this chunk; again")
+    command.add_argument(
+        "--key", metavar="HEX", action="append", help="only this chunk; may be repeated"
+    )
     command.add_argument("--used", metavar="AGE", help="only chunks used within 36h, 7d, ...")
     command.add_argument("--force", action="store_true", help="replace the file if it exists")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -229,7 +232,10 @@ def _import(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", type=Path, help="the bundle")
     command.add_argument("path", type=_folder, help="folder of the cache")
     command.add_argument(
-        "--capacity", type=parse_bytes, metavar="SIZE", help="of the lane that takes them"
+        "--capacity",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="of the lane that takes them; by default what the bundle needs",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_import)
@@ -370,9 +376,3 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
                 yield from _parsers(each)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number, 1 at least")
-    return int(text)

@@ -6,23 +6,27 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvstore.assembly import rows_for
+from kvstore.assembly import rows_for, spans_of
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tools.output import print_json, print_table
+from kvstore.types import TierPlace
 
 __all__ = ["add_config_arguments", "parse_bytes", "run_config"]
 
@@ -35,6 +39,14 @@ VLLM_KEYS = CONNECTOR_KEYS | {
     "fingerprint_weights",
 }
 """Keys of vLLM's ``kv_connector_extra_config`` that are not of the configuration."""
+
+
+VLLM_NAMES: Mapping[str, Sequence[str | None]] = {
+    "kv_connector": ("KVStoreConnector", "OffloadingConnector"),
+    "kv_connector_module_path": ("kvstore.vllm", None),
+    "kv_role": ("kv_both", "kv_producer", "kv_consumer"),
+}
+"""What vLLM is told beside these."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,20 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
     if isinstance(values, Mapping) and "kv_connector" in values:
+        _check_names(file, values)
         values = values.get("kv_connector_extra_config", {})
     return values, Config.from_mapping(values, ignore=VLLM_KEYS)
+
+
+def _check_names(file: Path, values: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: if vLLM would load another connector, or none.
+    """
+    for key, allowed in VLLM_NAMES.items():
+        if values.get(key) not in allowed:
+            told = ", ".join(str(name) for name in allowed if name is not None)
+            raise ConfigError(f"{file}: {key} = {values.get(key)!r}: allowed are {told}")
 
 
 def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
@@ -158,7 +182,7 @@ def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
         prefix = f"tiers[{index}]."
         its: Mapping[str, Any] = said[index] if isinstance(said[index], Mapping) else {}
         if isinstance(tier, TierConfig):
-            yield Line(f"{prefix}type", tier.type, True)
+            yield Line(f"{prefix}type", tier.type, True, warning=_not_created(tier, config))
             for name, value in tier.parameters.items():
                 yield Line(f"{prefix}{name}", without_passwords(value), True)
         for name, key in keys_of(type(tier)).items():
@@ -195,14 +219,59 @@ def _line(
         text += _chunks(key.name, value, config, tier)
     if isinstance(tier, DiskConfig) and key.name == "path":
         text = "; ".join(_free(path) for path in tier.paths)
-        warning = "; ".join(filter(None, map(_unusable, tier.paths)))
+        warning = "; ".join(
+            filter(None, (_unusable(path, tier.strict_modes) for path in tier.paths))
+        )
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
         warning = _too_large(tier)
     if key.name == "cpu_bytes_to_use":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if value > memory:
             warning = f"this machine has {format_size(memory)}"
+    if value and tier is None and key.name in _WHEN_OPENED:
+        try:
+            _WHEN_OPENED[key.name](config)
+        except KVStoreError as error:
+            warning = str(error)
     return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning)
+
+
+def _check_control(config: Config) -> None:
+    try:
+        from kvstore.control.server import loopback, token_of
+    except ImportError as error:
+        raise ConfigError(
+            f"needs aiohttp, pip install 'kvstore-offload[control]' ({error})"
+        ) from error
+    try:
+        if (where := config.control) is not None and loopback(where) is None:
+            folder = Path(where).parent
+            if not folder.is_dir():
+                raise ConfigError(f"the folder {folder} does not exist")
+        if config.control_token_file is not None:
+            token_of(config.control_token_file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+_WHEN_OPENED: dict[str, Callable[[Config], object]] = {
+    "control": _check_control,
+    "control_token_file": _check_control,
+    "spans": lambda config: spans_of(config, [], lambda: None, 1),
+    "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
+}
+"""What opening a store would find wrong with a value; raises what that would raise."""
+
+
+def _not_created(tier: TierConfig, config: Config) -> str:
+    """Why a store cannot be created, if so. No server is asked, and no directory is made."""
+    if str(tier.parameters.get("url", "")).startswith("file:"):
+        return ""
+    try:
+        create_tier(tier.type, TierPlace("check", {}, config.chunk_bytes or 1), tier.parameters)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig | None) -> str:
@@ -236,13 +305,17 @@ def _free(path: Path) -> str:
     return f"{'exists' if path.exists() else 'will be made'}, {format_size(free)} free"
 
 
-def _unusable(path: Path) -> str:
+def _unusable(path: Path, strict: bool) -> str:
     """Why no cache can lie there, as far as that can be seen without writing."""
     there = _existing(path)
     if not there.is_dir():
         return f"{there} is a file, not a folder"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there} cannot be written to by this user"
+    try:
+        os.close(open_folder(there, Trust(strict), own=False))
+    except OSError as error:  # Of a folder that is not trusted, too.
+        return str(error)
     return ""
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
 from kvstore.sizes import format_size
+from kvstore.tools.output import counted, whole_number
 
 __all__ = ["add_ctl_arguments", "run_ctl"]
 
@@ -21,6 +22,12 @@ ANSWER_SECONDS = 90.0
 
 WAIT_SECONDS = 1.0
 """How often progress is shown."""
+
+
+SETTINGS = (
+    "allowed are host.bytes, host.eviction_policy, tiers.N.capacity_bytes, "
+    "tiers.N.eviction_policy, tiers.N.compaction_rate; tiers as status numbers them"
+)
 
 
 class Client:
@@ -119,13 +126,21 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="+",
         metavar="NAME=VALUE",
-        help="host.bytes, host.eviction_policy, tiers.N.capacity_bytes, "
-        "tiers.N.eviction_policy, tiers.N.compaction_rate; tiers as status numbers them",
+        help=SETTINGS,
     )
     _add_common(command)
+    for each in commands.choices.values():
+        _add_json(each)
     for name, text in (("job", "show a job"), ("cancel", "cancel a job")):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("number", type=int)
+        command.add_argument("number", type=whole_number)
+        _add_json(command)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    """Take it behind the command as well, where every other command has it."""
+    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
+                         help="print JSON instead of text")  # fmt: skip
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -195,6 +210,8 @@ def _settings(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         place, _, field = name.rpartition(".")
+        if place.partition(".")[0] not in ("", "host", "tiers"):
+            raise KVStoreError(f"{word!r}: {SETTINGS}")
         if not equals or not place:
             raise KVStoreError(f"{word!r}: write NAME=VALUE, such as host.bytes=8GiB")
         table = settings
@@ -227,7 +244,7 @@ def _print(told: dict[str, Any], as_json: bool, lines: Any) -> int:
 def _job_lines(told: dict[str, Any]) -> list[str]:
     line = f"job {told['job']}, {told['command']}: {told['state']} after {told['seconds']:.2f} s"
     if told["keys"]:
-        line += f"; {told['done']} of {told['keys']} keys, {told['affected']} affected"
+        line += f"; {told['done']} of {counted(told['keys'], 'key')}, {told['affected']} affected"
     if told["left"]:
         line += f"; {told['left']} keys, rows and segments still to change"
     return [line, *([f"  {told['error']}"] if told["error"] else [])]
@@ -238,7 +255,9 @@ def _dry_lines(told: dict[str, Any]) -> list[str]:
     if "places" in told:
         lines[0] += f"; {told['keys']} keys"
         lines += [f"  {place}: {count}" for place, count in told["places"].items()]
-    lines += [f"  {place}: {count} chunks" for place, count in told.get("chunks", {}).items()]
+    lines += [
+        f"  {place}: {counted(count, 'chunk')}" for place, count in told.get("chunks", {}).items()
+    ]
     lines += [f"  would change {text}" for text in told.get("would_change", ())]
     return lines
 

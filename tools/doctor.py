@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.tools.output import print_json
+from kvstore.tools.output import counted, print_json
 from kvstore.tools.top import WHOLE, Snapshot, scrape
 
 __all__ = ["Finding", "add_doctor_arguments", "diagnose", "run_doctor"]
@@ -122,11 +122,11 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
     folder = shlex.quote(str(path))
     if live >= FEW and live > WASTED * max(reused, 1):
         found.advice.append(
-            f"{live} chunks are kept, and {reused} of them were read again: try "
+            f"{live:,} chunks are kept, and {reused:,} of them were read again: try "
             '"admission": "reuse" or "endurance", or see kvstore simulate.'
         )
     if held.faults:
-        found.advice.append(f"{len(held.faults)} faults: see kvstore verify {folder}.")
+        found.advice.append(f"{counted(len(held.faults), 'fault')}: see kvstore verify {folder}.")
     if live and not any(lane.owner for lane in held.lanes):
         days = (time.time() - max(each.used_ms for each in segments) / 1000) / 86400
         if days > FORGOTTEN_DAYS:
@@ -201,7 +201,7 @@ def _lines(findings: list[Finding], waited: float | None) -> Iterator[str]:
     for each in findings:
         saved = "" if each.saved_s is None else f", which saved {each.saved_s:.1f} s of computing"
         came = "chunks came from it" if waited is not None else "reads of its chunks"
-        yield f"{each.place}: {each.verdict}; {each.loaded} {came}{saved}"
+        yield f"{each.place}: {each.verdict}; {each.loaded:,} {came}{saved}"
         yield from (f"  {sentence}" for sentence in each.advice)
     if waited is not None:
         yield f"Requests waited {waited:.1f} s for slower tiers."

@@ -6,6 +6,7 @@ however long it is. Progress is shown on a terminal only, on standard error.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -21,7 +22,15 @@ from rich.text import Text
 
 from kvstore.sizes import format_size
 
-__all__ = ["age", "counted", "is_terminal", "print_json", "print_table", "show_progress"]
+__all__ = [
+    "age",
+    "counted",
+    "is_terminal",
+    "print_json",
+    "print_table",
+    "show_progress",
+    "whole_number",
+]
 
 JSON_VERSION = 1
 """Raised when a field is removed or means something else; fields may be added without."""
@@ -64,6 +73,13 @@ def print_table(
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 lane" or "3 lanes"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least one, from a command line."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError("must be a whole number, 1 at least")
+    return int(text)
 
 
 def age(milliseconds: int) -> str:

@@ -29,7 +29,7 @@ from kvstore.simulation import (
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size
 from kvstore.tools.fleets import replay_fleets
-from kvstore.tools.output import print_json, print_table
+from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
     about,
     chunk_bytes_of,
@@ -91,7 +91,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--chunk-bytes",
         help="size of a chunk, such as 2MiB; sizes in bytes need it if the trace does not give it",
     )  # fmt: skip
-    command.add_argument("--limit", type=int, help="replay the first N requests only")
+    command.add_argument("--limit", type=whole_number, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
     command.add_argument("--seed", type=int, default=0, help="seed of the sample")
     command.add_argument("--optimum", action="store_true", help="add Belady's upper bound")
@@ -106,8 +106,6 @@ def run_simulate(options: argparse.Namespace) -> int:
     """Replay a trace with every combination of the options."""
     if options.picture is not None:
         check_picture(options.picture)
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit {options.limit}: must be at least 1")
     if options.sample is not None and not 0 < options.sample <= 1:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
@@ -148,7 +146,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         print_json(report)
         return 0
     print_trace(trace, part)
-    print_table([f">{name}" for name in HEADER], map(_shown, rows))
+    print_table([f">{name}" for name in HEADER], (_shown(row, size) for row in rows))
     for bound in best:
         print(
             f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
@@ -302,7 +300,13 @@ def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+def _written(row: dict[str, Any], size: int | None) -> str:
+    """What is written to disk for each hit: in chunks, where nobody knows their size."""
+    written = row["bytes_written_per_hit"]
+    return f"{written / DEFAULT_CHUNK_BYTES:.2g} chunks" if size is None else format_size(written)
+
+
+def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
     return (
         str(row["host_chunks"]),
         row["host_policy"],
@@ -316,7 +320,7 @@ def _shown(row: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * row['host_hit_ratio']:.2f}",
         f"{100 * row['disk_hit_ratio']:.2f}",
         str(row["disk_writes"]),
-        format_size(row["bytes_written_per_hit"]),
+        _written(row, size),
         str(row["host_evictions"]),
         str(row["disk_evictions"]),
         f"{row['seconds']:.1f}",

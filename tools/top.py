@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
-from kvstore.tools.output import counted, is_terminal
+from kvstore.tools.output import counted, is_terminal, whole_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,7 +94,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=_seconds, default=2.0, help="seconds, 2 by default")
     parser.add_argument(
         "--times",
-        type=int,
+        type=whole_number,
         default=0,
         help="number of updates; by default until Ctrl-C, in a pipe one",
     )
@@ -286,7 +286,10 @@ def _folders(before: Snapshot, now: Snapshot) -> Table:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError("must be from 0.1 to 3600 seconds")
     return seconds

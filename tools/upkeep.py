@@ -45,8 +45,9 @@ def run_stat(options: argparse.Namespace) -> int:
         layout = one.layout
         print(one.lane)
         print(
-            f"  {layout.live} of {layout.slots} slots in {layout.segments} segments, "
-            f"{format_size(layout.file_bytes)}; {layout.needed} segments would do"
+            f"  {layout.live:,} of {layout.slots:,} slots in "
+            f"{counted(layout.segments, 'segment')}, {format_size(layout.file_bytes)}; "
+            f"{counted(layout.needed, 'segment')} would do"
         )
         print(
             f"  {counted(layout.extents, 'extent')} of neighbours, "
@@ -103,7 +104,8 @@ def run_purge(options: argparse.Namespace) -> int:
     if _asks(options):
         would = forget(dry_run=True)
         chunks, size = sum(one.chunks for one in would), sum(one.bytes for one in would)
-        _confirm(f"forget {chunks:,} chunks, {format_size(size)}, in {options.path}?")
+        if chunks:
+            _confirm(f"forget {counted(chunks, 'chunk')}, {format_size(size)}, in {options.path}?")
     done = forget(dry_run=options.dry_run)
     if options.json:
         _print_json([dataclasses.asdict(one) for one in done])
@@ -121,6 +123,8 @@ def run_gc(options: argparse.Namespace) -> int:
     Returns 1 if a namespace or a lane was refused, 2 if one failed.
     """
     found = [(each, _last_use(each)) for each in namespaces_to_change(options.path)]
+    unknown = [each for each, _ in found if not each.identity and not Path(each.path).is_symlink()]
+    found = [each for each in found if each[0] not in unknown]
     found.sort(key=lambda each: each[1], reverse=True)
     kept = [each for each, used in found if used][: options.keep]
     kept += [each for each, _ in found if each not in kept and _is_open(each)]
@@ -133,6 +137,8 @@ def run_gc(options: argparse.Namespace) -> int:
             if what:
                 ago = f"used {age(used)} ago" if used else "no chunks"
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
+        for each in unknown:
+            print(f"leave {each.name}, {format_size(_file_bytes(each))}: {each.faults[0].what}")
     if old and _asks(options):
         _confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
     modes, dry_run = options.strict_modes, options.dry_run
@@ -210,7 +216,7 @@ def _print_compacted(one: CompactedLane, dry_run: bool) -> None:
             f"{one.lane}: {'would give' if dry_run else 'gave'} back {format_size(gained)}, "
             f"segments {before.segments} -> {after.segments}, "
             f"extents {before.extents} -> {after.extents}; "
-            f"{one.result.moved} chunks moved, {_damage(one.result)}"
+            f"{'' if dry_run else f'{one.result.moved:,} copies made, '}{_damage(one.result)}"
         )
         for fault in one.result.faults:
             print(f"WRONG {fault}")
@@ -222,9 +228,9 @@ def _damage(result: Compaction) -> str:
     files = sum(fault.slot is None for fault in result.faults)
     summary = f"{result.dropped} damaged and dropped"
     if records:
-        summary += f", {records} damaged records"
+        summary += f", {counted(records, 'damaged record')}"
     if files:
-        summary += f", {files} segments with faults"
+        summary += f", {counted(files, 'segment')} with faults"
     return summary
 
 
@@ -233,13 +239,15 @@ def _print_purged(one: PurgedLane, dry_run: bool) -> None:
         _print_not_done(one)
     if one.chunks or not (one.refused or one.failed):
         what = "would forget" if dry_run else "forgot"
-        print(f"{one.lane}: {what} {one.chunks} chunks, {format_size(one.bytes)}")
+        print(f"{one.lane}: {what} {counted(one.chunks, 'chunk')}, {format_size(one.bytes)}")
     for fault in one.faults:
         print(f"WRONG {fault}")
 
 
 def _print_not_done(one: CompactedLane | PurgedLane) -> None:
-    print(f"REFUSED {one.refused}" if one.refused else f"FAILED {one.failed}")
+    what, why = ("REFUSED", one.refused) if one.refused else ("FAILED", one.failed)
+    # Several lanes may fail alike.
+    print(f"{what} {why}" if one.lane in str(why) else f"{what} {one.lane}: {why}")
 
 
 def _print_json(found: Sequence[dict[str, Any]]) -> None:

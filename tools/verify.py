@@ -8,7 +8,7 @@ import dataclasses
 from kvstore.maintenance.survey import Fault, Progress
 from kvstore.maintenance.survey import verify as verify_path
 from kvstore.sizes import format_size
-from kvstore.tools.output import print_json, show_progress
+from kvstore.tools.output import counted, print_json, show_progress
 
 __all__ = ["verify"]
 
@@ -35,7 +35,7 @@ def verify(options: argparse.Namespace) -> int:
         print_json(report)
     else:
         print(
-            f"{progress.chunks} chunks, {format_size(progress.done_bytes)} read, "
-            f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}"
+            f"{counted(progress.chunks, 'chunk')}, {format_size(progress.done_bytes)} read, "
+            f"{counted(len(faults), 'fault')}"
         )
     return 1 if faults else 0

@@ -160,15 +160,10 @@ class Puts:
         while not copies.ended():
             await self._driver.moved()
             self._driver.check()
-        hidden = self._core.hidden
-        # A chunk that a peer keeps on the same disk is not written again.
-        held = [target.entries, *(t.entries for t in self._core.tiers if t.target is None)]
+        hidden, held = self._core.hidden, target.entries
+        # What a peer keeps on the same disk does not count: its owner may have removed it.
         return next(
-            (
-                count
-                for count, key in enumerate(keys)
-                if key in hidden or not any(key in entries for entries in held)
-            ),
+            (count for count, key in enumerate(keys) if key in hidden or key not in held),
             len(keys),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Mapping
@@ -143,8 +144,11 @@ def _object(keys: Mapping[str, Key], *, closed: bool = True) -> dict[str, Any]:
 
 def shown_value(key: Key, value: Any) -> str:
     """A value as a person would write it: sizes with their unit, flags as in TOML."""
-    if value is None or value == () or value == {}:
+    if value is None or value == ():
         return "none"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
+        return f"{{{pairs}}}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Enum):

@@ -32,7 +32,7 @@ from kvstore.control.commands import FORMAT, Commands
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.types import about
 
-__all__ = ["ControlServer", "loopback"]
+__all__ = ["ControlServer", "loopback", "token_of"]
 
 logger = logging.getLogger("kvstore")
 
@@ -95,7 +95,7 @@ class ControlServer:
 
     def __init__(self, where: str, token_file: Path | None, commands: Commands) -> None:
         self._commands = commands
-        self._token = None if token_file is None else _token_of(token_file)
+        self._token = None if token_file is None else token_of(token_file)
         self._path: Path | None = None
         self._made = (0, 0)
         self._stopped = asyncio.Event()
@@ -287,7 +287,7 @@ def _listen_on(host: str, port: int) -> socket.socket:
         raise
 
 
-def _token_of(path: Path) -> str:
+def token_of(path: Path) -> str:
     """Read a token that nobody else can read.
 
     Raises:

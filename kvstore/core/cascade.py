@@ -102,14 +102,13 @@ class Cascades:
         """Copy `chunks` also to tiers that get chunks only when they are given up."""
         chunks = list(chunks)
         for target in self.demoting:
-            self.save_to(target, chunks, now)
+            self.save_to(target, self._not_shared(chunks), now)
 
     def save_to(self, target: CopyTarget, chunks: Iterable[Chunk], now: float) -> None:
-        """Copy `chunks` to this tier now, whatever its flow."""
+        """Copy `chunks` to this tier now, whatever its flow, and whatever peers keep."""
         if target.accepts(now):
             bit = 1 << target.number
-            lacking = target.lacking(c for c in chunks if not c.unsaved & bit)
-            self._queue(target, self._not_shared(lacking), now)
+            self._queue(target, target.lacking(c for c in chunks if not c.unsaved & bit), now)
 
     def demote(self, chunks: list[Chunk], now: float) -> set[bytes]:
         """Queue chunks that host memory gives up where they are wanted; returns those queued."""

@@ -354,6 +354,11 @@ class Core(CoreSteps):
         rates = any(tier.compaction_rate for tier in self.tiers)
         return rates or self.changing > 0
 
+    @property
+    def unrecorded(self) -> bool:
+        """Whether uses are still to be recorded on a tier, which takes up to a minute of steps."""
+        return any(tier.unrecorded for tier in self.tiers)
+
     def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
         """Let `policy` replace that of a tier, by its number, or of host memory (None)."""
         self._lookups.pause()

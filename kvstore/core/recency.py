@@ -58,6 +58,11 @@ class Recency:
         self._under_way = bool(here)
         return here
 
+    @property
+    def pending(self) -> bool:
+        """Whether there are uses that are not recorded yet."""
+        return bool(self._used)
+
     def ended(self) -> None:
         """Note that the move has ended. Uses that it could not record are not tried again."""
         self._under_way = False

@@ -317,7 +317,7 @@ many of the new chunks are followed."""
 class Ages:
     """The times at which the chunks of a sample were added or last used.
 
-    Chunks from before the start are not sampled, as their age is not known.
+    Chunks from before the first step are not sampled, as their age is not known.
 
     Attributes:
         left: seconds since the last use of chunks that were evicted.
@@ -326,7 +326,7 @@ class Ages:
     def __init__(self) -> None:
         self.left = Durations(bounds=AGES)
         self._used: dict[bytes, float] = {}
-        self._now = 0.0
+        self._now: float | None = None
         self._every = EVERY
         # How many new chunks are passed over until the next one is followed.
         self._skip = 0
@@ -342,6 +342,8 @@ class Ages:
     def come(self, keys: Sequence[bytes]) -> None:
         """Add new chunks, if they are in the sample."""
         used, now = self._used, self._now
+        if now is None:
+            return
         for key in keys[self._skip :: self._every]:
             used[key] = now
         self._skip = (self._skip - len(keys)) % self._every
@@ -351,17 +353,17 @@ class Ages:
 
     def use(self, keys: Iterable[bytes]) -> None:
         """Note that these chunks were used."""
-        used = self._used
-        if used:
+        used, now = self._used, self._now
+        if used and now is not None:
             for key in used.keys() & keys:
-                used[key] = self._now
+                used[key] = now
 
     def leave(self, keys: Iterable[bytes]) -> None:
         """Record the ages of these chunks, which were evicted."""
-        used = self._used
-        if used:
+        used, now = self._used, self._now
+        if used and now is not None:
             for key in used.keys() & keys:
-                self.left.add(self._now - used.pop(key))
+                self.left.add(now - used.pop(key))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Forget these chunks, which were not evicted but are gone."""

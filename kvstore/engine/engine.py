@@ -247,7 +247,10 @@ class Engine:
             done = await tier.relocate(move.keys, move.slots, move.targets)
             return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.LIST:
-            return Completion(move.id, [], found=await tier.list_segment(move.segment))
+            try:
+                return Completion(move.id, [], found=await tier.list_segment(move.segment))
+            except OSError as error:
+                return Completion(move.id, [], error=str(error))
         if move.op is Op.SHRINK:
             return Completion(move.id, [], error=await tier.remove_segment(move.segment))
         if move.op is Op.NOTE:

@@ -227,7 +227,8 @@ class Stepper:
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
         core = self.core
-        if self._steady and not (core.needs_steps or core.prefetching or core.unsaved):
+        at_work = core.needs_steps or core.prefetching or core.unsaved or core.unrecorded
+        if self._steady and not at_work:
             return True
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS

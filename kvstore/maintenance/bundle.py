@@ -24,6 +24,7 @@ from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.survey import Fault, NamespaceSurvey, payload_pieces, survey
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.pinned import round_to_page
 from kvstore.types import check_key
 
@@ -77,10 +78,19 @@ class Exported:
 
 @dataclass
 class Imported:
-    """What was taken: `stored` of the `chunks` that were right, and what was wrong with others."""
+    """What became of a bundle.
+
+    Attributes:
+        namespace: the namespace that has its chunks now.
+        chunks: chunks that the bundle names.
+        there: those that the cache had before.
+        stored: those that the cache has in the end.
+        faults: what is wrong with the bundle.
+    """
 
     namespace: str
     chunks: int = 0
+    there: int = 0
     stored: int = 0
     faults: list[Fault] = field(default_factory=list)
 
@@ -319,25 +329,37 @@ def import_bundle(
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         bundle = _read_header(fd, file)
-        done = Imported(bundle.namespace)
+        done = Imported(bundle.namespace, len(bundle.places))
+        size = os.fstat(fd).st_size
+        whole = max((offset for offset, _ in bundle.places.values()), default=0)
+        whole += bundle.chunk_bytes
+        if size < whole:
+            what = f"the bundle is cut short: {size} of {whole} bytes"
+            done.faults.append(Fault(str(file), None, what))
         config = _config(bundle, path, capacity_bytes)
-        batch = max(1, HOST_BYTES // bundle.chunk_bytes // 2)
+        batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         with open_sync(config) as store:
             for keys in _batches(list(bundle.places), batch):
+                looked += len(keys)
+                there = store.contains(keys)
+                done.there += sum(there)
                 right: dict[bytes, bytes] = {}
-                for key in keys:
+                for key, held in zip(keys, there, strict=True):
                     offset, digest = bundle.places[key]
+                    if held or offset + bundle.chunk_bytes > size:
+                        continue
                     payload = _checked(fd, offset, bundle.chunk_bytes, digest)
                     if payload is None:
-                        what = f"the chunk {key.hex()} is not what its digest says"
+                        what = "payload does not match its digest"
                         done.faults.append(Fault(str(file), None, what, key.hex()))
                     else:
                         right[key] = payload
-                done.chunks += len(right)
-                done.stored += store.put(list(right), list(right.values()), durable=True)
-                progress(done.chunks, len(bundle.places))
+                store.put(list(right), list(right.values()), durable=True)
+                progress(looked, len(bundle.places))
     finally:
         os.close(fd)
+    its = [each for each in survey(path) if each.name == bundle.namespace]
+    done.stored = sum(len(places_of(each, bundle.places)) for each in its)
     return done
 
 
@@ -378,7 +400,7 @@ def _read_header(fd: int, file: Path) -> _Bundle:
     if size < 8 or not 0 < room <= min(MAX_HEADER, size - 8):
         raise wrong("it is not a safetensors file")
     try:
-        entries = json.loads(os.pread(fd, room, 8))
+        entries = json.loads(read_bytes(fd, room, 8))
         told = entries.pop("__metadata__")
         if told["format"] != FORMAT or told["version"] != str(VERSION):
             raise wrong(f"its format is {told['format']!r}, version {told['version']!r}")

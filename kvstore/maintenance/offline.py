@@ -21,7 +21,7 @@ from kvstore.errors import (
     PathUnusableError,
 )
 from kvstore.maintenance.compaction import Compaction, compact_lane
-from kvstore.maintenance.survey import NamespaceSurvey, check_folder, survey
+from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, check_folder, survey
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
@@ -149,6 +149,8 @@ def compact(
             folder, one = Path(lane.path), CompactedLane(lane.path, None)
             done.append(one)
             try:
+                if dry_run:
+                    _check_lane(folder, lane, trust)
                 one.result = compact_lane(folder, dry_run=dry_run, progress=progress, trust=trust)
                 if dry_run and one.result is not None:
                     one.result.faults = [
@@ -201,6 +203,7 @@ def purge(
             done.append(one)
             try:
                 if dry_run:
+                    _check_lane(folder, lane, trust)
                     _purge_lane(folder, one, key, since, None, its.epoch)
                 else:
                     with _owned(folder, lane.number, trust):
@@ -233,6 +236,18 @@ def namespaces_to_change(path: PathLike, name: str | None = None) -> list[Namesp
 
 def _link(namespace: NamespaceSurvey) -> str:
     return f"{namespace.path} is a symbolic link; it is not followed"
+
+
+def _check_lane(folder: Path, lane: LaneSurvey, trust: Trust) -> None:
+    """
+    Raises:
+        KVStoreError: if `_owned` would refuse the lane.
+    """
+    os.close(open_folder(folder.parent, trust, own=True))
+    if lane.owner is not None:
+        raise LaneBusyError(
+            f"lane {lane.number} of {folder.parent} is in use by process {lane.owner}"
+        )
 
 
 @contextmanager

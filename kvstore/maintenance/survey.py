@@ -156,10 +156,13 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _holds_namespace(folder: Path) -> bool:
+    """Whether it is a namespace, or was one before its file was lost."""
     try:
         os.lstat(folder / FILE_NAME)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
         return False
+    except FileNotFoundError:
+        return folder.is_dir() and bool(lane_folders(folder))
     return True
 
 

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -44,6 +44,7 @@ from kvstore.vllm.engine import (
     Engine,
     WorkerFacts,
     building,
+    computed_chunks,
     has_paused,
     has_siblings,
     hashed_request,
@@ -243,15 +244,22 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._engine.request = None
         manager = self._manager
         if manager is not None and _may_be_fetched(request):
-            manager.on_request_queued(request.request_id, self._keys(request))
+            groups = self._keys(request)
+            if len(groups) == 1:
+                # vLLM asks for what follows that.
+                (group,) = groups
+                assert self.connector_scheduler is not None
+                (its,) = self.connector_scheduler.config.kv_group_configs
+                computed = computed_chunks(self._owner, _ends(request, its.hashes_per_chunk))
+                groups = [replace(group, keys=group.keys[computed:])]
+            manager.on_request_queued(request.request_id, groups)
 
     def _keys(self, request: Any) -> list[QueuedKeys]:
         """Return the keys of a prompt, for each KV cache group."""
         groups = []
         assert self.connector_scheduler is not None
         for group in self.connector_scheduler.config.kv_group_configs:
-            step = group.hashes_per_chunk
-            hashes = request.block_hashes[step - 1 :: step]
+            hashes = _ends(request, group.hashes_per_chunk)
             keys = [make_offload_key(block_hash, group.group_idx) for block_hash in hashes]
             window = group.sliding_window_size_in_chunks
             groups.append(QueuedKeys(keys, group.tokens_per_chunk, window))
@@ -315,6 +323,12 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_worker is not None or self._scheduler is not None:
             super().shutdown()
         self._owner = None
+
+
+def _ends(request: Any, hashes_per_chunk: int) -> Sequence[Any]:
+    """Return the hash of the last block of each whole chunk of a prompt."""
+    hashes: Sequence[Any] = request.block_hashes[hashes_per_chunk - 1 :: hashes_per_chunk]
+    return hashes
 
 
 def _computes_prompts(scheduler_output: Any) -> bool:

@@ -7,6 +7,7 @@ start as handshake metadata, later beside the outputs of a step.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import logging
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "WorkerFacts",
     "building",
+    "computed_chunks",
     "current_engine",
     "has_paused",
     "has_siblings",
@@ -144,6 +146,22 @@ def hashed_request(
         None,
         cache_salt=salt,
         block_hasher=hasher,
+    )
+
+
+def computed_chunks(scheduler: Any, ends: Sequence[Any]) -> int:
+    """Return how many of the leading chunks of a prompt the device still has.
+
+    Args:
+        scheduler: vLLM's, with one KV cache group; None where it is not known.
+        ends: for each whole chunk of the prompt the hash of its last block.
+    """
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    if pool is None:
+        return 0
+    # Blocks are given up from the end of a prompt on.
+    return bisect.bisect_left(
+        ends, True, key=lambda block_hash: pool.get_cached_block(block_hash, [0]) is None
     )
 
 

@@ -41,6 +41,7 @@ from kvstore.core.chunk import READY
 from kvstore.types import about
 from kvstore.vllm.layout import EngineShape, manager_region, release_region
 from kvstore.vllm.metrics_report import Reporter, facts_of
+from kvstore.vllm.signals import ending, outlive_signals
 from kvstore.vllm.version import (
     PENDING_IS_HOST,
     TELLS_OF_FLUSHES,
@@ -149,6 +150,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
             release=lambda: release_region(engine, region),
         )
+        if config.tiers:
+            outlive_signals(self)
         self.commands = self._manager.commands
         self._traced = config.spans
         self._stepper = self._manager.stepper
@@ -355,7 +358,8 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Finish copies to the tiers, within ``shutdown_timeout_s``, and close them."""
-        self._manager.shutdown()
+        with ending(self):
+            self._manager.shutdown()
 
     # -- weights -------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
+from kvstore.vllm.signals import ending, outlive_signals
 from kvstore.vllm.version import join_server_log
 
 __all__ = ["KVStoreTier", "TierOptions"]
@@ -246,6 +247,7 @@ class KVStoreTier(SecondaryTierManager):
             if self._adapters is not None:
                 self._adapters.close()
             raise
+        outlive_signals(self)
         logger.info(
             "kvstore: in vLLM's tiering, %s",
             self._runner.description,
@@ -332,7 +334,9 @@ class KVStoreTier(SecondaryTierManager):
             self._adapters.close()
         # vLLM releases its memory after this, and cannot while it is lent.
         self._primary_kv_view = memoryview(b"")
-        if not self._runner.close(self._wait_s):
+        with ending(self):
+            closed = self._runner.close(self._wait_s)
+        if not closed:
             raise KVStoreError(
                 f"the disk did not answer within {self._wait_s:g} s: host memory is still in use"
             )

@@ -11,7 +11,9 @@ import pytest
 
 from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
+from kvstore.core import recency
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
+from kvstore.maintenance.survey import survey
 from kvstore.testing.manager import keys_from
 from tests.patience import PATIENCE, TOO_LONG, answered, until
 
@@ -74,6 +76,35 @@ def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: boo
     if told:
         manager.on_schedule_end()
     on_disk(manager, 200)
+    manager.shutdown()
+
+
+def test_uses_are_recorded_while_the_server_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recency, "NOTE_SECONDS", 0.1)
+    keys = keys_from(0, 4)
+    leave_on_disk(tmp_path, keys)
+    manager = open_manager(tmp_path, steady=True)
+    who = ReqContext("r")
+    manager.on_new_request(who)
+
+    def found() -> bool:
+        answers = [manager.lookup(key, who) for key in keys]
+        manager.on_schedule_end()
+        return answers == [True] * 4
+
+    until(found, manager.stats)
+    manager.prepare_load(keys, who)
+    manager.complete_load(keys, who)
+    manager.on_request_finished(who)
+    manager.on_schedule_end()
+
+    def reads() -> int:
+        (found,) = survey(tmp_path)
+        return sum(segment.reads for lane in found.lanes for segment in lane.segments)
+
+    until(lambda: reads() == 4, manager.stats)
     manager.shutdown()
 
 

@@ -37,6 +37,7 @@ def test_the_age_is_the_time_since_the_last_use_or_since_it_came() -> None:
 @pytest.mark.parametrize("sizes", [[1], [3, 5], [EVERY - 1], [EVERY + 1], [100]])
 def test_as_many_are_followed_whatever_comes_together(sizes: list[int]) -> None:
     ages = Ages()
+    ages.begin_step(1.0)
     keys = iter(chain("a", 1000))
     for size in itertools.cycle(sizes):
         some = list(itertools.islice(keys, size))
@@ -44,6 +45,16 @@ def test_as_many_are_followed_whatever_comes_together(sizes: list[int]) -> None:
             break
         ages.come(some)
     assert len(ages) == -(-1000 // EVERY)
+
+
+def test_what_comes_before_the_first_step_has_no_age() -> None:
+    ages = Ages()
+    keys = chain("a", 2 * EVERY)
+    ages.come(keys)
+    ages.begin_step(36_000.0)
+    ages.use(keys)
+    ages.leave(keys)
+    assert ages.left.count == 0
 
 
 def test_what_is_followed_stays_few_and_ages_stay_right() -> None:
@@ -66,6 +77,7 @@ def test_what_is_followed_stays_few_and_ages_stay_right() -> None:
 @pytest.mark.parametrize("go", [Ages.forget, lambda ages, keys: ages.reset()])
 def test_what_goes_for_no_other_has_no_age(go: Callable[[Ages, list[bytes]], None]) -> None:
     ages = Ages()
+    ages.begin_step(1.0)
     keys = chain("a", 4 * EVERY)
     ages.come(keys)
     assert len(ages) == 4

@@ -237,7 +237,6 @@ vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="remote"} 0.001
     ("arguments", "message"),
     [
         (("--host", "0"), "--host 0: must be at least one chunk"),
-        (("--limit", "-3"), "--limit -3"),
         (("--host", "x"), "--host x"),
         (("--chunk-bytes", "none"), "--chunk-bytes none"),
         (("--host", "1GiB"), "needs --chunk-bytes"),
@@ -255,3 +254,6 @@ def test_milliseconds_have_to_be_some(trace: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["advise", str(trace), "--compute-ms", "0"])
     assert "must be milliseconds, a number above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["advise", str(trace), "--limit", "x"])
+    assert "argument --limit: must be a whole number, 1 at least" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ async def test_what_is_exported_is_found_where_it_is_imported(tmp_path: Path) ->
     assert file.stat().st_mode & 0o777 == 0o600
     done = command("import", str(file), str(tmp_path / "there"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{namespace.name}: 20 of 20 chunks stored" in done.stdout
+    assert f"{namespace.name}: has 20 of 20 chunks now" in done.stdout
     # The server that comes finds them under the name that it makes itself.
     async with kvstore.open(settings(tmp_path / "there")) as store:
         assert await store.resolve(KEYS) == 8, "what host memory holds"
@@ -129,11 +130,41 @@ async def test_what_was_changed_in_a_bundle_is_not_imported(tmp_path: Path) -> N
     file.write_bytes(raw)
     done = command("import", str(file), str(tmp_path / "there"))
     assert done.returncode == 1
-    assert f"the chunk {KEYS[5].hex()} is not what its digest says" in done.stdout
-    assert "19 of 19 chunks stored" in done.stdout
+    assert f"payload does not match its digest (key {KEYS[5].hex()})" in done.stdout
+    assert "has 19 of 20 chunks now" in done.stdout
     async with kvstore.open(settings(tmp_path / "there")) as store:
         assert store.contains_prefix(KEYS) == 5
         assert await contents(store, KEYS[6:10]) == payloads(KEYS[6:10])
+
+
+async def test_an_import_tells_what_is_there_in_the_end(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file, there = tmp_path / "bundle.safetensors", str(tmp_path / "there")
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    # Segments are as large as where it is from: 18 chunks, and one of them fits.
+    done = command("import", str(file), there, "--capacity", "100KiB")
+    assert done.returncode == 1
+    assert "has 18 of 20 chunks now" in done.stdout
+    assert "the capacity of the lane holds no more" in done.stdout
+    done = command("import", str(file), there)
+    assert done.returncode == 0, done.stdout
+    assert "has 20 of 20 chunks now, 18 of them before" in done.stdout
+    done = command("import", str(file), there, "--json")
+    told = json.loads(done.stdout)
+    assert (told["chunks"], told["there"], told["stored"]) == (20, 20, 20)
+
+
+async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    size = file.stat().st_size
+    os.truncate(file, size - 3 * CHUNK)
+    done = command("import", str(file), str(tmp_path / "there"))
+    assert done.returncode == 1
+    assert done.stdout.count("WRONG") == 1
+    assert f"the bundle is cut short: {size - 3 * CHUNK} of {size} bytes" in done.stdout
+    assert "has 17 of 20 chunks now" in done.stdout
 
 
 @pytest.mark.parametrize(

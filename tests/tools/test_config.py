@@ -71,12 +71,41 @@ def test_what_vllm_is_given_may_be_checked_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = {"host": "1GiB", "disk": str(tmp_path), "disk_bytes": "1GiB", "blocks_per_chunk": 2}
-    told = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": extra}
+    told = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.vllm",
+            "kv_role": "kv_both", "kv_connector_extra_config": extra}  # fmt: skip
     file = written(tmp_path, json.dumps(told), "vllm.json")
     assert main(["config", "check", file, "--chunk-bytes", "2MiB", "--all"]) == 0
     shown = capsys.readouterr().out
     assert "1,073,741,824 bytes, 512 chunks" in shown
     assert "tiers[0].io_threads" in shown
+
+
+def test_a_folder_that_others_may_write_to_is_told_before_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    tier = f'[{{type = "disk", path = "{open_to_all}/kv", capacity_bytes = "1MiB"}}]'
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
+    assert "may be written by every user (mode 0777): chmod go-w" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kv_connector", "Nope"), ("kv_role", "kv_bot"), ("kv_connector_module_path", "kvstore")],
+)
+def test_names_that_vllm_would_not_find_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
+    told = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.vllm",
+            "kv_role": "kv_both", "kv_connector_extra_config": {"host": "1MiB"}}  # fmt: skip
+    assert main(["config", "check", written(tmp_path, json.dumps(told), "vllm.json")]) == 0
+    file = written(tmp_path, json.dumps({**told, key: value}), "vllm.json")
+    assert main(["config", "check", file]) == 2
+    assert f"{key} = {value!r}: allowed are kv" in capsys.readouterr().err.lower().replace(
+        value.lower(), value
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +120,12 @@ def test_what_vllm_is_given_may_be_checked_as_it_is(
          "WRONG tiers[0].capacity_bytes: smaller than segment_bytes (256.0 MiB)"),
         ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "900000TB"}]'},
          "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted in /kv"),
+        ({"control": '"0.0.0.0:9999"'}, "WRONG control: must be a path, or a port of 127.0.0.1"),
+        ({"control": '"/nowhere/socket"'}, "WRONG control: the folder /nowhere does not exist"),
+        ({"control": '"/tmp/socket"', "control_token_file": '"/nowhere"'},
+         "WRONG control_token_file: control_token_file = '/nowhere'"),
+        ({"namespace": '"x/y"'}, "WRONG namespace: namespace name 'x/y': allowed are"),
+        ({"tiers": '[{type = "redis", url = "nothing"}]'}, "WRONG tiers[0].type: url"),
     ],
 )  # fmt: skip
 def test_what_will_fail_is_told_before_it_does(
@@ -150,7 +185,7 @@ def test_without_a_file_the_environment_is_checked(
 
 def test_a_password_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tier = '[{type = "redis", url = "redis://me:s3cret@host:6379/0"}]'
-    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 0
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
     told = capsys.readouterr().out
     assert "redis://***@host:6379/0" in told
     assert "s3cret" not in told

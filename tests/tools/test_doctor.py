@@ -174,6 +174,6 @@ async def test_what_is_damaged_sparse_or_on_a_full_drive_is_told(
     segment = next(folder.glob("*/lane-*/segment-*"))
     os.truncate(segment, segment.stat().st_size // 2)
     (found,) = examine(folder)
-    assert "faults: see kvstore verify" in found.advice[0]
+    assert "1 fault: see kvstore verify" in found.advice[0]
     assert "The drive has" in found.advice[-1]
     shutil.rmtree(folder)

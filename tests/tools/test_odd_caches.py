@@ -261,7 +261,31 @@ def test_a_namespace_that_cannot_be_read_does_not_keep_the_others_from_compactio
     status, told = run("compact", cache)
     assert status == 2
     assert "FAILED" in told
-    assert "1 damaged records" in told
+    assert "1 damaged record\n" in told
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path, run: Run) -> None:
+    cache.chmod(0o777)
+    for command_line in (["compact"], ["purge", "--all"]):
+        status, told = run(*command_line, cache, "--dry-run")
+        assert status == 2
+        assert "may be written by every user" in told
+        assert run(*command_line, cache) == (status, told)
+
+
+def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path, run: Run) -> None:
+    (namespace,) = (path.parent for path in cache.glob("*/namespace.json"))
+    lost = cache / "lost"
+    shutil.copytree(namespace, lost)
+    (lost / "namespace.json").unlink()
+    assert run("verify", cache)[0] == 1
+    status, told = run("inspect", cache)
+    assert status == 1
+    assert f"WRONG {lost}/namespace.json: cannot be read (No such file or directory)" in told
+    status, told = run("gc", cache, "--keep", 1, "--yes")
+    assert f"keep  {namespace.name}" in told
+    assert "leave lost, " in told
+    assert [path.name for path in segments(lost)] == [path.name for path in segments(namespace)]
 
 
 def nothing(path: Path) -> None:

@@ -114,7 +114,6 @@ def test_a_picture_is_drawn(
         (["--disk", "5", "--disk-policy", "mru"], "--disk-policy mru: unknown policy"),
         (["--admission", "magic"], "--admission magic: unknown filter"),
         (["--disk", "5", "--flow", "up"], "--flow up: must be one of: write-through, demote"),
-        (["--limit", "0"], "--limit 0: must be at least 1"),
         (["--sample", "2"], "--sample 2.0: must be above 0 and at most 1"),
         (
             ["--host", "64GiB"],

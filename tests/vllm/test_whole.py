@@ -296,6 +296,24 @@ def test_a_request_in_the_queue_is_fetched_for_before_its_turn(
     assert core.stats().deferrals == 0, "all of it was there in time"
 
 
+def test_nothing_is_fetched_for_what_the_device_still_has(open_server: Any) -> None:
+    server = open_server(rows=16, tiers=True)
+    (cold,) = server.serve(PROMPTS[0])
+    server.settle()
+    # Others take its place in host memory, and none of its blocks on the device.
+    for prompt in PROMPTS[1:]:
+        server.serve(prompt)
+        server.settle()
+    core = server.manager._core
+    before = core.stats().fetched_queued
+    (again,) = server.serve(PROMPTS[0])
+    assert (again.tokens, again.cached) == (cold.tokens, 64)
+    assert core.stats().fetched_queued == before
+    longer = PROMPTS[0] + [1] * 100
+    server.serve(longer)
+    assert core.stats().fetched_queued == before
+
+
 def test_an_abort_in_the_queue_leaves_nothing(open_server: Any) -> None:
     first = open_server(rows=512, tiers=True)
     first.serve(*PROMPTS)

@@ -38,6 +38,7 @@ from kvstore.tiers.disk.format import (
     segment_seed,
     used_record,
 )
+from kvstore.tiers.disk.io.base import read_bytes
 
 __all__ = ["IndexFile", "read_index"]
 
@@ -72,14 +73,7 @@ class IndexFile:
 
     def read(self, first: int, count: int) -> bytes:
         """The raw records of `count` slots from `first` on; fewer where the file ends."""
-        offset, size = self._offset(first), count * RECORD_BYTES
-        whole = os.pread(self._fd, size, offset)
-        while 0 < len(whole) < size:
-            more = os.pread(self._fd, size - len(whole), offset + len(whole))
-            if not more:
-                break
-            whole += more
-        return whole
+        return read_bytes(self._fd, count * RECORD_BYTES, self._offset(first))
 
     def live(self, first: int = 0, count: int | None = None) -> LiveRecords:
         """The valid and the damaged records of `count` slots from `first` on: of all, if None."""
@@ -236,7 +230,7 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
     # A pipe in its place must not block the call.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        header = parse_header(os.pread(fd, ALIGN, 0), str(path))
+        header = parse_header(read_bytes(fd, ALIGN, 0), str(path))
         return header, IndexFile(fd, header).live(), os.fstat(fd).st_size
     finally:
         os.close(fd)

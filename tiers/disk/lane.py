@@ -148,17 +148,24 @@ def _lock(folder: Path, trust: Trust) -> int | None:
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK,
             0o600,
         )
-        fault = trust.file_fault(fd, written=True)
-        if fault is not None:
-            os.close(fd)
-            raise PathUnusableError(f"{folder / LOCK_NAME} cannot be used: {fault}")
-    except PathUnusableError:
-        raise
     except OSError as error:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"
         ) from error
-    if not _take(fd):
+    try:
+        fault = trust.file_fault(fd, written=True)
+        if fault is not None:
+            raise PathUnusableError(f"{folder / LOCK_NAME} cannot be used: {fault}")
+        taken = _take(fd)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError) and not isinstance(error, PathUnusableError):
+            # Network file systems may have no locks.
+            raise PathUnusableError(
+                f"{folder / LOCK_NAME} cannot be locked: {error.strerror}"
+            ) from error
+        raise
+    if not taken:
         os.close(fd)
         return None
     with contextlib.suppress(OSError):

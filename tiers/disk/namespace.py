@@ -118,17 +118,21 @@ class Namespace:
         except OSError as error:
             raise PathUnusableError(f"{file}: cannot be written ({error.strerror})") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            # What stays is removed by the next process that opens the namespace.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what processes left that were killed while they published."""
-    for path in folder.glob(f".{FILE_NAME}.*-*"):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            # A folder of that name, say, stays.
-            with contextlib.suppress(OSError):
-                path.unlink()
+    # Where the folder cannot be listed they stay.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            match = _LEFTOVER.fullmatch(name)
+            if match and not os.path.exists(f"/proc/{match[1]}"):
+                # A folder of that name, say, stays.
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
 
 
 def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from kvstore.tiers.disk.format import (
 )
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.io.base import read_bytes, write_whole
 from kvstore.tiers.disk.trust import STRICT, Trust
 
 __all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
@@ -97,7 +98,7 @@ class Segment:
         try:
             _write_in_place(fd)
             _allocate(fd, geometry.file_bytes)
-            os.pwrite(fd, encode_header(header), 0)
+            write_whole(fd, [memoryview(encode_header(header))], 0)
             os.fsync(fd)
             data = backend.open(temporary)
             os.rename(temporary, path)
@@ -246,7 +247,7 @@ def read_header(path: Path) -> Header:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            page = os.pread(fd, ALIGN, 0)
+            page = read_bytes(fd, ALIGN, 0)
         finally:
             os.close(fd)
     except OSError as error:

@@ -104,6 +104,11 @@ class TierView(ABC):
         """Take in the end of a growth move, which made these segments ready."""
         raise AssertionError(f"tier {self.name} is not this process's to grow")
 
+    @property
+    def unrecorded(self) -> bool:
+        """Whether uses of chunks are still to be recorded."""
+        return False
+
     # -- compaction --------------------------------------------------------------------
 
     @property

@@ -179,6 +179,10 @@ class OwnedTier(CopyTarget):
                 return Move(-1, Op.NOTE, self.number, keys, slots=slots_of)
         return None
 
+    @property
+    def unrecorded(self) -> bool:
+        return self.index.recency.pending and self.health.alive
+
     def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
         if overtaken:
             self.slots.growth_overtaken(segments)

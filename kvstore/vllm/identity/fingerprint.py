@@ -30,6 +30,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from kvstore.tiers.disk.io.base import read_bytes
+
 __all__ = ["Fingerprint", "UnreadableError", "adapter_files", "fingerprint", "model_files"]
 
 WHOLE_BYTES = 32 * 2**20
@@ -120,7 +122,7 @@ def _content(path: Path) -> bytes:
         else:
             places = ((at, min(BLOCK, size - at)) for at in range(0, size, BLOCK))
         for offset, length in places:
-            digest.update(os.pread(fd, length, offset))
+            digest.update(read_bytes(fd, length, offset))
         return digest.digest()
     finally:
         os.close(fd)
@@ -141,7 +143,7 @@ def _tensor_places(fd: int, size: int) -> Iterator[tuple[int, int]]:
         return
     yield 8, length
     try:
-        header = json.loads(os.pread(fd, length, 8))
+        header = json.loads(read_bytes(fd, length, 8))
         spans = sorted(
             (int(tensor["data_offsets"][0]), int(tensor["data_offsets"][1]))
             for name, tensor in header.items()

@@ -20,6 +20,7 @@ __all__ = [
     "Moved",
     "UnderWay",
     "moved",
+    "read_bytes",
     "read_whole",
     "write_whole",
 ]
@@ -161,6 +162,20 @@ def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             break
         done += count
     return done
+
+
+def read_bytes(fd: int, size: int, offset: int) -> bytes:
+    """``pread`` until there are `size` bytes or the file ends.
+
+    Network file systems, and calls that a signal interrupts, return less than they could.
+    """
+    whole = os.pread(fd, size, offset)
+    while 0 < len(whole) < size:
+        more = os.pread(fd, size - len(whole), offset + len(whole))
+        if not more:
+            break
+        whole += more
+    return whole
 
 
 def write_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> None:

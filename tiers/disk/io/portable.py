@@ -52,7 +52,11 @@ class PortableIO(IOBackend):
         flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         flags |= getattr(os, "O_BINARY", 0) | (os.O_RDWR if writable else os.O_RDONLY)
         fd = os.open(path, flags)
-        self._files[fd] = _File(fd, "r+" if writable else "r")
+        try:
+            self._files[fd] = _File(fd, "r+" if writable else "r")
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def close(self, fd: int) -> None:

@@ -1,0 +1,194 @@
+"""Machine: what Python offers of a system, replaced while a world is alive.
+
+Everything below `files.ROOT` goes to the simulated file system, everything else to the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import random
+import secrets
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import kvstore.concurrency
+import kvstore.tiers.disk.segment
+import kvstore.tiers.pinned
+from tests.world import kernel as simulated
+from tests.world.files import FIRST_FD, Files
+from tests.world.kernel import Kernel, Killed
+
+__all__ = ["FD_CALLS", "PATH_CALLS", "alive"]
+
+FD_CALLS = (
+    "close", "dup", "fstat", "fdatasync", "fsync", "ftruncate", "posix_fallocate", "pread",
+    "preadv", "pwrite", "pwritev", "read", "write", "fdopen",
+)  # fmt: skip
+"""Calls of `os` that take a descriptor."""
+
+PATH_CALLS = (
+    "link", "listdir", "lstat", "mkdir", "open", "readlink", "rename", "rmdir", "scandir", "stat",
+    "statvfs", "unlink", "utime",
+)  # fmt: skip
+"""Calls of `os` that take a path, perhaps below a folder's descriptor."""
+
+PIDS = 10_000_000
+"""Simulated processes have numbers above."""
+
+
+class _LibC:
+    """Stands for the C library, of which the disk tier uses `fallocate`."""
+
+    def __init__(self, files: Files) -> None:
+        self.fallocate = files.punch
+
+
+@contextlib.contextmanager
+def alive(
+    kernel: Kernel,
+    files: Files,
+    rng: random.Random,
+    skew: Callable[[], float],
+    forget: Callable[[], None],
+) -> Iterator[None]:
+    """Replace the system for a block.
+
+    Args:
+        forget: lets go of what was simulated, at the end.
+        rng: makes what is random.
+        skew: by how much the clock of the day is wrong, in seconds.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def put(where: Any, name: str, what: object) -> None:
+            stack.enter_context(patch.object(where, name, what))
+
+        for name in FD_CALLS:
+            put(os, name, _by_fd(getattr(os, name), getattr(files, name)))
+        for name in PATH_CALLS:
+            put(os, name, _by_path(name, getattr(os, name), getattr(files, name), files))
+        put(os, "replace", os.rename)
+        put(os, "remove", os.unlink)
+        put(os, "getpid", _or_real(kernel, os.getpid, lambda: kernel.process.pid))
+        put(fcntl, "flock", _by_fd(fcntl.flock, files.flock))
+        put(fcntl, "ioctl", _by_fd(fcntl.ioctl, _no_ioctl))
+        put(kvstore.tiers.disk.segment, "_libc", _LibC(files))
+        put(kvstore.tiers.pinned, "claimed", lambda size: contextlib.nullcontext())
+        put(kvstore.concurrency, "new_event_loop", simulated.Loop)
+        for kind in (simulated.Thread, simulated.Lock, simulated.Loop):
+            stack.enter_context(patch.object(kind, "kernel", kernel, create=True))
+        put(threading, "Thread", simulated.Thread)
+        put(threading, "Lock", simulated.Lock)
+        put(threading, "RLock", simulated.RLock)
+        put(threading, "_allocate_lock", simulated.Lock)
+        put(threading, "current_thread", _current(kernel, threading.current_thread))
+        put(threading, "_time", lambda: kernel.now)
+        put(time, "monotonic", lambda: kernel.now)
+        put(time, "monotonic_ns", lambda: int(kernel.now * 1e9))
+        put(time, "perf_counter", lambda: kernel.now)
+        put(time, "time", lambda: files.now_ns() / 1e9 + skew())
+        put(time, "time_ns", lambda: files.now_ns() + int(skew() * 1e9))
+        put(time, "sleep", kernel.sleep)
+        put(secrets, "token_hex", lambda count=32: rng.randbytes(count).hex())
+        put(uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16)))
+        put(sys, "set_asyncgen_hooks", lambda *args, **named: None)
+        put(asyncio, "new_event_loop", simulated.Loop)
+        before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+        handler = _Listener(kernel)
+        logger = logging.getLogger("kvstore")
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
+        gc.disable()
+        stack.callback(gc.enable)
+        kernel.listener = handler  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            kernel.over = True
+            # The coroutines of the dead are destroyed, and say so.
+            put(sys, "unraisablehook", lambda told: None)
+            for process in list(kernel.processes):
+                kernel.kill(process)
+            kernel.corpses.clear()
+            forget()
+            gc.collect()
+            for one in set(weakref.finalize._registry) - before:  # type: ignore[attr-defined]
+                one.detach()
+
+
+def _or_real(kernel: Kernel, real: Callable[[], int], ours: Callable[[], int]) -> Callable[[], int]:
+    return lambda: real() if kernel.current is None else ours()
+
+
+def _current(kernel: Kernel, real: Callable[[], object]) -> Callable[[], object]:
+    return lambda: real() if kernel.current is None else kernel.current
+
+
+def _by_fd(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def call(fd: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(fd, int) and fd >= FIRST_FD:
+            return ours(fd, *args, **named)
+        return real(fd, *args, **named)
+
+    return call
+
+
+def _by_path(
+    name: str, real: Callable[..., Any], ours: Callable[..., Any], files: Files
+) -> Callable[..., Any]:
+    def call(path: Any = ".", *args: Any, **named: Any) -> Any:
+        if files.is_path(path) or (named.get("dir_fd") or 0) >= FIRST_FD:
+            return ours(path, *args, **named)
+        text = str(path)
+        if text.startswith("/proc/"):
+            if name == "listdir" and text == "/proc/self/fd" and files.kernel.current is not None:
+                return list(map(str, files.fds_of(files.kernel.process)))
+            number = text.removeprefix("/proc/")
+            if number.isdigit() and int(number) > PIDS:
+                living = any(one.pid == int(number) for one in files.kernel.processes)
+                return real("/proc/self" if living else "/proc/0", *args, **named)
+        if name == "open" and text == "/" and files.kernel.current is not None:
+            return ours(path, *args, **named)
+        return real(path, *args, **named)
+
+    return call
+
+
+def _no_ioctl(fd: int, *args: object) -> None:
+    raise OSError(25, "Inappropriate ioctl for device")
+
+
+class _Listener(logging.Handler):
+    """Keeps the last lines of the log; a line with a traceback fails the world."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(logging.INFO)
+        self._kernel = kernel
+        self.tell: Callable[[str], None] = lambda text: None
+
+    def createLock(self) -> None:  # noqa: N802
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        current = self._kernel.current
+        if current is None or not current.process.alive or self._kernel.over:
+            return
+        self.tell(f"log: {record.levelname.lower()}: {record.getMessage()}")
+        error = record.exc_info[1] if record.exc_info else None
+        if (
+            error is not None
+            and not isinstance(error, (Killed, GeneratorExit))
+            and self._kernel.failed is None
+        ):
+            self._kernel.failed = error

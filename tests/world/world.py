@@ -1,0 +1,741 @@
+"""World: servers, operators and an enemy over one disk, under one seed, and a model that judges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import kvstore
+from kvstore.core.statistics import Ages
+from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
+from kvstore.maintenance.offline import compact, purge
+from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.tiers.disk.volume import Volume
+from tests.world.files import PAGE, Files
+from tests.world.kernel import DeadlockError, Kernel, Loop, Process
+from tests.world.machine import alive
+from tests.world.share import SERVERS, ShareServer
+
+__all__ = ["ACTS", "BrokenError", "World"]
+
+_Act = TypeVar("_Act")
+
+CHUNK = PAGE
+DISK = Path("/sim/kv")
+
+ACTS = (
+    "put", "get", "get_into", "look", "prefetch", "pin", "demote", "remove", "flush", "reset",
+    "windows", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump", "rot", "litter",
+    "net", "cut_power",
+)  # fmt: skip
+"""The names of all acts that a world can do without."""
+
+MOST_SECONDS, MOST_SWITCHES = 600.0, 2_000_000
+"""In so many seconds of the world, and switches of threads, something is done."""
+
+STORY = 400
+"""Acts that are kept to be told when a seed fails."""
+
+
+class BrokenError(AssertionError):
+    """A promise was broken."""
+
+
+def content(key: bytes, label: int) -> bytes:
+    """The bytes of a key for a server whose weights have this label."""
+    return hashlib.blake2b(key + b"@%d" % label).digest() * (CHUNK // 64)
+
+
+class World:
+    """One seed.
+
+    Args:
+        without: acts that nobody does, by their names: "reset", "kill", "rot" and so on.
+
+    Attributes:
+        acts: how many there were.
+        labels: by namespace and epoch, the label of the weights of its servers.
+        generation: which namespace new servers use. Where there is a store, a server that starts
+            after a reset has to have another identity: see stores.md.
+        removed: keys that no process finds until they are put again.
+        stored: keys that are promised to be found, with their label; see `Server._put`.
+    """
+
+    def __init__(self, seed: int, without: Collection[str] = ()) -> None:
+        self.seed = seed
+        self.without = frozenset(without)
+        self.rng = rng = random.Random(seed)
+        self.kernel = Kernel(rng)
+        self.files = Files(self.kernel, rng)
+        self.acts = 0
+        self.skew = 0.0
+        self.labels: dict[tuple[int, int, int], int] = {}
+        self.next_label = 0
+        self.generation = 0
+        self.stored: dict[bytes, int] = {}
+        self.removed: set[bytes] = set()
+        self.puts: dict[bytes, int] = {}
+        self.hurt = self.littered = False
+        """Bytes on disk were damaged by other hands than those of a server."""
+        self.story: deque[str] = deque(maxlen=STORY)
+        self._moved = (self.kernel.now, 0)
+        self.counts: dict[str, int] = {}
+        self.slots = rng.choice([1, 1, 2, 3])
+        self.servers: list[Server | None] = [None] * self.slots
+        self.roomy = rng.random() < 0.4
+        self.share = rng.random() < 0.8
+        self.server = ShareServer(rng) if rng.random() < 0.35 else None
+        self.hosts = self.server is not None and rng.random() < 0.5
+        """Each server has a disk of its own."""
+        self.alone = self.slots == 1 and self.server is None and rng.random() < 0.5
+        """One server at a time, always with the same lane."""
+        self.prompts = rng.randrange(3, 12)
+        self.depth = rng.randrange(2, 14)
+        per = rng.randrange(3, 12)
+        segment = 4096 + -(-per * 128 // 4096) * 4096 + per * CHUNK
+        most = self.prompts * self.depth
+        segments = -(-2 * most // per) + 3 if self.roomy else rng.randrange(2, 8)
+        self.segment_bytes, self.capacity = segment, segment * segments
+        self.disk: dict[str, Any] = {
+            "type": "disk",
+            "lane": 0 if self.alone else None,
+            "capacity_bytes": self.capacity,
+            "segment_bytes": segment,
+            "io": rng.choice(["buffered", "direct"]),
+            "io_threads": rng.choice([1, 2, 4]),
+            "share": self.share,
+            "flow": "write-through"
+            if self.roomy
+            else rng.choice(["write-through", "write-through", "demote", "exclusive"]),
+            "eviction_policy": rng.choice(["lru", "arc", "sieve", "s3-fifo", "hit-density"]),
+            "compaction_rate": rng.choice([0, 0, "1MiB"]),
+        }
+        self.config: dict[str, Any] = {
+            "chunk_bytes": CHUNK,
+            "cpu_bytes_to_use": CHUNK * rng.randrange(4, 40),
+            "deadline_s": rng.choice([0.2, 1.0, 5.0]),
+            "lease_s": 5.0,
+        }
+        if self.server is not None:
+            SERVERS["share"] = self.server
+        self.calm = rng.random() < 0.15
+        """Nothing goes wrong in this world but kills."""
+
+    # -- what others tell --------------------------------------------------------------------
+
+    def tell(self, text: str) -> None:
+        """Add a line to the story."""
+        thread = self.kernel.current
+        who = "world" if thread is None else str(thread.process)
+        self.story.append(f"{self.kernel.now - 1000:10.4f} {who}: {text}")
+
+    def act(self, name: str, text: str = "") -> None:
+        """Count an act."""
+        if self.kernel.over:
+            return
+        self.acts += 1
+        self._moved = (self.kernel.now, self.kernel.switches)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.tell(f"{name} {text}")
+
+    def chosen(self, acts: Mapping[_Act, float]) -> tuple[list[_Act], list[float]]:
+        """Acts and their weights, without those that this world does without."""
+        kept = {
+            act: weight
+            for act, weight in acts.items()
+            if getattr(act, "__name__", "").strip("_") not in self.without
+        }
+        return list(kept), list(kept.values())
+
+    def keys(self, prompt: int) -> list[bytes]:
+        """The keys of a prompt, in order."""
+        return [b"prompt-%03d-%03d" % (prompt, at) for at in range(self.depth)]
+
+    def disk_of(self, slot: int) -> Path:
+        """Where a server has its disk tier."""
+        return Path(f"{DISK}-{slot}") if self.hosts else DISK
+
+    def config_of(self, slot: int) -> dict[str, Any]:
+        """The configuration of a server that starts now."""
+        tiers: list[dict[str, Any]] = [{**self.disk, "path": self.disk_of(slot)}]
+        if self.server is not None:
+            tiers.append({"type": "simulated", "url": "share"})
+        identity = {"model": "sim", "generation": self.generation}
+        return {**self.config, "identity": identity, "tiers": tiers}
+
+    def forget(self, keys: Sequence[bytes] | None = None) -> None:
+        """Expect these keys no more; None: none at all."""
+        if keys is None:
+            self.stored.clear()
+            self.removed.clear()
+        else:
+            for key in keys:
+                self.stored.pop(key, None)
+
+    @property
+    def troubled(self) -> bool:
+        """Whether calls of the file system may fail at present."""
+        away = self.server is not None and self.server.present
+        return away or self.files.damage.present or self.files.size < 1 << 40
+
+    def place(self, server: Server, epoch: int) -> tuple[int, int, int]:
+        """What servers have in common that share chunks."""
+        return (server.generation, server.slot if self.hosts and epoch else 0, epoch)
+
+    def entered(self, epoch: int) -> None:
+        """A server has moved its disk to another epoch, for the weights that it has now."""
+        process = self.kernel.process
+        for one in self.servers:
+            if one is not None and one.process is process:
+                other = self.labels.setdefault(self.place(one, epoch), one.label)
+                if self.server is not None:
+                    self.generation = max(self.generation, one.generation + 1)
+                if other != one.label:
+                    raise BrokenError(f"epoch {epoch} is of weights {other} and of {one.label}")
+
+    # -- the course of it --------------------------------------------------------------------
+
+    def run(self, acts: int) -> None:
+        """Let everybody act.
+
+        Raises:
+            AssertionError: if a promise was broken, with the seed and the last acts.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                alive(self.kernel, self.files, self.rng, lambda: self.skew, self.servers.clear)
+            )
+            enter = Volume.enter_epoch
+
+            def enter_epoch(volume: Volume, epoch: int) -> None:
+                self.entered(epoch)
+                enter(volume, epoch)
+
+            leave = Ages.leave
+
+            def evicted(ages: Ages, keys: Sequence[bytes]) -> None:
+                # Where a disk cannot grow at present, new chunks displace old ones.
+                self.forget(keys)
+                leave(ages, keys)
+
+            stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
+            stack.enter_context(patch.object(Ages, "leave", evicted))
+            self.kernel.on_exit = self.files.leave_process
+            self.kernel.listener.tell = self.tell  # type: ignore[attr-defined]
+            try:
+                enemy = Enemy(self)
+                process = self.kernel.spawn("enemy", enemy.main)
+                process.name = "enemy"
+                self._until(lambda: self.acts >= acts)
+                enemy.stop = True
+                self._until(lambda: not enemy.living)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise BrokenError(
+                    f"seed {self.seed}, act {self.acts}: {type(error).__name__}: {error}"
+                ) from error
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        def watched() -> bool:
+            seconds = self.kernel.now - self._moved[0]
+            if seconds > MOST_SECONDS or self.kernel.switches - self._moved[1] > MOST_SWITCHES:
+                raise BrokenError(
+                    f"nothing was done in {seconds:.0f} s, "
+                    f"{self.kernel.switches - self._moved[1]} switches of threads"
+                )
+            return done()
+
+        self._moved = (self.kernel.now, self.kernel.switches)
+        self.kernel.run(watched)
+        if not done():
+            raise DeadlockError("nobody can go on")
+
+
+class Server:
+    """A process with a store, and clients that use it."""
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.world, self.slot = world, slot
+        self.store: kvstore.Store | None = None
+        self.label = -1
+        self.generation = world.generation
+        self.stopping = False
+        self.resets = 0
+        self.opened = False
+        self.expected: dict[bytes, int] = {}
+        world.servers[slot] = self
+        self.process: Process = world.kernel.spawn(f"server-{slot}", self.main)
+
+    def main(self) -> None:
+        Loop().run_until_complete(self.serve())
+        self.world.servers[self.slot] = None
+        self.store = None
+        gc.collect()
+        left = self.world.files.fds_of(self.process)
+        if left:
+            raise BrokenError(f"{len(left)} files are left open after the end")
+
+    async def serve(self) -> None:
+        world = self.world
+        troubled = world.troubled
+        try:
+            store = await kvstore.open(world.config_of(self.slot))
+        except KVStoreError as error:
+            world.act("not opened", str(error))
+            busy = isinstance(error, LaneBusyError) and world.alone
+            if not (busy or troubled or world.troubled or world.hurt):
+                raise
+            return
+        self.store = store
+        epoch = self._epoch()
+        place = world.place(self, epoch)
+        if place not in world.labels:
+            world.labels[place], world.next_label = world.next_label, world.next_label + 1
+        self.label = world.labels[place]
+        self.opened = True
+        world.act("opened", f"epoch {epoch}, label {self.label}: {store.description}")
+        if world.roomy and world.share and not world.hosts:
+            self._check_stored()
+        if world.alone and not world.hurt:
+            back = [key for key in world.removed if store.contains([key]) == [True]]
+            if back:
+                raise BrokenError(f"chunks that were removed are there again: {back}")
+        clients = [
+            asyncio.ensure_future(self._client()) for _ in range(world.rng.choice([1, 2, 4]))
+        ]
+        try:
+            while not self.stopping:
+                done, _ = await asyncio.wait(clients, timeout=0.5)
+                for one in done:
+                    one.result()
+        finally:
+            for one in clients:
+                one.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            await store.close()
+        world.act("closed")
+
+    def _epoch(self) -> int:
+        return int(self.store._assembly.tiers[0].epoch)  # type: ignore[union-attr]
+
+    def _check_stored(self) -> None:
+        """What was promised to be on disk is found by a process that opens it."""
+        assert self.store is not None
+        kept = [key for key, label in self.world.stored.items() if label == self.label]
+        there = self.store.contains(kept)
+        lost = [key for key, held in zip(kept, there, strict=True) if not held]
+        if lost:
+            raise BrokenError(
+                f"{len(lost)} of {len(kept)} chunks are gone that were durable: {lost[:3]}"
+            )
+
+    async def _client(self) -> None:
+        world, rng = self.world, self.world.rng
+        acts = {
+            self._put: 30.0, self._get: 30, self._get_into: 10, self._look: 15, self._prefetch: 3,
+            self._pin: 3, self._demote: 3, self._remove: 2, self._flush: 2, self._reset: 0.4,
+            self._windows: 3,
+        }  # fmt: skip
+        names, weights = world.chosen(acts)
+        while True:
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * rng.choice([0.001, 0.05, 1.0]))
+            (one,) = rng.choices(names, weights)
+            keys = world.keys(rng.randrange(world.prompts))
+            keys = keys[: rng.randrange(1, len(keys) + 1)]
+            try:
+                await one(keys)
+            except TimeoutError:
+                world.act("timeout", f"{one.__name__}: {len(keys)} from {keys[0]!r}")
+            except KVStoreError as error:
+                world.act("refused", f"{one.__name__}: {error}")
+                if not self.stopping and not world.troubled and not world.hurt:
+                    raise
+
+    def _timeout(self) -> float | None:
+        rng = self.world.rng
+        return rng.choice([None, None, None, 0.01, 0.5, 5.0])
+
+    def _check(self, keys: Sequence[bytes], found: Sequence[Any], label: int, call: str) -> None:
+        for key, one in zip(keys, found, strict=False):
+            if bytes(one) == content(key, label):
+                continue
+            whose = [
+                f"{other!r} of label {its}"
+                for its in range(self.world.next_label)
+                for prompt in range(self.world.prompts)
+                for other in self.world.keys(prompt)
+                if bytes(one) == content(other, its)
+            ]
+            raise BrokenError(
+                f"{call}: wrong bytes for {key!r} of label {label}: "
+                f"{', '.join(whose) or repr(bytes(one)[:16])}"
+            )
+
+    # -- what a client does --------------------------------------------------------------------
+
+    async def _put(self, keys: list[bytes]) -> None:
+        world, label = self.world, self.label
+        durable = world.rng.random() < 0.4
+        wait = world.rng.random() < 0.8
+        era, troubled = self.resets, world.troubled
+        data = [content(key, label) for key in keys]
+        for key in keys:
+            world.puts[key] = world.puts.get(key, 0) + 1
+        world.removed.difference_update(keys)
+        done = await self.store.put(  # type: ignore[union-attr]
+            keys, data, durable=durable, wait=wait, timeout=self._timeout()
+        )
+        world.act("put", f"{done} of {len(keys)} from {keys[0]!r}, durable {durable}, {label}")
+        if durable and era == self.resets and not (troubled or world.troubled or world.hurt):
+            for key in keys[:done]:
+                world.stored[key] = label
+
+    async def _get(self, keys: list[bytes]) -> None:
+        world = self.world
+        async with self.store.get(keys, timeout=self._timeout()) as chunks:  # type: ignore[union-attr]
+            label = self.label
+            found = [bytes(chunks[at]) for at in range(len(chunks))]
+            self._check(keys, found, label, "get")
+            if world.rng.random() < 0.3:
+                await asyncio.sleep(world.rng.random())
+                again = [bytes(chunks[at]) for at in range(len(chunks))]
+                self._check(keys, again, label, "get, in a lease")
+        world.act("get", f"{len(found)} of {len(keys)} from {keys[0]!r}, {label}")
+
+    async def _get_into(self, keys: list[bytes]) -> None:
+        buffers = [bytearray(CHUNK) for _ in keys]
+        era, label = self.resets, self.label
+        done = await self.store.get_into(keys, buffers, timeout=self._timeout())  # type: ignore[union-attr]
+        if era == self.resets:
+            self._check(keys, buffers[:done], label, "get_into")
+        self.world.act("get_into", f"{done} of {len(keys)}")
+
+    async def _look(self, keys: list[bytes]) -> None:
+        found = self.store.lookup_prefix(keys)  # type: ignore[union-attr]
+        self.world.act("lookup", f"{found} of {len(keys)} from {keys[0]!r}")
+        begun = self.world.kernel.now
+        while found is None:
+            await asyncio.sleep(0.05)
+            found = self.store.lookup_prefix(keys)  # type: ignore[union-attr]
+            waited = self.world.kernel.now - begun
+            if waited > 120 and not self.world.troubled and not self.process.frozen_until:
+                raise BrokenError(f"lookup has no answer after {waited:.0f} s")
+
+    async def _prefetch(self, keys: list[bytes]) -> None:
+        self.world.act("prefetch", str(self.store.prefetch(keys)))  # type: ignore[union-attr]
+
+    async def _pin(self, keys: list[bytes]) -> None:
+        host = self.world.rng.random() < 0.5
+        pinned = self.store.pin(keys, self.world.rng.random() * 20, host=host)  # type: ignore[union-attr]
+        self.world.act("pin", str(pinned))
+
+    async def _demote(self, keys: list[bytes]) -> None:
+        if self.world.rng.random() < 0.5:
+            self.store.unpin(keys, cold=True)  # type: ignore[union-attr]
+        self.world.act("demote", str(self.store.demote(keys)))  # type: ignore[union-attr]
+
+    async def _remove(self, keys: list[bytes]) -> None:
+        self.world.forget(keys)
+        before = {key: self.world.puts.get(key) for key in keys}
+        done = await self.store.remove(keys, timeout=self._timeout())  # type: ignore[union-attr]
+        self.world.forget(keys)
+        self.world.removed.update(
+            key for key, puts in before.items() if self.world.puts.get(key) == puts
+        )
+        self.world.act("remove", f"{done} of {len(keys)} from {keys[0]!r}")
+
+    async def _flush(self, keys: list[bytes]) -> None:
+        self.world.act("flush", str(await self.store.flush(self._timeout())))  # type: ignore[union-attr]
+
+    async def _reset(self, keys: list[bytes]) -> None:
+        world = self.world
+        self.resets += 1
+        self.label, world.next_label = world.next_label, world.next_label + 1
+        label = self.label
+        world.act("reset", f"label {label} begins")
+        try:
+            await self.store.reset(self._timeout())  # type: ignore[union-attr]
+        finally:
+            # Also where the wait was given up: the reset itself goes on.
+            world.tell(f"reset: label {label} ends")
+
+    async def _windows(self, keys: list[bytes]) -> None:
+        count, era = 0, self.resets
+        async with self.store.windows(keys, self.world.rng.randrange(1, 4)) as windows:  # type: ignore[union-attr]
+            async for chunks in windows:
+                if era != self.resets:
+                    break
+                found = [bytes(chunks[at]) for at in range(len(chunks))]
+                self._check(keys[count:], found, self.label, "windows")
+                count += len(found)
+        self.world.act("windows", f"{count} of {len(keys)}")
+
+
+class Enemy:
+    """Starts servers, kills them, and does to the disk what happens to disks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stop = False
+        self.living = True
+
+    def main(self) -> None:
+        world, rng, kernel = self.world, self.world.rng, self.world.kernel
+        acts = {
+            self._start: 30, self._kill: 6, self._end: 6, self._freeze: 3, self._operate: 8,
+            self._trouble: 0 if world.calm else 5, self._relieve: 6, self._jump: 1,
+            self._rot: 0 if world.calm else 1, self._litter: 0 if world.calm else 0.5,
+            self._net: 0 if world.calm or world.server is None else 5,
+            self._cut_power: 0 if world.calm else 1.5,
+        }  # fmt: skip
+        names, weights = world.chosen(acts)
+        self._start()
+        while not self.stop:
+            kernel.sleep(rng.random() * rng.choice([0.01, 0.5, 5.0]))
+            (one,) = rng.choices(names, weights)
+            one()
+            self._check_sizes()
+        self._finish()
+        self.living = False
+
+    def _living(self) -> list[Server]:
+        return [one for one in self.world.servers if one is not None]
+
+    def _start(self) -> None:
+        world = self.world
+        free = [slot for slot, one in enumerate(world.servers) if one is None]
+        if free:
+            slot = world.rng.choice(free)
+            Server(world, slot)
+            world.act("start", f"server-{slot}")
+
+    def _kill(self) -> None:
+        world = self.world
+        others = [one for one in world.kernel.processes if one.name != "enemy"]
+        if others:
+            self._kill_one(world.rng.choice(others))
+
+    def _kill_one(self, process: Process) -> None:
+        world = self.world
+        world.act("kill", str(process))
+        world.kernel.kill(process)
+        for slot, one in enumerate(world.servers):
+            if one is not None and one.process is process:
+                world.servers[slot] = None
+
+    def _end(self) -> None:
+        its = self._living()
+        if its:
+            self.world.rng.choice(its).stopping = True
+
+    def _freeze(self) -> None:
+        world = self.world
+        its = self._living()
+        if its:
+            one = world.rng.choice(its).process
+            one.frozen_until = world.kernel.now + world.rng.random() * 20
+            world.act("freeze", str(one))
+
+    def _trouble(self) -> None:
+        world, rng = self.world, self.world.rng
+        damage = world.files.damage
+        kind = rng.choice(["read", "write", "sync", "open", "full", "short", "slow", "rename",
+                           "list", "lock", "stat", "unlink", "allocate", "utime"])  # fmt: skip
+        if kind == "full":
+            world.files.size = world.files.used + rng.randrange(0, 4 * world.segment_bytes)
+        elif kind == "short":
+            damage.short = 0.3
+        elif kind == "slow":
+            for call in ("read", "write"):
+                damage.slow[call] = rng.choice([0.01, 0.3, 3.0])
+        else:
+            number = {"allocate": 28, "open": rng.choice([5, 24])}.get(kind, 5)
+            damage.fails[kind] = (rng.choice([0.02, 0.3, 1.0]), number)
+            # A chunk whose record or bytes could not be read may be dropped.
+            world.forget()
+        world.act("trouble", kind)
+
+    def _net(self) -> None:
+        """Trouble with the store and the way to it."""
+        world, rng = self.world, self.world.rng
+        server = world.server
+        assert server is not None
+        kind = rng.choice(["away", "frozen", "lost", "delay", "later", "amnesia", "rot"])
+        if kind in ("away", "frozen"):
+            setattr(server, kind, True)
+        elif kind == "amnesia":
+            server.values.clear()
+        elif kind == "rot":
+            for name in rng.sample(sorted(server.values), min(3, len(server.values))):
+                value, since = server.values[name]
+                damaged = bytearray(value[: rng.choice([0, len(value) - 1, len(value)])])
+                if damaged:
+                    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+                server.values[name] = (bytes(damaged), since)
+        else:
+            setattr(server, kind, rng.choice([0.1, 0.5, 2.0]) if kind != "lost" else 0.2)
+        world.act("net", kind)
+
+    def _litter(self) -> None:
+        """What strangers do in the folder of a cache."""
+        world, rng = self.world, self.world.rng
+        lanes = [(path, one) for path, one in world.files.walk() if "lane-" in path and one.is_dir]
+        if not lanes or world.troubled:
+            return
+        path, lane = rng.choice(lanes)
+        segments = [name for name in lane.entries if name.endswith(".safetensors")]
+        kind = rng.choice(["file", "gone", "cut", "longer"])
+        files = world.files
+        if kind == "file" or not segments:
+            fd = files.open(f"{path}/{rng.choice(['core.123', 'segment-99.safetensors'])}", 0o102)
+            files.pwrite(fd, b"rubbish", 0)
+            files.close(fd)
+        else:
+            name = rng.choice(segments)
+            if kind == "gone":
+                files.unlink(f"{path}/{name}")
+            else:
+                fd = files.open(f"{path}/{name}", 2)
+                size = files.fstat(fd).st_size
+                files.ftruncate(fd, size + 5000 if kind == "longer" else rng.randrange(size + 1))
+                files.close(fd)
+        world.hurt = world.littered = True
+        world.forget()
+        world.act("litter", f"{kind} in {path}")
+
+    def _relieve(self) -> None:
+        world = self.world
+        if world.server is not None:
+            world.server.heal()
+        if world.troubled:
+            world.files.damage.clear()
+            world.files.size = 1 << 40
+            world.act("relieve")
+            world.forget()
+
+    def _jump(self) -> None:
+        world = self.world
+        world.skew += world.rng.choice([-7200, -10, -1, 1, 10, 7200])
+        world.act("jump", f"clock {world.skew:+}")
+
+    def _rot(self) -> None:
+        world, rng = self.world, self.world.rng
+        its = [(path, one) for path, one in world.files.walk() if path.endswith(".safetensors")]
+        if its:
+            path, inode = rng.choice(its)
+            at = rng.randrange(len(inode.data)) if inode.data else 0
+            if inode.data:
+                inode.data[at] ^= 1 << rng.randrange(8)
+            world.hurt = True
+            world.forget()
+            world.act("rot", f"{path} byte {at}")
+
+    def _cut_power(self) -> None:
+        world = self.world
+        world.act("power cut")
+        for process in list(world.kernel.processes):
+            if process.name != "enemy":
+                self._kill_one(process)
+        world.files.cut_power()
+        world.hurt = True
+        world.forget()
+
+    def _operate(self) -> None:
+        world, rng = self.world, self.world.rng
+        what = rng.choice([self._verify, self._verify, self._survey, self._compact, self._purge])
+        world.kernel.spawn("operator", lambda: self._operator(what))
+
+    def _operator(self, what: Callable[[], None]) -> None:
+        world = self.world
+        troubled = world.troubled
+        try:
+            what()
+        except (KVStoreError, OSError) as error:
+            world.act("operator refused", f"{what.__name__}: {error}")
+            there = "kv" in world.files.top.entries["sim"].entries
+            if (
+                there
+                and not (troubled or world.troubled or world.hurt)
+                and "no namespace" not in str(error)
+            ):
+                raise
+        left = world.files.fds_of(world.kernel.process)
+        if left:
+            raise BrokenError(f"{what.__name__} leaves {len(left)} files open")
+
+    def _disk(self) -> Path:
+        return self.world.disk_of(self.world.rng.randrange(self.world.slots))
+
+    def _verify(self) -> None:
+        world = self.world
+        troubled = world.troubled
+        faults = [one for one in verify(self._disk()) if not isinstance(one, Progress)]
+        world.act("verify", f"{len(faults)} faults")
+        if faults and not (troubled or world.troubled or world.hurt):
+            raise BrokenError(f"verify finds {faults[0]} on a sound disk")
+
+    def _survey(self) -> None:
+        found = survey(self._disk())
+        self.world.act("survey", f"{sum(len(each.lanes) for each in found)} lanes")
+
+    def _compact(self) -> None:
+        done = compact(self._disk())
+        told = [each.refused or each.failed or "done" for each in done]
+        self.world.act("compact", "; ".join(told))
+
+    def _purge(self) -> None:
+        rng = self.world.rng
+        keys = self.world.keys(rng.randrange(self.world.prompts))
+        self.world.forget(keys)
+        done = purge(self._disk(), key=rng.choice(keys))
+        self.world.forget(keys)
+        self.world.act("purge", f"{sum(each.chunks for each in done)} chunks")
+
+    def _check_sizes(self) -> None:
+        """The files of a lane keep within its capacity, but for what strangers have put there."""
+        world = self.world
+        if world.littered:
+            return
+        lanes: dict[str, int] = {}
+        for path, inode in world.files.walk():
+            if path.endswith(".safetensors"):
+                lane = path.rpartition("/")[0]
+                lanes[lane] = lanes.get(lane, 0) + len(inode.data)
+        for lane, size in lanes.items():
+            if size > world.capacity:
+                raise BrokenError(f"{lane} has {size} bytes of {world.capacity}")
+
+    def _finish(self) -> None:
+        """End everything in order, with a disk that works, and look once more."""
+        world, kernel = self.world, self.world.kernel
+        world.files.damage.clear()
+        world.files.size = 1 << 40
+        if world.server is not None:
+            world.server.heal()
+        end = kernel.now + 500
+        for _ in range(2):
+            while len(kernel.processes) > 1:
+                for one in self._living():
+                    one.stopping = True
+                kernel.sleep(0.5)
+                if kernel.now > end:
+                    raise BrokenError(f"does not end: {kernel.processes}")
+            self._start()
+            kernel.sleep(1)
+        for one in self._living():
+            one.stopping = True
+        while len(kernel.processes) > 1:
+            kernel.sleep(0.5)
+        if world.files.top.entries["sim"].entries:
+            with contextlib.suppress(PathUnusableError):
+                self._verify()
