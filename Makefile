@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation programs soak flapping fuzz store-servers docs dist clean
+.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -121,6 +121,16 @@ reset: $(READY)
 # A million random acts of the core's simulation over a hundred seeds: some minutes.
 simulation: $(READY)
 	@KVSTORE_SIMULATION=10000 $(BIN)/python -m pytest tests/core/test_simulation.py -k no_interleaving --timeout 3600 -o faulthandler_timeout=3700
+
+# A thousand seeds of the whole system, of 100,000 acts each: many hours. It goes on where it was ended, and makes a
+# seed that fails smaller.
+world: $(READY)
+	@$(BIN)/python -m tests.world --seeds 1000 --acts 100000
+
+# 100,000 programs of the calls of a file system, here, in memory, and on xfs and btrfs where root may mount them,
+# compared with the simulated one: half an hour.
+files: $(READY)
+	@KVSTORE_FILE_PROGRAMS=100000 $(BIN)/python -m pytest tests/world/test_files.py -k programs --timeout 7200 -o faulthandler_timeout=7300
 
 # Programs of a server against the connector's scheduler half, others each time: some minutes.
 programs: $(READY)

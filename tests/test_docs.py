@@ -132,3 +132,15 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             target = (page.parent / name).resolve() if name else page
             assert target.exists(), name
             assert not anchor or anchor[1:] in anchors(target), f"{name}{anchor}"
+
+
+def test_every_entry_of_the_museum_has_tests_that_exist() -> None:
+    root = DOCS.parent
+    entries = re.split(r"\n\*\*", (DOCS / "museum.md").read_text())[1:]
+    assert len(entries) >= 15
+    for entry in entries:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", entry)
+        assert named, f"no test: {entry[:60]}"
+        for file, name in named:
+            assert f"def {name}(" in (root / file).read_text(), f"{file} has no {name}"
+        assert len(entry.strip().split("\n\n## ")[0].splitlines()) <= 6, entry[:60]

@@ -8,6 +8,8 @@ import json
 import logging
 import random
 import shlex
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.sglang.backend import KV
+from kvstore.tiers.disk.io.buffered import BufferedIO
 from tests.sglang.pools import (
     PAGE,
     SLOTS,
@@ -262,6 +265,29 @@ def test_only_the_first_rank_has_the_control_socket(tmp_path: Path) -> None:
         assert (tmp_path / "ctl").is_socket()
         with _backend(attention("page_first"), given, tp_rank=1, tp_size=2) as other:
             assert other.batch_set_v1(_names(1), HERE[:4]) == [True]
+
+
+def test_a_disk_that_hangs_holds_a_rank_no_longer_than_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, given = _names(5), extra(tmp_path, deadline_s=0.5)
+    given["kvstore"]["tiers"][0]["io"] = "buffered"
+    with _backend(attention("page_first"), given) as one:
+        assert one.batch_set_v1(names, HERE[:20]) == [True] * 5
+    hung, read = threading.Event(), BufferedIO.read
+
+    def hang(self: BufferedIO, *told: Any) -> int:
+        assert hung.wait(60)
+        return read(self, *told)
+
+    with _backend(attention("page_first"), given) as one:
+        monkeypatch.setattr(BufferedIO, "read", hang)
+        begun = time.monotonic()
+        assert one.batch_exists(names) == 5, "the disk is not read for this"
+        assert time.monotonic() - begun < 5
+        assert one.batch_get_v1(names, HERE[:20]) == [False] * 5
+        assert time.monotonic() - begun < 20
+        hung.set()
 
 
 def test_a_fault_is_a_miss_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

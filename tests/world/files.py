@@ -309,8 +309,13 @@ class Files:
 
     def rename(self, source: Any, target: Any) -> None:
         self._call("rename", str(target))
-        inode = self._walk(os.fspath(source))
+        self._above(os.fspath(source))
         folder, name = self._above(os.fspath(target))
+        inode = self._walk(os.fspath(source))
+        if f"{target}/".startswith(f"{source}/") and str(source) != str(target):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), source, None, target)
+        if f"{source}/".startswith(f"{target}/") and str(source) != str(target):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), source, None, target)
         there = folder.entries.get(name)
         if there is inode:
             return
@@ -341,10 +346,13 @@ class Files:
 
     def link(self, source: Any, target: Any) -> None:
         self._call("rename", str(target))
+        self._above(os.fspath(source))
         inode = self._walk(os.fspath(source))
         folder, name = self._above(os.fspath(target))
         if name in folder.entries:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target)
+        if inode.is_dir:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source, None, target)
         inode.nlink += 1
         inode.ctime_ns = self.now_ns()
         self._enter(folder, name, inode)
@@ -460,6 +468,8 @@ class Files:
         inode = found.inode
         data = b"".join(bytes(buffer) for buffer in buffers)
         data = data[: self._moved(len(data), found)]
+        if not data:
+            return 0
         end = offset + len(data)
         if end > inode.allocated:
             self._allocate(inode, end)
@@ -475,12 +485,16 @@ class Files:
     def ftruncate(self, fd: int, size: int) -> None:
         found = self._open_file(fd)
         self._call("truncate", found.path)
+        if not found.flags & os.O_ACCMODE:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         if size != len(found.inode.data):
             self._resize(found.inode, size)
 
     def posix_fallocate(self, fd: int, offset: int, size: int) -> None:
         found = self._open_file(fd)
         self._call("allocate", found.path)
+        if not found.flags & os.O_ACCMODE:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         inode, end = found.inode, offset + size
         if end > inode.allocated:
             self._allocate(inode, end)

@@ -8,6 +8,7 @@ and `asyncio` offer is replaced by what stands here while a world is alive: see 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import random
@@ -302,7 +303,9 @@ class Thread:
             self._greenlet.parent = greenlet.getcurrent()
             if self._greenlet.dead:
                 break
-            self._greenlet.throw(Killed)
+            # One that has not begun passes it on.
+            with contextlib.suppress(Killed):
+                self._greenlet.throw(Killed)
         self.ended = True
         events._set_running_loop(before)
         self.kernel.current, self.kernel.hub = here, hub

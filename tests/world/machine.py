@@ -109,6 +109,8 @@ def alive(
         logger = logging.getLogger("kvstore")
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
+        # The coroutines of the dead are destroyed, and say so.
+        put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)
         kernel.listener = handler  # type: ignore[attr-defined]
@@ -116,8 +118,6 @@ def alive(
             yield
         finally:
             kernel.over = True
-            # The coroutines of the dead are destroyed, and say so.
-            put(sys, "unraisablehook", lambda told: None)
             for process in list(kernel.processes):
                 kernel.kill(process)
             kernel.corpses.clear()

@@ -95,7 +95,7 @@ class World:
         self.server = ShareServer(rng) if rng.random() < 0.35 else None
         self.hosts = self.server is not None and rng.random() < 0.5
         """Each server has a disk of its own."""
-        self.alone = self.slots == 1 and self.server is None and rng.random() < 0.5
+        self.alone = self.slots == 1 and self.server is None and rng.random() < 0.8
         """One server at a time, always with the same lane."""
         self.prompts = rng.randrange(3, 12)
         self.depth = rng.randrange(2, 14)
@@ -126,7 +126,8 @@ class World:
         }
         if self.server is not None:
             SERVERS["share"] = self.server
-        self.calm = rng.random() < 0.15
+        self.enemy: Enemy
+        self.calm = rng.random() < 0.25
         """Nothing goes wrong in this world but kills."""
 
     # -- what others tell --------------------------------------------------------------------
@@ -231,7 +232,7 @@ class World:
             self.kernel.on_exit = self.files.leave_process
             self.kernel.listener.tell = self.tell  # type: ignore[attr-defined]
             try:
-                enemy = Enemy(self)
+                enemy = self.enemy = Enemy(self)
                 process = self.kernel.spawn("enemy", enemy.main)
                 process.name = "enemy"
                 self._until(lambda: self.acts >= acts)
@@ -399,6 +400,13 @@ class Server:
         if durable and era == self.resets and not (troubled or world.troubled or world.hurt):
             for key in keys[:done]:
                 world.stored[key] = label
+            self._perhaps_killed()
+
+    def _perhaps_killed(self) -> None:
+        """Now and then a process is killed just when it has promised something."""
+        world = self.world
+        if world.rng.random() < 0.03 and "kill" not in world.without:
+            world.kernel.spawn("reaper", lambda: world.enemy.kill(self.process))
 
     async def _get(self, keys: list[bytes]) -> None:
         world = self.world
@@ -452,6 +460,7 @@ class Server:
         self.world.removed.update(
             key for key, puts in before.items() if self.world.puts.get(key) == puts
         )
+        self._perhaps_killed()
         self.world.act("remove", f"{done} of {len(keys)} from {keys[0]!r}")
 
     async def _flush(self, keys: list[bytes]) -> None:
@@ -501,7 +510,7 @@ class Enemy:
         names, weights = world.chosen(acts)
         self._start()
         while not self.stop:
-            kernel.sleep(rng.random() * rng.choice([0.01, 0.5, 5.0]))
+            kernel.sleep(rng.random() * rng.choice([0.01, 0.2, 2.0]))
             (one,) = rng.choices(names, weights)
             one()
             self._check_sizes()
@@ -523,10 +532,13 @@ class Enemy:
         world = self.world
         others = [one for one in world.kernel.processes if one.name != "enemy"]
         if others:
-            self._kill_one(world.rng.choice(others))
+            self.kill(world.rng.choice(others))
 
-    def _kill_one(self, process: Process) -> None:
+    def kill(self, process: Process) -> None:
+        """Kill a process, if it is still there."""
         world = self.world
+        if not process.alive:
+            return
         world.act("kill", str(process))
         world.kernel.kill(process)
         for slot, one in enumerate(world.servers):
@@ -564,6 +576,10 @@ class Enemy:
             # A chunk whose record or bytes could not be read may be dropped.
             world.forget()
         world.act("trouble", kind)
+        if rng.random() < 0.5:
+            # What is opened meets it, too.
+            self._kill()
+            self._start()
 
     def _net(self) -> None:
         """Trouble with the store and the way to it."""
@@ -645,7 +661,7 @@ class Enemy:
         world.act("power cut")
         for process in list(world.kernel.processes):
             if process.name != "enemy":
-                self._kill_one(process)
+                self.kill(process)
         world.files.cut_power()
         world.hurt = True
         world.forget()

@@ -1,0 +1,202 @@
+"""Servers, operators, an enemy and a store under one seed: no promise is broken.
+
+    KVSTORE_WORLD=159,160 pytest tests/world/test_world.py
+
+runs these seeds and no others; `make world` runs a thousand. The second half proves that the
+world can fail: it takes one rule away and expects that a seed notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.api.put import Puts
+from kvstore.core.cascade import Cascades
+from kvstore.maintenance import offline
+from kvstore.tiers.disk import epoch, extents, lane, segment
+from kvstore.tiers.disk.format import LiveRecords
+from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.segment import Segment
+from kvstore.tiers.disk.volume import Volume
+from tests.world.world import BrokenError, World
+
+told = os.environ.get("KVSTORE_WORLD")
+SEEDS = range(20) if told is None else [int(seed) for seed in told.split(",")]
+ACTS = 600
+
+PATIENCE = 60
+"""Seeds within which a rule that was taken away is missed."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_promise_is_broken(seed: int) -> None:
+    World(seed).run(ACTS)
+
+
+def story(seed: int) -> list[str]:
+    world = World(seed)
+    world.run(200)
+    return list(world.story)
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    assert story(5) == story(5) != story(6)
+
+
+# -- a rule is taken away -------------------------------------------------------------------
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+BREAKS: dict[str, Break] = {}
+
+
+def without(rule: str) -> Callable[[Break], Break]:
+    def register(make: Break) -> Break:
+        BREAKS[rule] = make
+        return make
+
+    return register
+
+
+@without("payloads are compared with their digests")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def verified(backend: Any, extent: Any, raw: Any, done: Any) -> extents.Outcome:
+        if isinstance(raw, OSError) or isinstance(done, OSError):
+            return extents.Outcome([False] * len(extent.keys), [], "no")
+        return extents.Outcome([True] * len(extent.keys), [], None)
+
+    patch.setattr(extents, "_verified", verified)
+
+
+@without("records are of one epoch")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveRecords, "of_epoch", lambda self, epoch: self)
+    chunks = IndexFile.chunks
+
+    def any_epoch(self: IndexFile, first: int, raw: bytes, epoch: int) -> Any:
+        found = [chunks(self, first, raw, each) for each in range(8)]
+        return {slot: its for each in found for slot, its in each.items()}
+
+    patch.setattr(IndexFile, "chunks", any_epoch)
+
+
+@without("a reset is on the medium before it ends")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(epoch, "_write", lambda folder, number: None)
+
+
+@without("a lane has one owner")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lane, "_locked", lambda fd, kind: True)
+
+
+@without("the capacity is a limit")
+def _(patch: pytest.MonkeyPatch) -> None:
+    forget = Volume.forget_recovered
+
+    def more(self: Volume) -> None:
+        forget(self)
+        self.max_segments += 2
+
+    patch.setattr(Volume, "forget_recovered", more)
+
+
+@without("files are closed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Segment, "close", lambda self: None)
+
+
+@without("a removed chunk's record is erased")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(IndexFile, "erase_keys", lambda self, keys: 0)
+
+
+@without("an old record is erased before its slot is written")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(IndexFile, "erase", lambda self, first, count: None)
+    patch.setattr(extents, "_write_records", lambda *told: None)
+
+
+@without("a header is written whole")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(segment, "write_whole", lambda fd, data, at: os.pwrite(fd, data[0], at))
+
+
+@without("a header is read whole")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(segment, "read_bytes", os.pread)
+
+
+@without("a folder that cannot be listed is an error of the path")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def listed(folder: Path) -> None:
+        os.listdir(folder)
+
+    patch.setattr("kvstore.tiers.disk.namespace._remove_leftovers", listed)
+
+
+@without("a lock that cannot be had is an error of the path")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def plain(folder: Path, trust: Any) -> int | None:
+        fd = os.open(folder / lane.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        if not lane._take(fd):
+            os.close(fd)
+            return None
+        return fd
+
+    patch.setattr(lane, "_lock", plain)
+
+
+@without("what is durable is on a disk of one's own")
+def _(patch: pytest.MonkeyPatch) -> None:
+    save_to = Cascades.save_to
+
+    def shared(self: Cascades, target: Any, chunks: Any, now: float) -> None:
+        save_to(self, target, self._not_shared(list(chunks)), now)
+
+    async def save(self: Puts, keys: Any) -> int:
+        self._core.save_first(keys)
+        self._driver.pump()
+        return sum(self.has(key) for key in keys)
+
+    patch.setattr(Cascades, "save_to", shared)
+    patch.setattr(Puts, "save", save)
+
+
+@without("a durable put waits for the disk")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def save(self: Puts, keys: Any) -> int:
+        return len(keys)
+
+    patch.setattr(Puts, "save", save)
+
+
+@without("maintenance takes the lane")
+def _(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def taken(folder: Path, number: int, trust: Any) -> Iterator[None]:
+        yield
+
+    patch.setattr(offline, "_owned", taken)
+
+
+@without("a store's value is compared with its record")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvstore.tiers.remote.tier.digest", lambda payload: bytes(16))
+
+
+@pytest.mark.parametrize("rule", BREAKS)
+def test_a_rule_that_is_taken_away_is_missed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAKS[rule](monkeypatch)
+    for seed in range(PATIENCE):
+        try:
+            World(seed).run(ACTS)
+        except BrokenError:
+            return
+    pytest.fail(f"{PATIENCE} seeds notice nothing")
