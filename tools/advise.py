@@ -30,7 +30,7 @@ from kvstore.tools.replays import (
     progress_of,
     scaled,
 )
-from kvstore.tools.top import scrape
+from kvstore.tools.top import is_url, scrape
 
 __all__ = ["add_advise_arguments", "run_advise"]
 
@@ -110,9 +110,9 @@ def run_advise(options: argparse.Namespace) -> int:
     Raises:
         KVStoreError: if the trace cannot be read, the server does not answer, or a size is wrong.
     """
-    is_url = options.where.startswith(("http://", "https://"))
-    paces = _paces(options, options.where if is_url else options.server)
-    if is_url:
+    from_url = is_url(options.where)
+    paces = _paces(options, options.where if from_url else options.server)
+    if from_url:
         return _of_server(options, paces)
     trace = read_trace(Path(options.where), limit=options.limit)
     if not trace.accesses:

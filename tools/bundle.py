@@ -129,7 +129,9 @@ def run_show(options: argparse.Namespace) -> int:
         print_json(told)
         return int(payload is None)
     told["stored_ms"] = f"{age(place.stored_ms)} ago ({time.ctime(place.stored_ms / 1000)})"
-    told["read_ms"] = age(place.read_ms)
+    told["whole"] = "yes" if payload is not None else "no"
+    told["used"] = f"{age(max(place.read_ms, place.stored_ms))} ago"
+    del told["read_ms"]
     width = max(map(len, told))
     for name, value in told.items():
         print(f"{name.removesuffix('_ms'):<{width}}  {value}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.output import counted, print_json
-from kvstore.tools.top import WHOLE, Snapshot, scrape
+from kvstore.tools.top import WHOLE, Snapshot, is_url, scrape
 
 __all__ = ["Finding", "add_doctor_arguments", "diagnose", "run_doctor"]
 
@@ -80,7 +80,7 @@ def run_doctor(options: argparse.Namespace) -> int:
             no cache at that path.
     """
     waited: float | None = None
-    if options.where.startswith(("http://", "https://")):
+    if is_url(options.where):
         now = scrape(options.where)
         findings, waited = diagnose(now), now.get("wait_seconds_sum")
     else:
@@ -178,6 +178,11 @@ def _tier(now: Snapshot, tier: str) -> Finding:
         found.advice.append(
             f"{size} were written, {written / max(read, 1):.0f} chunks for each one that was read: "
             'try "admission": "reuse" or "endurance", or see kvstore simulate.'
+        )
+    if read >= FEW and read > WASTED * max(loaded, 1):
+        found.advice.append(
+            f"{read:,.0f} chunks were read from it, and {loaded:,} of them loaded: most of what "
+            "was fetched for requests in the queue was not needed then."
         )
     for state in ("closed", "stalled", "slow"):
         if now.get(f"tier_{state}", tier):

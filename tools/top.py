@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["Snapshot", "add_top_arguments", "run_top", "scrape", "tables"]
+__all__ = ["Snapshot", "add_top_arguments", "is_url", "run_top", "scrape", "tables"]
 
 PREFIXES = ("vllm:kvstore_", "kvstore_")
 
@@ -111,7 +114,7 @@ def run_top(options: argparse.Namespace) -> int:
         from rich.live import Live
     except ImportError as error:
         raise KVStoreError(f"{NEEDED} rich") from error
-    from_url = options.where.startswith(("http://", "https://"))
+    from_url = is_url(options.where)
     look: Callable[[], Snapshot] = (
         (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
     )
@@ -162,6 +165,19 @@ def _looks(
 # -- a server ------------------------------------------------------------------------------------
 
 
+def is_url(where: str) -> bool:
+    """Whether this is the address of a server's metrics, and no folder.
+
+    Raises:
+        KVStoreError: for an address without its scheme.
+    """
+    if where.startswith(("http://", "https://")):
+        return True
+    if re.match(r"[\w.-]+:\d+(/|$)|\w+://", where) and not os.path.exists(where):
+        raise KVStoreError(f"{where}: for a server's metrics write http://HOST:PORT/metrics")
+    return False
+
+
 def scrape(url: str) -> Snapshot:
     """Read kvstore's metrics from the server at `url`.
 
@@ -177,12 +193,14 @@ def scrape(url: str) -> Snapshot:
             text = answer.read().decode()
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise KVStoreError(f"{url}: {reason}") from error
+        hint = "" if urlsplit(url).path.strip("/") else "; metrics are at /metrics as a rule"
+        raise KVStoreError(f"{url}: {reason}{hint}") from error
     snapshot = Snapshot(time.monotonic())
     try:
         samples = [each for its in text_string_to_metric_families(text) for each in its.samples]
     except ValueError as error:
-        raise KVStoreError(f"{url}: not in Prometheus' text format: {error}") from error
+        told = f"{error!s:.100}"
+        raise KVStoreError(f"{url}: not in Prometheus' text format: {told}") from error
     for sample in samples:
         prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
         if prefix is None or sample.name.endswith("_created"):

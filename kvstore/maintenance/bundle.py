@@ -211,6 +211,8 @@ def export_bundle(
     }
     if not found:
         raise KVStoreError(f"{path} holds no chunk to export")
+    if not file.parent.is_dir():
+        raise KVStoreError(f"{file}: the folder {file.parent} does not exist")
     if file.exists() and not replace:
         raise KVStoreError(f"{file} exists: remove it, or say --force")
     room = len(_header(namespace, found))

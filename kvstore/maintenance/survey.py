@@ -131,6 +131,10 @@ def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
         raise PathUnusableError(f"{path} cannot be read: {error.strerror}") from error
     if not folders:
         reason = f"; {unreadable} cannot be read" if unreadable else ""
+        parents = folder.absolute().parents
+        above = next((one for one in parents if os.path.lexists(one / FILE_NAME)), None)
+        if above is not None:
+            reason = f"; it lies in the namespace {above}, give that"
         raise PathUnusableError(f"{path} holds no kvstore namespace{reason}")
     return [_namespace(one) for one in folders]
 

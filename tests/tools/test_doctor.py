@@ -161,6 +161,14 @@ async def test_a_forgotten_cache_is_named_with_the_commands_that_remove_it(
     assert [each.verdict for each in examine(folder)] == ["not used"]
 
 
+def test_an_address_without_its_scheme_is_told_how_to_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("doctor", "top", "advise"):
+        assert main([command, "localhost:8000/metrics"]) == 2
+        assert "write http://HOST:PORT/metrics" in capsys.readouterr().err
+
+
 @pytest.mark.asyncio
 async def test_what_is_damaged_sparse_or_on_a_full_drive_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
