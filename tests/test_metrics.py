@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 import kvstore
+from kvstore.config import Config, DiskConfig
 from kvstore.observe.metrics import METRICS, Collector
 from kvstore.observe.metrics.collector import PREFIX
 from tests.store.support import keys_of, payloads, small
@@ -217,3 +219,18 @@ def test_the_package_is_named_where_it_is_missing(
         pytest.raises(ImportError, match=r"pip install 'kvstore-offload\[metrics\]'"),
     ):
         Collector(store)
+
+
+def test_the_docs_name_no_metric_that_there_is_not() -> None:
+    known = {metric.name for metric in METRICS}
+    told = {
+        name
+        for page in (Path(__file__).parents[1] / "docs").rglob("*.md")
+        for name in re.findall(
+            r"`((?:tier|disk|host|loaded|saved|queued)_[a-z_]+)`", page.read_text()
+        )
+    }
+    options = {field.name for cls in (Config, DiskConfig) for field in attrs.fields(cls)}
+    assert len(told & known) > 20
+    others = {"disk_bytes", "tier_only", "loaded_bytes"}
+    assert told - known - {f"{name}_total" for name in known} - options == others

@@ -123,6 +123,8 @@ class Engine:
         for follower in self._followers:
             follower.cancel()
         await asyncio.gather(*self._followers, return_exceptions=True)
+        # Where one was cancelled its traceback keeps files of neighbours open.
+        self._followers.clear()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         for one in self._beside:

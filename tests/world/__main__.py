@@ -132,6 +132,8 @@ def many(options: argparse.Namespace) -> int:
                 done[str(seed)] = options.acts
                 options.passed.write_text(json.dumps(done))
             spent = time.monotonic() - begun
+            if not sys.stderr.isatty() and count % max(1, len(left) // 20):
+                continue
             print(
                 f"\r{len(wanted) - len(left) + count} of {len(wanted)} seeds, {failed} fail, "
                 f"{spent / 60:.1f} min, {spent / count * (len(left) - count) / 60:.0f} min left",

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,6 +111,8 @@ def alive(
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
         # The coroutines of the dead are destroyed, and say so.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)
         put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)

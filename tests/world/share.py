@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 
-from kvstore.plugins import register_tier
 from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.tier import StoreTier
@@ -147,9 +146,8 @@ class ShareClient:
             raise StoreError("the answer was lost")
 
 
-@register_tier
 class ShareTier(StoreTier):
-    """A store over a `ShareServer`."""
+    """A store over a `ShareServer`; a kind of tier only while a world is alive."""
 
     name = "simulated"
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import kvstore
+from kvstore import plugins
 from kvstore.core.statistics import Ages
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
 from kvstore.maintenance.offline import compact, purge
@@ -22,7 +23,7 @@ from kvstore.tiers.disk.volume import Volume
 from tests.world.files import PAGE, Files
 from tests.world.kernel import DeadlockError, Kernel, Loop, Process
 from tests.world.machine import alive
-from tests.world.share import SERVERS, ShareServer
+from tests.world.share import SERVERS, ShareServer, ShareTier
 
 __all__ = ["ACTS", "BrokenError", "World"]
 
@@ -127,6 +128,8 @@ class World:
         if self.server is not None:
             SERVERS["share"] = self.server
         self.enemy: Enemy
+        self.schedulers = rng.choice([0.0, 0.3, 1.0])
+        """How many of the servers are driven as vLLM drives them."""
         self.calm = rng.random() < 0.25
         """Nothing goes wrong in this world but kills."""
 
@@ -146,6 +149,13 @@ class World:
         self._moved = (self.kernel.now, self.kernel.switches)
         self.counts[name] = self.counts.get(name, 0) + 1
         self.tell(f"{name} {text}")
+
+    def server_of(self, slot: int) -> Server:
+        """Start a server of one kind or the other."""
+        from tests.world.scheduler import Scheduler
+
+        kind = Scheduler if self.rng.random() < self.schedulers else Server
+        return kind(self, slot)
 
     def chosen(self, acts: Mapping[_Act, float]) -> tuple[list[_Act], list[float]]:
         """Acts and their weights, without those that this world does without."""
@@ -220,6 +230,8 @@ class World:
                 self.entered(epoch)
                 enter(volume, epoch)
 
+            kinds = plugins._kinds.classes
+            stack.enter_context(patch.dict(kinds, {ShareTier.name: ShareTier}))
             leave = Ages.leave
 
             def evicted(ages: Ages, keys: Sequence[bytes]) -> None:
@@ -278,12 +290,17 @@ class Server:
 
     def main(self) -> None:
         Loop().run_until_complete(self.serve())
-        self.world.servers[self.slot] = None
         self.store = None
+        self._gone()
+
+    def _gone(self) -> None:
+        """The process ends: nothing may be open any more."""
+        self.world.servers[self.slot] = None
         gc.collect()
         left = self.world.files.fds_of(self.process)
         if left:
-            raise BrokenError(f"{len(left)} files are left open after the end")
+            paths = sorted({self.world.files._fds[fd].path for fd in left})
+            raise BrokenError(f"{len(left)} files are left open after the end: {paths}")
 
     async def serve(self) -> None:
         world = self.world
@@ -298,10 +315,7 @@ class Server:
             return
         self.store = store
         epoch = self._epoch()
-        place = world.place(self, epoch)
-        if place not in world.labels:
-            world.labels[place], world.next_label = world.next_label, world.next_label + 1
-        self.label = world.labels[place]
+        self._learn_label(epoch)
         self.opened = True
         world.act("opened", f"epoch {epoch}, label {self.label}: {store.description}")
         if world.roomy and world.share and not world.hosts:
@@ -324,6 +338,14 @@ class Server:
             await asyncio.gather(*clients, return_exceptions=True)
             await store.close()
         world.act("closed")
+
+    def _learn_label(self, epoch: int) -> None:
+        """A process that starts has the weights of the epoch that it joins."""
+        world = self.world
+        place = world.place(self, epoch)
+        if place not in world.labels:
+            world.labels[place], world.next_label = world.next_label, world.next_label + 1
+        self.label = world.labels[place]
 
     def _epoch(self) -> int:
         return int(self.store._assembly.tiers[0].epoch)  # type: ignore[union-attr]
@@ -525,7 +547,7 @@ class Enemy:
         free = [slot for slot, one in enumerate(world.servers) if one is None]
         if free:
             slot = world.rng.choice(free)
-            Server(world, slot)
+            world.server_of(slot)
             world.act("start", f"server-{slot}")
 
     def _kill(self) -> None:

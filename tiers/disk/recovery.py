@@ -137,7 +137,7 @@ def recover(
             f"right; remove the folder {folder.parent}"
         )
     faults: list[Fault] = []
-    room = capacity_bytes - _bytes_of(foreign + unusable)
+    room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
     room -= sum(one.held_bytes for one in found.values())
     for number, one in list(found.items()):
         try:
@@ -157,7 +157,7 @@ def recover(
         sequences,
         sequence,
         foreign + unusable,
-        _bytes_of(foreign + unusable),
+        _bytes_of(foreign + unusable, geometry.file_bytes),
         unusable + faults,
         removed,
     )
@@ -252,17 +252,24 @@ def _other_files(folder: Path) -> list[Path]:
     ]
 
 
-def _disk_bytes(path: Path) -> int:
-    """Return the bytes that a file takes up on disk, without its holes."""
-    with contextlib.suppress(OSError):
+def _disk_bytes(path: Path, unknown: int = 0) -> int:
+    """Return the bytes that a file takes up on disk, without its holes.
+
+    Args:
+        unknown: what counts for a file of which that cannot be found out.
+    """
+    try:
         found = path.lstat()
-        # Some file systems keep small files beside the name, without a block.
-        return max(found.st_blocks * 512, found.st_size if found.st_size < ALIGN else 0)
-    return 0
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return unknown
+    # Some file systems keep small files beside the name, without a block.
+    return max(found.st_blocks * 512, found.st_size if found.st_size < ALIGN else 0)
 
 
-def _bytes_of(faults: list[Fault]) -> int:
-    return sum(_disk_bytes(Path(fault.path)) for fault in faults)
+def _bytes_of(faults: list[Fault], unknown: int) -> int:
+    return sum(_disk_bytes(Path(fault.path), unknown) for fault in faults)
 
 
 def _entries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -94,5 +95,7 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
         return None, error.strerror or str(error)
     finally:
         path.unlink(missing_ok=True)
-        page.close()
+        # After a call that failed halfway its error still refers to a part of the page.
+        with contextlib.suppress(BufferError):
+            page.close()
     return backend, None
