@@ -5,6 +5,7 @@ Everything below `files.ROOT` goes to the simulated file system, everything else
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import fcntl
@@ -90,17 +91,24 @@ def alive(
         for kind in (simulated.Thread, simulated.Lock, simulated.Loop):
             stack.enter_context(patch.object(kind, "kernel", kernel, create=True))
         put(threading, "Thread", simulated.Thread)
-        put(threading, "Lock", simulated.Lock)
-        put(threading, "RLock", simulated.RLock)
-        put(threading, "_allocate_lock", simulated.Lock)
+        for name, kind in (
+            ("Lock", simulated.Lock),
+            ("RLock", simulated.RLock),
+            ("_allocate_lock", simulated.Lock),
+        ):
+            put(threading, name, _for_us(kind, getattr(threading, name)))
         put(threading, "current_thread", _current(kernel, threading.current_thread))
-        put(threading, "_time", lambda: kernel.now)
-        put(time, "monotonic", lambda: kernel.now)
-        put(time, "monotonic_ns", lambda: int(kernel.now * 1e9))
-        put(time, "perf_counter", lambda: kernel.now)
-        put(time, "time", lambda: files.now_ns() / 1e9 + skew())
-        put(time, "time_ns", lambda: files.now_ns() + int(skew() * 1e9))
-        put(time, "sleep", kernel.sleep)
+        clocks: dict[str, Callable[..., Any]] = {
+            "monotonic": lambda: kernel.now,
+            "monotonic_ns": lambda: int(kernel.now * 1e9),
+            "perf_counter": lambda: kernel.now,
+            "time": lambda: files.now_ns() / 1e9 + skew(),
+            "time_ns": lambda: files.now_ns() + int(skew() * 1e9),
+            "sleep": kernel.sleep,
+        }
+        for name, clock in clocks.items():
+            put(time, name, _for_us(clock, getattr(time, name)))
+        put(threading, "_time", time.monotonic)
         put(secrets, "token_hex", lambda count=32: rng.randbytes(count).hex())
         put(uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16)))
         put(sys, "set_asyncgen_hooks", lambda *args, **named: None)
@@ -128,6 +136,16 @@ def alive(
             gc.collect()
             for one in set(weakref.finalize._registry) - before:  # type: ignore[attr-defined]
                 one.detach()
+
+
+def _for_us(ours: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` in the thread in which the world runs; those of a test's own tools keep theirs."""
+    here = _thread.get_ident()
+
+    def call(*args: Any, **named: Any) -> Any:
+        return (ours if _thread.get_ident() == here else real)(*args, **named)
+
+    return call
 
 
 def _or_real(kernel: Kernel, real: Callable[[], int], ours: Callable[[], int]) -> Callable[[], int]:

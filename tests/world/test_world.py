@@ -131,7 +131,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without("a header is read whole", seed=6)
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(segment, "read_bytes", os.pread)
+    patch.setattr(segment, "read_bytes", lambda fd, size, at: os.pread(fd, size, at))
 
 
 @without("a folder that cannot be listed is an error of the path", seed=6)
