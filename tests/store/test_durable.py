@@ -177,3 +177,16 @@ def test_what_it_counts_is_found_after_kill_9(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "40\n", done.stderr
+
+
+async def test_segments_are_read_whole_by_calls_that_return_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, config = keys_of("whole", 20), small(tmp_path, disk=64)
+    async with kvstore.open(config) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == len(keys)
+    pread = os.pread
+    # As network file systems may, and calls that a signal interrupts.
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 100), at))
+    async with kvstore.open(config) as store:
+        assert store.contains(keys) == [True] * len(keys)

@@ -129,11 +129,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "write_whole", lambda fd, data, at: os.pwrite(fd, data[0], at))
 
 
-@without("a header is read whole", seed=6)
-def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(segment, "read_bytes", lambda fd, size, at: os.pread(fd, size, at))
-
-
 @without("a folder that cannot be listed is an error of the path", seed=6)
 def _(patch: pytest.MonkeyPatch) -> None:
     def listed(folder: Path) -> None:
