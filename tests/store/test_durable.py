@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
 from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Transfer
