@@ -97,7 +97,8 @@ def alive(
             ("_allocate_lock", simulated.Lock),
         ):
             put(threading, name, _for_us(kind, getattr(threading, name)))
-        put(threading, "current_thread", _current(kernel, threading.current_thread))
+        real = threading.current_thread
+        put(threading, "current_thread", _for_us(_current(kernel, real), real))
         clocks: dict[str, Callable[..., Any]] = {
             "monotonic": lambda: kernel.now,
             "monotonic_ns": lambda: int(kernel.now * 1e9),
