@@ -38,13 +38,10 @@ class Inode:
         self.mtime_ns = self.ctime_ns = now_ns
         self.data = bytearray()
         self.allocated = 0
-        self.target = ""
         self.entries: dict[str, Inode] = {}
         self.locks: dict[Open, int] = {}
         self.dirty: dict[int, bytes | None] = {}
         """By page: what a power cut may bring back; None where nothing was."""
-        self.bad: dict[int, str] = {}
-        """Damaged pages of a segment, with the reason."""
 
     @property
     def is_dir(self) -> bool:
@@ -77,9 +74,6 @@ class Damage:
         self.fails: dict[str, tuple[float, int]] = {}
         self.slow: dict[str, float] = {}
         self.short = 0.0
-
-    def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
 
     @property
     def present(self) -> bool:
@@ -241,8 +235,6 @@ class Files:
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         process = self._call("open", str(path))
         text, start = os.fspath(path), self._start(dir_fd)
-        if sum(one.process is process for one in self._fds.values()) >= process.most_files:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), text)
         try:
             inode = self._walk(text, start)
         except FileNotFoundError:
@@ -477,8 +469,6 @@ class Files:
             self._resize(inode, end)
         self._keep(inode, offset, end)
         inode.data[offset:end] = data
-        for page in range(offset // PAGE, -(-end // PAGE)):
-            inode.bad.pop(page, None)
         self._changed(inode)
         return len(data)
 

@@ -31,20 +31,16 @@ class DeadlockError(AssertionError):
 
 
 class Process:
-    """A process: its number, its clock and its threads.
+    """A process: its number and its threads.
 
     Attributes:
-        skew: what its clock of the day is ahead of the world's, in seconds.
         frozen_until: before that none of its threads runs.
-        most_files: how many files it may have open.
     """
 
     def __init__(self, pid: int, name: str) -> None:
         self.pid, self.name = pid, name
         self.alive = True
-        self.skew = 0.0
         self.frozen_until = 0.0
-        self.most_files = 1 << 20
         self.threads: list[Thread] = []
         self.loops: list[Loop] = []
 

@@ -31,7 +31,7 @@ from tests.world import kernel as simulated
 from tests.world.files import FIRST_FD, Files
 from tests.world.kernel import Kernel, Killed
 
-__all__ = ["FD_CALLS", "PATH_CALLS", "alive"]
+__all__ = ["FD_CALLS", "PATH_CALLS", "Listener", "alive"]
 
 FD_CALLS = (
     "close", "dup", "fstat", "fdatasync", "fsync", "ftruncate", "posix_fallocate", "pread",
@@ -63,8 +63,8 @@ def alive(
     rng: random.Random,
     skew: Callable[[], float],
     forget: Callable[[], None],
-) -> Iterator[None]:
-    """Replace the system for a block.
+) -> Iterator[Listener]:
+    """Replace the system for a block; what is logged in it goes to what is yielded.
 
     Args:
         forget: lets go of what was simulated, at the end.
@@ -82,12 +82,15 @@ def alive(
             put(os, name, _by_path(name, getattr(os, name), getattr(files, name), files))
         put(os, "replace", os.rename)
         put(os, "remove", os.unlink)
-        put(os, "getpid", _or_real(kernel, os.getpid, lambda: kernel.process.pid))
+        real_pid = os.getpid
+        pid = lambda: real_pid() if kernel.current is None else kernel.process.pid  # noqa: E731
+        put(os, "getpid", _for_us(pid, real_pid))
         put(fcntl, "flock", _by_fd(fcntl.flock, files.flock))
         put(fcntl, "ioctl", _by_fd(fcntl.ioctl, _no_ioctl))
         put(kvstore.tiers.disk.segment, "_libc", _LibC(files))
         put(kvstore.tiers.pinned, "claimed", lambda size: contextlib.nullcontext())
-        put(kvstore.concurrency, "new_event_loop", simulated.Loop)
+        for place in (kvstore.concurrency, asyncio):
+            put(place, "new_event_loop", _for_us(simulated.Loop, place.new_event_loop))
         for kind in (simulated.Thread, simulated.Lock, simulated.Loop):
             stack.enter_context(patch.object(kind, "kernel", kernel, create=True))
         put(threading, "Thread", simulated.Thread)
@@ -113,9 +116,8 @@ def alive(
         put(secrets, "token_hex", lambda count=32: rng.randbytes(count).hex())
         put(uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16)))
         put(sys, "set_asyncgen_hooks", lambda *args, **named: None)
-        put(asyncio, "new_event_loop", simulated.Loop)
         before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
-        handler = _Listener(kernel)
+        handler = Listener(kernel)
         logger = logging.getLogger("kvstore")
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
@@ -125,9 +127,8 @@ def alive(
         put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)
-        kernel.listener = handler  # type: ignore[attr-defined]
         try:
-            yield
+            yield handler
         finally:
             kernel.over = True
             for process in list(kernel.processes):
@@ -147,10 +148,6 @@ def _for_us(ours: Callable[..., Any], real: Callable[..., Any]) -> Callable[...,
         return (ours if _thread.get_ident() == here else real)(*args, **named)
 
     return call
-
-
-def _or_real(kernel: Kernel, real: Callable[[], int], ours: Callable[[], int]) -> Callable[[], int]:
-    return lambda: real() if kernel.current is None else ours()
 
 
 def _current(kernel: Kernel, real: Callable[[], object]) -> Callable[[], object]:
@@ -191,7 +188,7 @@ def _no_ioctl(fd: int, *args: object) -> None:
     raise OSError(25, "Inappropriate ioctl for device")
 
 
-class _Listener(logging.Handler):
+class Listener(logging.Handler):
     """Keeps the last lines of the log; a line with a traceback fails the world."""
 
     def __init__(self, kernel: Kernel) -> None:

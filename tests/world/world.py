@@ -19,8 +19,9 @@ from kvstore.core.statistics import Ages
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
-from tests.world.files import PAGE, Files
+from tests.world.files import PAGE, Damage, Files
 from tests.world.kernel import DeadlockError, Kernel, Loop, Process
 from tests.world.machine import alive
 from tests.world.share import SERVERS, ShareServer, ShareTier
@@ -221,7 +222,7 @@ class World:
             AssertionError: if a promise was broken, with the seed and the last acts.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
+            listener = stack.enter_context(
                 alive(self.kernel, self.files, self.rng, lambda: self.skew, self.servers.clear)
             )
             enter = Volume.enter_epoch
@@ -242,7 +243,7 @@ class World:
             stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
             stack.enter_context(patch.object(Ages, "leave", evicted))
             self.kernel.on_exit = self.files.leave_process
-            self.kernel.listener.tell = self.tell  # type: ignore[attr-defined]
+            listener.tell = self.tell
             try:
                 enemy = self.enemy = Enemy(self)
                 process = self.kernel.spawn("enemy", enemy.main)
@@ -276,9 +277,10 @@ class World:
 class Server:
     """A process with a store, and clients that use it."""
 
+    store: kvstore.Store
+
     def __init__(self, world: World, slot: int) -> None:
         self.world, self.slot = world, slot
-        self.store: kvstore.Store | None = None
         self.label = -1
         self.generation = world.generation
         self.stopping = False
@@ -290,7 +292,8 @@ class Server:
 
     def main(self) -> None:
         Loop().run_until_complete(self.serve())
-        self.store = None
+        # Nothing refers to it any more, as at the end of a process.
+        self.__dict__.pop("store", None)
         self._gone()
 
     def _gone(self) -> None:
@@ -348,11 +351,12 @@ class Server:
         self.label = world.labels[place]
 
     def _epoch(self) -> int:
-        return int(self.store._assembly.tiers[0].epoch)  # type: ignore[union-attr]
+        (disk, *_) = self.store._assembly.tiers
+        assert isinstance(disk, DiskTier)
+        return disk.epoch
 
     def _check_stored(self) -> None:
         """What was promised to be on disk is found by a process that opens it."""
-        assert self.store is not None
         kept = [key for key, label in self.world.stored.items() if label == self.label]
         there = self.store.contains(kept)
         lost = [key for key, held in zip(kept, there, strict=True) if not held]
@@ -415,9 +419,7 @@ class Server:
         for key in keys:
             world.puts[key] = world.puts.get(key, 0) + 1
         world.removed.difference_update(keys)
-        done = await self.store.put(  # type: ignore[union-attr]
-            keys, data, durable=durable, wait=wait, timeout=self._timeout()
-        )
+        done = await self.store.put(keys, data, durable=durable, wait=wait, timeout=self._timeout())
         world.act("put", f"{done} of {len(keys)} from {keys[0]!r}, durable {durable}, {label}")
         if durable and era == self.resets and not (troubled or world.troubled or world.hurt):
             for key in keys[:done]:
@@ -432,7 +434,7 @@ class Server:
 
     async def _get(self, keys: list[bytes]) -> None:
         world = self.world
-        async with self.store.get(keys, timeout=self._timeout()) as chunks:  # type: ignore[union-attr]
+        async with self.store.get(keys, timeout=self._timeout()) as chunks:
             label = self.label
             found = [bytes(chunks[at]) for at in range(len(chunks))]
             self._check(keys, found, label, "get")
@@ -445,39 +447,39 @@ class Server:
     async def _get_into(self, keys: list[bytes]) -> None:
         buffers = [bytearray(CHUNK) for _ in keys]
         era, label = self.resets, self.label
-        done = await self.store.get_into(keys, buffers, timeout=self._timeout())  # type: ignore[union-attr]
+        done = await self.store.get_into(keys, buffers, timeout=self._timeout())
         if era == self.resets:
             self._check(keys, buffers[:done], label, "get_into")
         self.world.act("get_into", f"{done} of {len(keys)}")
 
     async def _look(self, keys: list[bytes]) -> None:
-        found = self.store.lookup_prefix(keys)  # type: ignore[union-attr]
+        found = self.store.lookup_prefix(keys)
         self.world.act("lookup", f"{found} of {len(keys)} from {keys[0]!r}")
         begun = self.world.kernel.now
         while found is None:
             await asyncio.sleep(0.05)
-            found = self.store.lookup_prefix(keys)  # type: ignore[union-attr]
+            found = self.store.lookup_prefix(keys)
             waited = self.world.kernel.now - begun
             if waited > 120 and not self.world.troubled and not self.process.frozen_until:
                 raise BrokenError(f"lookup has no answer after {waited:.0f} s")
 
     async def _prefetch(self, keys: list[bytes]) -> None:
-        self.world.act("prefetch", str(self.store.prefetch(keys)))  # type: ignore[union-attr]
+        self.world.act("prefetch", str(self.store.prefetch(keys)))
 
     async def _pin(self, keys: list[bytes]) -> None:
         host = self.world.rng.random() < 0.5
-        pinned = self.store.pin(keys, self.world.rng.random() * 20, host=host)  # type: ignore[union-attr]
+        pinned = self.store.pin(keys, self.world.rng.random() * 20, host=host)
         self.world.act("pin", str(pinned))
 
     async def _demote(self, keys: list[bytes]) -> None:
         if self.world.rng.random() < 0.5:
-            self.store.unpin(keys, cold=True)  # type: ignore[union-attr]
-        self.world.act("demote", str(self.store.demote(keys)))  # type: ignore[union-attr]
+            self.store.unpin(keys, cold=True)
+        self.world.act("demote", str(self.store.demote(keys)))
 
     async def _remove(self, keys: list[bytes]) -> None:
         self.world.forget(keys)
         before = {key: self.world.puts.get(key) for key in keys}
-        done = await self.store.remove(keys, timeout=self._timeout())  # type: ignore[union-attr]
+        done = await self.store.remove(keys, timeout=self._timeout())
         self.world.forget(keys)
         self.world.removed.update(
             key for key, puts in before.items() if self.world.puts.get(key) == puts
@@ -486,7 +488,7 @@ class Server:
         self.world.act("remove", f"{done} of {len(keys)} from {keys[0]!r}")
 
     async def _flush(self, keys: list[bytes]) -> None:
-        self.world.act("flush", str(await self.store.flush(self._timeout())))  # type: ignore[union-attr]
+        self.world.act("flush", str(await self.store.flush(self._timeout())))
 
     async def _reset(self, keys: list[bytes]) -> None:
         world = self.world
@@ -495,14 +497,14 @@ class Server:
         label = self.label
         world.act("reset", f"label {label} begins")
         try:
-            await self.store.reset(self._timeout())  # type: ignore[union-attr]
+            await self.store.reset(self._timeout())
         finally:
             # Also where the wait was given up: the reset itself goes on.
             world.tell(f"reset: label {label} ends")
 
     async def _windows(self, keys: list[bytes]) -> None:
         count, era = 0, self.resets
-        async with self.store.windows(keys, self.world.rng.randrange(1, 4)) as windows:  # type: ignore[union-attr]
+        async with self.store.windows(keys, self.world.rng.randrange(1, 4)) as windows:
             async for chunks in windows:
                 if era != self.resets:
                     break
@@ -656,7 +658,7 @@ class Enemy:
         if world.server is not None:
             world.server.heal()
         if world.troubled:
-            world.files.damage.clear()
+            world.files.damage = Damage()
             world.files.size = 1 << 40
             world.act("relieve")
             world.forget()
@@ -756,7 +758,7 @@ class Enemy:
     def _finish(self) -> None:
         """End everything in order, with a disk that works, and look once more."""
         world, kernel = self.world, self.world.kernel
-        world.files.damage.clear()
+        world.files.damage = Damage()
         world.files.size = 1 << 40
         if world.server is not None:
             world.server.heal()
