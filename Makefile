@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz store-servers docs dist clean
+.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -147,6 +147,19 @@ flapping: $(READY)
 # Anything at all in the place of segment files: about forty minutes.
 fuzz: $(READY)
 	@KVSTORE_FUZZ=2000 $(BIN)/python -m pytest tests/tiers/test_fuzz.py -n 2 --dist worksteal --timeout 3600 -o faulthandler_timeout=3700
+
+# Damaged files, configurations and requests, five minutes of each kind, led by what they reach in the product.
+inputs: $(READY)
+	@$(PIP) install --group fuzz
+	@for target in $$($(BIN)/python -m tests.fuzz --list); do $(BIN)/python -m tests.fuzz $$target --seconds 300 || exit 1; done
+
+# What is written in C, with the address and undefined-behaviour sanitizers: three minutes. It needs gcc.
+sanitize: $(READY)
+	@$(BIN)/python -m tests.sanitize
+
+# A hundred and fifty faults, put in one at a time: which test finds them. Hours; it goes on where it was ended.
+mutation: $(READY)
+	@$(BIN)/python -m tests.mutation
 
 # The documentation as a site, in build/site; every link is checked.
 docs: $(READY)

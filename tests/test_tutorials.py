@@ -68,10 +68,12 @@ class Server:
         self._text, self._folder, self._environment = text, folder, environment
         self._url = f"http://localhost:{port}/health"
         self._log = folder / "server.log"
+        self._begun = 0
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self._log.open("ab") as log:
+            self._begun = log.tell()
             self._running = subprocess.Popen(
                 ["bash", "-c", self._text],
                 cwd=self._folder,
@@ -86,7 +88,11 @@ class Server:
                 urllib.request.urlopen(self._url, timeout=5).close()
                 return
             time.sleep(0.25)
-        raise AssertionError(self._log.read_text()[-4000:])
+        raise AssertionError(self._told()[-4000:])
+
+    def _told(self) -> str:
+        """What it has logged since it was started last."""
+        return self._log.read_bytes()[self._begun :].decode(errors="replace")
 
     def stop(self) -> None:
         """As Ctrl-C does."""
@@ -95,7 +101,7 @@ class Server:
                 os.killpg(self._running.pid, signal.SIGINT)
             self._running.wait(PATIENCE)
             # Whatever its own server sends to the engine in the meantime.
-            assert "kvstore: closed, 0 chunks not copied" in self._log.read_text()[-4000:]
+            assert "kvstore: closed, 0 chunks not copied" in self._told()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 

@@ -64,7 +64,7 @@ class Client:
             connection.close()
         try:
             answer = json.loads(told)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore") from error
         if not isinstance(answer, dict) or "version" not in answer:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore")

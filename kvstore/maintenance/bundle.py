@@ -416,9 +416,16 @@ def _read_header(fd: int, file: Path) -> _Bundle:
             places[check_key(bytes.fromhex(name))] = (offset, bytes.fromhex(digests[name]))
         segment_bytes = int(told["segment_bytes"])
         return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, KVStoreError):
-            raise
+    except KVStoreError:
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise wrong(f"its header cannot be read ({error!r:.100})") from error
 
 

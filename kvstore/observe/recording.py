@@ -204,8 +204,11 @@ def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
     try:
         if not line.endswith(b"\n"):
             raise ValueError("no end of line")
-        return int(json.loads(line)["chunk_bytes"]), len(MAGIC) + len(line)
-    except (ValueError, KeyError, TypeError) as error:
+        chunk_bytes = int(json.loads(line)["chunk_bytes"])
+        if chunk_bytes <= 0:
+            raise ValueError("chunks of no bytes")
+        return chunk_bytes, len(MAGIC) + len(line)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TraceError(f"{path}: its header is damaged") from error
 
 

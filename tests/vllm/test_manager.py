@@ -83,8 +83,9 @@ class Server:
         self.manager.on_schedule_end(self.end)
 
     def settle(self) -> None:
+        # A slow disk is no pending work of the server after a while.
         end = time.monotonic() + PATIENCE
-        while self.manager.has_pending_work():
+        while self.manager.has_pending_work() or self.manager._core.unsaved:
             assert time.monotonic() < end
             self.step()
             time.sleep(0.001)

@@ -149,7 +149,7 @@ def _tensor_places(fd: int, size: int) -> Iterator[tuple[int, int]]:
             for name, tensor in header.items()
             if name != "__metadata__"
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         # Not safetensors after all: the pages above have to do.
         return
     start = 8 + length

@@ -72,7 +72,7 @@ class Stepping(KVStoreOffloadingManager):
         """Copies to a disk end here: these tests have tiers that need no time."""
         super().on_schedule_end(context)
         end = time.monotonic() + PATIENCE
-        while self.has_pending_work():
+        while self._core.unsaved:
             assert time.monotonic() < end, "copies to the disk do not end"
             time.sleep(0.001)
             super().on_schedule_end(context)

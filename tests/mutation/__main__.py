@@ -1,0 +1,245 @@
+"""Put one wrong line after another into a copy of the project, and see which test finds it.
+
+    python -m tests.mutation
+    python -m tests.mutation --only "a chunk that is still arriving is a hit"
+    python -m tests.mutation --table > docs/mutation.md
+
+First the tests run over a copy without a fault: a test that fails there would find anything. What
+was found is kept in a file, so that a run can be ended at any time and gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.copied import ROOT, copy_project
+from tests.mutation.faults import FAULTS, Fault
+
+OWN = {
+    "core": ("tests/core", "tests/store"),
+    "disk": ("tests/tiers", "tests/test_compaction.py", "tests/test_sharing.py"),
+    "stores": ("tests/tiers/remote",),
+    "connector": ("tests/connector", "tests/vllm/test_worker.py"),
+}
+"""Tests of each room, which come first."""
+
+ALL = ("tests/world", "tests/core", "tests/connector", "tests/store", "tests/tiers", "tests")
+"""Then these, in turn, without what has been run."""
+
+TEST_SECONDS, SUITE_SECONDS = 120, 3600
+"""How long one test, and one of the calls of pytest, may take: a fault may well hang."""
+
+NOTHING = Fault("", "", "", "nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a fault.
+
+    Attributes:
+        by: the test that failed first, or None.
+        seconds: until then, from the start of the first test.
+    """
+
+    by: str | None
+    seconds: float
+
+
+class Copy:
+    """A copy of the project that one fault after another is put into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        copy_project(folder)
+
+    def try_out(self, fault: Fault, suites: Sequence[Sequence[str]]) -> Found:
+        """Put the fault in, run suites until a test fails, and take it out again."""
+        file = self.folder / fault.path
+        text = file.read_text() if fault.path else ""
+        if text:
+            file.write_text(fault.applied(text))
+        begun = time.monotonic()
+        try:
+            for suite in suites:
+                failed = self._run(suite)
+                if failed is not None:
+                    return Found(failed, time.monotonic() - begun)
+        finally:
+            if text:
+                file.write_text(text)
+        return Found(None, time.monotonic() - begun)
+
+    def _run(self, suite: Sequence[str]) -> str | None:
+        """The first test of the suite that fails, if one does."""
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "--tb=no",
+            "-rfE",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += [
+            "-m",
+            "not slow and not vllm",
+            "--timeout",
+            str(TEST_SECONDS),
+            "-p",
+            "no:warnings",
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        with tempfile.TemporaryFile("w+") as told:
+            process = subprocess.Popen(
+                [*command, *suite],
+                cwd=self.folder,
+                env=environment,
+                stdout=told,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(SUITE_SECONDS)
+            except subprocess.TimeoutExpired:
+                status = -1
+            finally:
+                # What its tests have started ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            told.seek(0)
+            text = told.read()
+        if status in (0, 5):
+            return None
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        hung = re.search(r"^\+*\s*Timeout.*?(tests/\S+\.py)", text, re.MULTILINE | re.DOTALL)
+        if found is not None:
+            return found[1]
+        return (
+            f"{hung[1]} (hangs)" if hung is not None else f"{' '.join(suite)} (ends with {status})"
+        )
+
+
+def suites_for(room: str) -> list[list[str]]:
+    """The arguments of each call of pytest for a fault in this room."""
+    run: list[str] = []
+    suites = []
+    for suite in [OWN[room], *((each,) for each in ALL)]:
+        fresh = [each for each in suite if each not in run]
+        if fresh:
+            # A fault in a copy says nothing of those that read the whole project.
+            left_out = [*run, "tests/mutation", "tests/test_distribution.py", "tests/test_site.py"]
+            within = [each for each in left_out if each.startswith(tuple(f"{f}/" for f in fresh))]
+            suites.append([*fresh, *(f"--ignore={each}" for each in within)])
+            run += fresh
+    return suites
+
+
+def run(faults: Sequence[Fault], results: Path, workers: int) -> int:
+    """Try the faults that have no result yet; returns how many no test has found."""
+    done: dict[str, dict[str, object]] = {}
+    if results.is_file():
+        done = json.loads(results.read_text())
+    left = [fault for fault in faults if fault.name not in done]
+    copies: SimpleQueue[Copy] = SimpleQueue()
+    writing = threading.Lock()
+
+    def one(fault: Fault, room: str) -> tuple[Fault, Found]:
+        copy = copies.get()
+        try:
+            return fault, copy.try_out(fault, suites_for(room))
+        finally:
+            copies.put(copy)
+
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvstore-mutation-") as scratch:
+        for number in range(workers):
+            copies.put(Copy(Path(scratch) / str(number)))
+        begun = time.monotonic()
+        with ThreadPoolExecutor(workers) as pool:
+            running = [pool.submit(one, fault, fault.room) for fault in left]
+            for count, each in enumerate(as_completed(running), 1):
+                fault, found = each.result()
+                with writing:
+                    done[fault.name] = asdict(found)
+                    results.write_text(json.dumps(done, indent=1))
+                spent = (time.monotonic() - begun) / 60
+                by = found.by or "NOTHING FINDS IT"
+                print(f"{count} of {len(left)}, {spent:.0f} min: {fault.name}: {by}", flush=True)
+    return sum(done[fault.name]["by"] is None for fault in faults)
+
+
+def sound(rooms: Sequence[str], workers: int) -> str | None:
+    """The first test that fails over a copy without a fault, if there is one."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-mutation-") as scratch:
+        copies = [Copy(Path(scratch) / str(number)) for number in range(min(workers, len(rooms)))]
+        suites = [[*OWN[room]] for room in rooms] + [[*ALL[:-1]]]
+        with ThreadPoolExecutor(len(copies)) as pool:
+            shares = [suites[number :: len(copies)] for number in range(len(copies))]
+            ended = pool.map(lambda copy, its: copy.try_out(NOTHING, its), copies, shares)
+            return next((found.by for found in ended if found.by is not None), None)
+
+
+def table(results: Path) -> str:
+    """The page that tells which test finds which fault."""
+    done = json.loads(results.read_text())
+    rows = []
+    unfound = 0
+    for fault in FAULTS:
+        found = done[fault.name]
+        by = f"`{found['by']}`" if found["by"] else f"**nothing**: {fault.unfound}"
+        unfound += found["by"] is None
+        rows.append(f"| {fault.what} | `{fault.path}` | {by} | {found['seconds']:.0f} |")
+    head = (ROOT / "docs" / "mutation.md").read_text().partition("| Fault |")[0]
+    found_all = f"{len(FAULTS) - unfound} of {len(FAULTS)}"
+    head = re.sub(r"\*\*\d+ of \d+\*\*", f"**{found_all}**", head)
+    lines = [head + "| Fault | Module | Found by | Seconds |", "|---|---|---|---:|", *rows]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Do what the command line says; 1 if a fault is not found that should be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("build/mutation.json"))
+    parser.add_argument("--only", nargs="*", default=[], metavar="WHAT", help="these faults alone")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--table", action="store_true", help="print docs/mutation.md")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the tests first")
+    parser.add_argument("--dry", action="store_true", help="only look whether all can be put in")
+    options = parser.parse_args()
+    if options.dry:
+        for fault in FAULTS:
+            fault.applied((ROOT / fault.path).read_text())
+        return 0
+    if options.table:
+        print(table(options.results))
+        return 0
+    faults = [fault for fault in FAULTS if not options.only or fault.what in options.only]
+    if not options.unchecked:
+        failed = sound(list(OWN), options.workers)
+        if failed is not None:
+            print(f"without a fault {failed} fails", file=sys.stderr)
+            return 1
+    unfound = run(faults, options.results, options.workers)
+    print(f"{len(faults) - unfound} of {len(faults)} found")
+    return int(unfound > sum(bool(fault.unfound) for fault in faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,929 @@
+"""Faults of one line each, which the tests have to find: see `tests.mutation.__main__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["FAULTS", "Fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One wrong line.
+
+    Attributes:
+        path: of the module. old: the text to be replaced, which the module has once. new: instead.
+        what: what is wrong then.
+        unfound: why no test finds it; empty where one has to.
+    """
+
+    path: str
+    old: str
+    new: str
+    what: str
+    unfound: str = ""
+
+    @property
+    def room(self) -> str:
+        """The part of the product that it is in: "core", "disk", "stores" or "connector"."""
+        for start, room in _ROOMS.items():
+            if self.path.startswith(start):
+                return room
+        raise AssertionError(f"{self.path} is in no room")
+
+    @property
+    def name(self) -> str:
+        """Tells it from all others, and does not change with its place in the table."""
+        return f"{self.path}: {self.what}"
+
+    def applied(self, text: str) -> str:
+        """The module `text` with the fault in it."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.path} has {text.count(self.old)} times {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+_ROOMS = {
+    "kvstore/core/": "core",
+    "tiers/disk/": "disk",
+    "kvstore/maintenance/": "disk",
+    "tiers/remote/": "stores",
+    "kvstore/connector/": "connector",
+}
+
+
+def _in(path: str, *faults: tuple[str, str, str]) -> Iterator[Fault]:
+    for what, old, new in faults:
+        yield Fault(path, old, new, what)
+
+
+FAULTS = (
+    # -- core --------------------------------------------------------------------------------
+    *_in(
+        "kvstore/core/host.py",
+        (
+            "withheld rows are still counted",
+            "self.rows -= count",
+            "self.rows -= 0",
+        ),
+        (
+            "chunks that were not filling count as filled",
+            "self.busy -= filled",
+            "self.busy -= len(chunks)",
+        ),
+        (
+            "the policy keeps a chunk whose bytes never came",
+            "del self.chunks[chunk.key]\n        self.policy.remove(chunk.key)\n",
+            "del self.chunks[chunk.key]\n",
+        ),
+        (
+            "a row is free while a second transfer still holds it",
+            "if not self._held[row]:",
+            "if True:",
+        ),
+        (
+            "a reset frees rows that are being read or written",
+            "self._held.update(rows_in_flight)",
+            "self._held.update(())",
+        ),
+        (
+            "a reset gives back rows that were withheld",
+            "kept = self._held.keys() | set(self._withheld)",
+            "kept = self._held.keys()",
+        ),
+        (
+            "a chunk with a second reader counts as free",
+            "self.busy -= len(free)",
+            "self.busy -= len(chunks)",
+        ),
+        (
+            "a chunk that is used while it leaves is not given back to the policy",
+            "        self._copied.pop(chunk.key, None)\n        self.policy.insert(chunk.key)",
+            "        self._copied.pop(chunk.key, None)",
+        ),
+        (
+            "a chunk that answered hit in this step may leave in it",
+            "if chunk.step != step and not (uncopied",
+            "if not (uncopied",
+        ),
+        (
+            "a chunk that is removed still counts as waiting for a copy",
+            "unsaved, _ = self.life.leave((chunk,))\n        self.unsaved -= unsaved\n",
+            "unsaved, _ = self.life.leave((chunk,))\n",
+        ),
+        (
+            "of each eviction one row is lost",
+            "self._free += [chunk.row for chunk in gone]",
+            "self._free += [chunk.row for chunk in gone[1:]]",
+        ),
+    ),
+    *_in(
+        "kvstore/core/jobs.py",
+        (
+            "a job that was refused ends as whole",
+            "            job.lack()\n",
+            "",
+        ),
+        (
+            "a chunk that was not written counts as stored",
+            "            if ok:\n                job.stored()",
+            "            if True:\n                job.stored()",
+        ),
+    ),
+    *_in(
+        "kvstore/core/lookup.py",
+        (
+            "a chunk that is still arriving is a hit",
+            "chunk.state >= READY and request.state is not _WAITING",
+            "request.state is not _WAITING",
+        ),
+        (
+            "a chunk that is being removed is a hit",
+            "if self._hidden and key in self._hidden and request.state",
+            "if not self._hidden and request.state is None and request.state",
+        ),
+        (
+            "a request may be deferred again after its deadline",
+            "(key in request.tried or self._queue.overdue(request, self._now))",
+            "key in request.tried",
+        ),
+        (
+            "a request waits for a tier that does not answer",
+            "self._tiers[chunk.origin].health.hopeless",
+            "not self._tiers",
+        ),
+        (
+            "hits are not kept until the step ends",
+            "self._pool.keep(keys[kept:])",
+            "self._pool.keep(())",
+        ),
+        (
+            "contains says yes for a chunk that is being removed",
+            "yield key not in self._hidden and (ready",
+            "yield (ready",
+        ),
+    ),
+    *_in(
+        "kvstore/core/promotion.py",
+        (
+            "a prefix of one more than host memory is waited for",
+            "if len(leases) + len(missing) >= rows and",
+            "if len(leases) + len(missing) > rows and",
+        ),
+        (
+            "chunks under way are not counted against the share of their tier",
+            "left[tier.number] -= 1",
+            "left[tier.number] -= 0",
+        ),
+        (
+            "a prefix is cut short before rows were missing for two steps",
+            "if request.stuck != pool.step - 1:",
+            "if request.stuck == pool.step:",
+        ),
+        (
+            "one tier may fill host memory",
+            "most = rows - share * len(tiers)",
+            "most = rows",
+        ),
+        (
+            "what could not have been computed by now is left to the server",
+            "> lacking * compute:",
+            "< lacking * compute:",
+        ),
+    ),
+    *_in(
+        "kvstore/core/removal.py",
+        (
+            "a chunk that is being written is removed only from where it was",
+            "if key in index.reading or key in index.writing:",
+            "if key in index.reading:",
+        ),
+        (
+            "a chunk that is being removed is still copied",
+            "pool.dequeue(chunk, target.number)",
+            "target.queued",
+        ),
+        (
+            "a hit of this step is removed in it",
+            "if chunk.state not in (READY, LEAVING) or chunk.step == pool.step:",
+            "if chunk.state not in (READY, LEAVING):",
+        ),
+        (
+            "a removal ends while records are still to be erased",
+            "return not (self.in_host or self.recorded)",
+            "return not self.in_host",
+        ),
+    ),
+    *_in(
+        "kvstore/core/transfers.py",
+        (
+            "a move that a reset has overtaken counts like all others",
+            "overtaken = move.id in self.orphans",
+            "overtaken = move.id in ()",
+        ),
+        (
+            "a second reset holds rows of the first again",
+            "for id, move in self.moves.items() if id not in self.orphans for row",
+            "for id, move in self.moves.items() for row",
+        ),
+        (
+            "a chunk with wrong bytes is tried again instead of forgotten",
+            "perhaps_whole=place in unread",
+            "perhaps_whole=True",
+        ),
+        (
+            "one transfer that ends frees the rows of others",
+            "self._pool.release_held((rows.pop(),))",
+            "self._pool.release_held((rows.pop(), *rows))",
+        ),
+    ),
+    *_in(
+        "kvstore/core/cascade.py",
+        (
+            "of each copy one chunk stays pinned",
+            "move.keys[::-1])))",
+            "move.keys[:0:-1])))",
+        ),
+        (
+            "chunks that find no room behind a long prompt displace its head",
+            "fitting = [chunk for chunk in chunks if chunk.depth < most]",
+            "fitting = chunks",
+        ),
+        (
+            "what another process has stored meanwhile is written again",
+            "if chunk.key in target.entries:\n",
+            "if chunk.key in ():\n",
+        ),
+        (
+            "a chunk whose copy was called off is copied",
+            "if not chunk.unsaved & bit:",
+            "if not bit:",
+        ),
+        (
+            "chunks that a neighbour has on the same disk are written again",
+            "chunks = [chunk for chunk in chunks if chunk.key not in peer.entries]",
+            "chunks = [chunk for chunk in chunks if chunk.key]",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/owned.py",
+        (
+            "slots that cannot be written are used again at once",
+            "self.slots.set_aside(slots, now)",
+            "self.slots.give(slots)",
+        ),
+        (
+            "an exclusive tier keeps what it gave",
+            "        if self.flow is Flow.EXCLUSIVE:\n            self.forget(keys)",
+            "        if self.flow is None:\n            self.forget(keys)",
+        ),
+        (
+            "a chunk with wrong bytes stays in the index",
+            "if not perhaps_whole or not self.index.unread(key):",
+            "if not self.index.unread(key):",
+        ),
+        (
+            "uses are recorded while compaction moves the records",
+            "if self.compactor.idle and self.health.alive:",
+            "if self.health.alive:",
+        ),
+        (
+            "compaction begins amid other moves",
+            "idle = not (self.in_flight or self._queue or self.slots.growing) or self.surplus > 0",
+            "idle = True",
+        ),
+        (
+            "a segment that was removed during a reset is still counted",
+            "elif move.op is Op.SHRINK and completion.error is None:",
+            "elif move.op is Op.SHRINK and completion.error is not None:",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/slots.py",
+        (
+            "a disk with bad spots loses all its slots",
+            "most = min(MOST_ASIDE, max(1, self.segments * self.segment_slots // 8))",
+            "most = self.segments * self.segment_slots",
+        ),
+        (
+            "a segment that is in use counts as empty",
+            "return free + self._aside_in(segment) == self.segment_slots",
+            "return free + self._aside_in(segment) <= self.segment_slots",
+        ),
+        (
+            "compaction takes the room that new chunks need",
+            "enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)",
+            "enough = self.free - its_free >= live",
+        ),
+        (
+            "a segment that came during a reset is forgotten",
+            "self._segments.update(segments)",
+            "self._segments.update(())",
+        ),
+        (
+            "a run of free slots goes across two segments",
+            "if slot == run_end and slot % self._segment_slots:",
+            "if slot == run_end:",
+        ),
+        (
+            "free slots of two segments are merged",
+            "if end % self._segment_slots:",
+            "if end:",
+        ),
+        (
+            "a tier grows while it is being cleared",
+            "            and not self.clearing\n",
+            "",
+        ),
+        (
+            "slots of a segment that is being emptied are used again",
+            "slots = [slot for slot in slots if slot not in gone]",
+            "slots = list(slots)",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/breaker.py",
+        (
+            "what fails is tried again as often as at first",
+            "self._first if closed else min(2 * self._pause, self._last)",
+            "self._first",
+        ),
+        (
+            "failures of attempts made before prolong the pause",
+            "State.OPEN and now < self._retry_at:\n            return False\n        closed",
+            "None and now < self._retry_at:\n            return False\n        closed",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/compactor.py",
+        (
+            "a chunk that came back to another slot loses that when its old copy fails",
+            "here = index.entries.get(key) == source",
+            "here = key in index.entries",
+        ),
+        (
+            "a slot is given back while a read of it goes on",
+            "if here and key in index.reading:",
+            "if here and key in ():",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/index.py",
+        (
+            "a slot that is being read may be given to others",
+            "if key in reading or key in pinned:\n                aside.add(key)",
+            "if key in pinned:\n                aside.add(key)",
+        ),
+        (
+            "pins on a tier do not count",
+            "protected if reading or pinned else _nobody",
+            "protected if reading else _nobody",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/remote.py",
+        (
+            "a late answer hides what was copied to the store meanwhile",
+            "[key for key in lacking if key not in entries and key not in writing]",
+            "list(lacking)",
+        ),
+        (
+            "chunks are copied to a store that is being left",
+            "return not self.clearing and self.health.accepts(now)",
+            "return self.health.accepts(now)",
+        ),
+    ),
+    *_in(
+        "kvstore/core/residency/remote_answers.py",
+        (
+            "what the store has now still counts as absent",
+            "            self.absent.pop(key, None)\n        return self._shorten(",
+            "            self.absent.get(key, None)\n        return self._shorten(",
+        ),
+        (
+            "answers of a store count for ever",
+            "if key is None or self._present[key] > now:",
+            "if key is None or self._present[key] > 0:",
+        ),
+    ),
+    *_in(
+        "kvstore/core/wait_queue.py",
+        (
+            "a request waits for ever while something moves",
+            "if now - moved >= self.deadline or now - request.since >= self.max_wait:",
+            "if now - moved >= self.deadline:",
+        ),
+        (
+            "a request is not told that a chunk will not arrive",
+            "            request.drop_lease(chunk.key)\n            self._arrived(request, 1, now)",
+            "            request.drop_lease(chunk.key)",
+        ),
+        (
+            "a tier that hangs ends waits for all others",
+            "chunks[key].origin == tier and chunks[key].state == FILLING",
+            "chunks[key].state == FILLING",
+        ),
+    ),
+    # -- disk --------------------------------------------------------------------------------
+    *_in(
+        "tiers/disk/segment.py",
+        (
+            "a new segment has a name before its header is durable",
+            "            os.fsync(fd)\n            data = backend.open(temporary)",
+            "            data = backend.open(temporary)",
+        ),
+        (
+            "the name of a new segment is not durable",
+            "            name = path\n            _sync_folder(folder)",
+            "            name = path",
+        ),
+        (
+            "a segment with slots of another size is used",
+            "if header.geometry != geometry:",
+            "if header.geometry is None:",
+        ),
+        (
+            "a segment of another model is used",
+            "if header.namespace != namespace:",
+            "if header.namespace is None:",
+        ),
+        (
+            "compaction lists chunks from before a reset",
+            "live = self.index.live().of_epoch(self.epoch)",
+            "live = self.index.live()",
+        ),
+        (
+            "a segment that others may write to is used",
+            "if fault is not None:\n        raise ForeignFileError",
+            "if fault == '':\n        raise ForeignFileError",
+        ),
+        (
+            "removing a segment wipes another name of the same file",
+            "if not found.st_nlink:",
+            "if found:",
+        ),
+        (
+            "bytes behind the end of a segment stay",
+            "if os.fstat(meta).st_size > geometry.file_bytes:",
+            "if os.fstat(meta).st_size < 0:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/format.py",
+        (
+            "a chunk from before a reset is served",
+            "            and its_epoch == epoch\n",
+            "",
+        ),
+        (
+            "a record counts in another slot than its own",
+            "            and slot == first_slot + index\n",
+            "",
+        ),
+        (
+            "a damaged record counts when a lane is opened",
+            '(found["crc"] == crc)',
+            '(found["crc"] == found["crc"])',
+        ),
+        (
+            "a use is written into the record of another key",
+            "(version, state, its_slot, its_key[:length]) != (VERSION, LIVE, slot, key)",
+            "(version, state, its_slot) != (VERSION, LIVE, slot)",
+        ),
+        (
+            "an earlier use replaces a later one",
+            "max(before_ms, read_ms)",
+            "read_ms",
+        ),
+        (
+            "a damaged header is used",
+            "whole = sane and encode_header(header)[:ALIGN] == page[:ALIGN]",
+            "whole = sane",
+        ),
+        (
+            "records of one segment are valid in another",
+            "return int(crc32c(bytes.fromhex(segment_id)))",
+            "return int(crc32c(bytes(16)))",
+        ),
+    ),
+    *_in(
+        "tiers/disk/index.py",
+        (
+            "a record that was being written is never looked at again",
+            "known[live.damaged] = 0",
+            "known[live.damaged] += 0",
+        ),
+        (
+            "removing one key erases others that begin alike",
+            'if record["key"].tobytes()[: int(record["key_length"])] in wanted:',
+            "if len(record):",
+        ),
+        (
+            "what a short write left out is not written",
+            "while done < len(records):",
+            "while done < 0:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/extents.py",
+        (
+            "the old record stays while its slot is overwritten",
+            "extent.segment.index.erase(extent.first, len(extent.keys))",
+            "extent.segment.index.read(extent.first, len(extent.keys))",
+        ),
+        (
+            "payloads are not compared with their digests",
+            "known.get(slot) == each\n",
+            'known.get(slot, (b"",))[0] == each[0]\n',
+        ),
+        (
+            "an extent goes across two segments",
+            "if slot == previous + 1 and slot % segment_slots and len(",
+            "if slot == previous + 1 and len(",
+        ),
+        (
+            "chunks that are written one by one get the same sequence",
+            "Writing(backend, [one], sequence + index)",
+            "Writing(backend, [one], sequence)",
+        ),
+        (
+            "chunks are written as of no epoch",
+            "sequence, size, digests, segment.seed, segment.epoch",
+            "sequence, size, digests, segment.seed, 0",
+        ),
+    ),
+    *_in(
+        "tiers/disk/relocation.py",
+        (
+            "a chunk that was moved is not on the medium when its source is freed",
+            "            segment.sync()\n",
+            "            segment.missing_bytes\n",
+        ),
+        (
+            "a chunk that could not be read is erased by compaction",
+            "if outcome.wrong:",
+            "if outcome.error:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/volume.py",
+        (
+            "a segment is removed while it is being read",
+            "if self._used.get(number):",
+            "if self._used.get(-1):",
+        ),
+        (
+            "open segments stay in the epoch before",
+            "            segment.epoch = epoch\n",
+            "            segment.epoch += 0\n",
+        ),
+        (
+            "a new segment is of the first epoch",
+            "segment.epoch = self.epoch",
+            "segment.epoch = 0",
+        ),
+        (
+            "files that are not ours do not count when unowned lanes make room",
+            "own = self.recovered.foreign_bytes + segments * self.geometry.file_bytes",
+            "own = segments * self.geometry.file_bytes",
+        ),
+        (
+            "two chunks of one write get the same sequence",
+            "sequence += sum(len(extent) for extent in places)",
+            "sequence += len(places)",
+        ),
+        (
+            "a lane grows beyond its capacity",
+            "if len(self.segments) >= self.max_segments:",
+            "if self.max_segments < 0:",
+        ),
+        (
+            "files that are not ours do not count against the capacity",
+            "max(0, capacity - recovered.foreign_bytes) // geometry.file_bytes",
+            "max(0, capacity) // geometry.file_bytes",
+        ),
+    ),
+    *_in(
+        "tiers/disk/lane.py",
+        (
+            "two processes own one lane",
+            "        if _locked(fd, fcntl.LOCK_EX):",
+            "        if _locked(fd, fcntl.LOCK_SH):",
+        ),
+        (
+            "a forked child keeps the lane of its parent",
+            "    for lane in list(_owned):",
+            "    for lane in list(_owned)[:0]:",
+        ),
+        (
+            "neighbours are not told of changes",
+            "os.utime(self._lock, ns=(now, now))",
+            "os.fstat(self._lock)",
+        ),
+    ),
+    *_in(
+        "tiers/disk/epoch.py",
+        (
+            "a reset is not durable",
+            "        os.fsync(fd)\n",
+            "",
+        ),
+        (
+            "of two processes that reset at once both are told that they did it",
+            "        standing = read_epoch(folder)\n        if standing < epoch:",
+            "        if standing < epoch:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/recovery.py",
+        (
+            "a key that is there twice is found in its older slot",
+            "        newest[key] = index",
+            "        newest.setdefault(key, index)",
+        ),
+        (
+            "a namespace whose epoch was lost serves what was forgotten",
+            "if epoch is not None and newest > epoch:",
+            "if epoch is not None and newest < 0:",
+        ),
+        (
+            "a strange file decides which size the segments have",
+            "held.get(header.geometry, 0) + _disk_bytes(path)",
+            "held.get(header.geometry, 0) + 1",
+        ),
+        (
+            "a lane that is larger than its capacity stays so",
+            "if len(found) * geometry.file_bytes > capacity_bytes:",
+            "if capacity_bytes < 0:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/peers.py",
+        (
+            "what was seen before a reset is news after it",
+            "            if known is not self._known:",
+            "            if known is None:",
+        ),
+        (
+            "a chunk that a neighbour has rewritten is not looked for elsewhere",
+            "(p for p in known.places.of(keys[index]) if p not in seen)",
+            "(p for p in () if p not in seen)",
+        ),
+    ),
+    *_in(
+        "tiers/disk/threads.py",
+        (
+            "stores wait for ever behind loads",
+            "if others and (not queue or self._in_a_row >= LOADS_IN_A_ROW):",
+            "if others and not queue:",
+        ),
+        (
+            "a cancelled call gives its memory back while threads use it",
+            "                    cancelled = error\n",
+            "                    raise\n",
+        ),
+    ),
+    *_in(
+        "tiers/disk/unowned.py",
+        (
+            "lanes are emptied that were in use a moment ago",
+            "if since is None or time.time() - since < FREE_SECONDS:",
+            "if since is None:",
+        ),
+        (
+            "a segment of another namespace is removed that has taken the place of its own",
+            "if read_header(one.path).namespace != one.namespace:",
+            "if read_header(one.path) is None:",
+        ),
+    ),
+    *_in(
+        "kvstore/maintenance/offline.py",
+        (
+            "a purge takes no account of the given key",
+            "if (key is None or its_key == key)",
+            "if its_key",
+        ),
+        (
+            "a purge changes a lane that is in use",
+            "lane = Lane.acquire(folder.parent, number, trust)",
+            "lane = Lane(folder, number, os.open(folder, os.O_RDONLY))",
+        ),
+        (
+            "a purge writes into a file that is not to be trusted",
+            "if fault is not None:\n            raise ForeignFileError",
+            "if fault == '':\n            raise ForeignFileError",
+        ),
+    ),
+    # -- stores ------------------------------------------------------------------------------
+    *_in(
+        "tiers/remote/gate.py",
+        (
+            "a call that was cancelled while it waited counts as ended",
+            "if not admitted.cancelled() and admitted.exception() is None:",
+            "if admitted.cancelled() or admitted.exception() is None:",
+        ),
+        (
+            "bytes of calls that have ended still count",
+            "self._used -= size",
+            "self._used -= 0",
+        ),
+    ),
+    *_in(
+        "tiers/remote/record.py",
+        (
+            "a value is taken for that of another key",
+            "if magic != _MAGIC or found != length or padded[:key_length] != key:",
+            "if magic != _MAGIC or found != length:",
+        ),
+        (
+            "a value from another namespace, or from before a reset, is taken",
+            "seed: int = crc32c(place.encode())",
+            'seed: int = crc32c(b"")',
+        ),
+    ),
+    *_in(
+        "tiers/remote/tier.py",
+        (
+            "payloads are not compared with their digests",
+            "good = decode(record, key, size, seed) == digest(payload)",
+            "good = decode(record, key, size, seed) is not None",
+        ),
+        (
+            "after a reset the store is asked for what was forgotten",
+            "self._begin_epoch(secrets.token_hex(8))",
+            "self._begin_epoch(left)",
+        ),
+        (
+            "a value that was found damaged is asked for again and again",
+            "there and self._bad.get(key, -math.inf) + BAD_LASTS < now",
+            "there",
+        ),
+        (
+            "a damaged value is never replaced",
+            "if any(key in self._bad for key in keys):",
+            "if any(key in () for key in keys):",
+        ),
+        (
+            "chunks that a store did not answer for count as lost",
+            "            unread += left\n",
+            "",
+        ),
+        (
+            "a call ends while others still use its memory",
+            "while left := [task for task in running if not task.done()]:",
+            "while left := [task for task in running if task.done() is None]:",
+        ),
+        (
+            "a sweep removes values of others that are in use",
+            "if since < before or epoch_of(n) in left]",
+            "if since or epoch_of(n) in left]",
+        ),
+        (
+            "one call after another waits for a store that hangs",
+            "                gate.fail(reason)\n",
+            "",
+        ),
+    ),
+    *_in(
+        "tiers/remote/directory.py",
+        (
+            "a value in a shared folder can be seen half-written",
+            'temporary = f"{within}/.{secrets.token_hex(8)}"',
+            "temporary = at",
+        ),
+        (
+            "a late read writes into memory that is another's by now",
+            "                lent.clear()\n",
+            "                lent.count(payloads)\n",
+        ),
+        (
+            "a value of a user who is not trusted is taken",
+            "fault = self._mount.trust.file_fault(fd, written=False)",
+            "fault = None",
+        ),
+        (
+            "a short read of a value counts as damage",
+            "while 0 < len(value) < size and",
+            "while 0 > len(value) and",
+        ),
+    ),
+    *_in(
+        "tiers/remote/slices.py",
+        (
+            "places for records are used up",
+            "self._free += places",
+            "self._free += []",
+        ),
+    ),
+    # -- connector ---------------------------------------------------------------------------
+    *_in(
+        "kvstore/connector/manager.py",
+        (
+            "a store that failed counts as stored",
+            "share.keys, share.prompt.id, success, share.era",
+            "share.keys, share.prompt.id, True, share.era",
+        ),
+        (
+            "a transfer from before a reset ends one that was begun after it",
+            "if not self._reports_late or not self._core.late_transfers:",
+            "if self._closed is not None:",
+        ),
+        (
+            "stores that were abandoned count as stored",
+            "self._core.complete_store((transfer.key,), transfer.request, False)",
+            "self._core.complete_store((transfer.key,), transfer.request, True)",
+        ),
+        (
+            "host memory is given back while a disk that hangs still uses it",
+            "        if self.stepper.close(self._drain):\n",
+            "        if [self.stepper.close(self._drain)]:\n",
+        ),
+        (
+            "a refused store is not remembered",
+            "            self._store_refused = True\n",
+            "",
+        ),
+    ),
+    *_in(
+        "kvstore/connector/scheduler.py",
+        (
+            "a request is looked up while it has transfers under way",
+            "        if tracked.jobs:\n            self._stats.deferred += 1",
+            "        if tracked.jobs is None:\n            self._stats.deferred += 1",
+        ),
+        (
+            "blocks are written while a store still reads them",
+            "flush |= self._jobs.using(self._written)",
+            "flush |= set()",
+        ),
+        (
+            "blocks of a preempted request are given out while they are being stored",
+            "                flush |= tracked.jobs\n",
+            "",
+        ),
+        (
+            "the loads of this step have to end before they begin",
+            "        flush -= loads.keys()\n",
+            "",
+        ),
+        (
+            "a store begins after its blocks were given to another",
+            "return set() if self._written.isdisjoint(job.block_ids) else {job.number}",
+            "return set()",
+        ),
+        (
+            "two requests load into blocks that they share",
+            "if matched and self._loads.under_way(tracked, matched):",
+            "if matched and self._loads is None:",
+        ),
+        (
+            "after a reset what running requests have computed is not offered again",
+            "            tracked.store_anew()\n",
+            "            tracked.groups\n",
+        ),
+        (
+            "requests that have ended are kept",
+            "if tracked.ended and not tracked.jobs and self._requests",
+            "if tracked.ended and tracked.jobs and self._requests",
+        ),
+    ),
+    *_in(
+        "kvstore/connector/tracked_request.py",
+        (
+            "tokens that are still being sampled count as computed",
+            "return min(request.num_computed_tokens + scheduled, request.num_tokens)",
+            "return request.num_computed_tokens + scheduled",
+        ),
+        (
+            "a chunk is stored before it is whole",
+            "            tokens // self.group.tokens_per_chunk,\n",
+            "            -(-tokens // self.group.tokens_per_chunk),\n",
+        ),
+        (
+            "a chunk is stored of which a window has left too little",
+            "return kept if len(kept) * group.tokens_per_block >= group.uncut else []",
+            "return kept",
+        ),
+        (
+            "a block behind a window is stored that belongs to another by now",
+            "                self.block_ids[place] = 0\n",
+            "                self.block_ids[place] += 0\n",
+        ),
+        (
+            "what is computed after a failed load is not stored",
+            "            self.load_failed = True\n            self.store_anew()",
+            "            self.load_failed = True",
+        ),
+        (
+            "chunks of two KV cache groups have one key",
+            "return short_name(bytes(block_hash), MAX_KEY_BYTES - len(suffix)) + suffix",
+            "return short_name(bytes(block_hash), MAX_KEY_BYTES - len(suffix)) + bytes(4)",
+        ),
+        (
+            "a request whose load has failed tries to load for ever",
+            "            self.load_failed = True\n",
+            "",
+        ),
+    ),
+)
