@@ -54,7 +54,8 @@ def main() -> int:
             "PYTHONMALLOC": "malloc",
             "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')}",
         }
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        command += ["--disable-warnings"]
         command += ["-m", "not slow", "--timeout", "600", *sys.argv[1:]]
         return subprocess.run([*command, *TESTS], cwd=folder, env=environment).returncode
 

@@ -30,15 +30,28 @@ from queue import SimpleQueue
 from tests.copied import ROOT, copy_project
 from tests.mutation.faults import FAULTS, Fault
 
+REMOTE = "tests/tiers/remote"
+
 OWN = {
-    "core": ("tests/core", "tests/store"),
-    "disk": ("tests/tiers", "tests/test_compaction.py", "tests/test_sharing.py"),
-    "stores": ("tests/tiers/remote",),
-    "connector": ("tests/connector", "tests/vllm/test_worker.py"),
+    "core": ("tests/core", "tests/store", "tests/connector"),
+    "disk": ("tests/tiers", "tests/test_compaction.py", "tests/test_sharing.py", "tests/tools"),
+    "stores": tuple(
+        f"{REMOTE}/test_{name}.py" for name in ("directory", "gate", "thread", "redis")
+    ),
+    "connector": ("tests/connector", "tests/vllm/test_worker.py", "tests/vllm/test_whole.py"),
 }
 """Tests of each room, which come first."""
 
-ALL = ("tests/world", "tests/core", "tests/connector", "tests/store", "tests/tiers", "tests")
+LATE = (REMOTE, "tests/tools", "tests/test_commands.py", "tests/test_tutorials.py")
+"""Tests that wait for others most of their time."""
+
+NEVER = ("tests/mutation", "tests/test_distribution.py", "tests/test_site.py", "tests/test_docs.py")
+"""A fault in a copy says nothing of those that read the whole project."""
+
+ALL = (
+    *("tests/world", "tests/core", "tests/connector", "tests/store", "tests/tiers"),
+    *("tests/faults", REMOTE, "tests"),
+)
 """Then these, in turn, without what has been run."""
 
 TEST_SECONDS, SUITE_SECONDS = 120, 3600
@@ -86,24 +99,9 @@ class Copy:
 
     def _run(self, suite: Sequence[str]) -> str | None:
         """The first test of the suite that fails, if one does."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "--tb=no",
-            "-rfE",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += [
-            "-m",
-            "not slow and not vllm",
-            "--timeout",
-            str(TEST_SECONDS),
-            "-p",
-            "no:warnings",
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", "--disable-warnings"]
+        command += ["-p", "no:cacheprovider", "-m", "not slow and not vllm"]
+        command += ["--timeout", str(TEST_SECONDS)]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with tempfile.TemporaryFile("w+") as told:
             process = subprocess.Popen(
@@ -140,13 +138,13 @@ def suites_for(room: str) -> list[list[str]]:
     """The arguments of each call of pytest for a fault in this room."""
     run: list[str] = []
     suites = []
-    for suite in [OWN[room], *((each,) for each in ALL)]:
+    for suite in (OWN[room], *((each,) for each in ALL)):
         fresh = [each for each in suite if each not in run]
         if fresh:
-            # A fault in a copy says nothing of those that read the whole project.
-            left_out = [*run, "tests/mutation", "tests/test_distribution.py", "tests/test_site.py"]
-            within = [each for each in left_out if each.startswith(tuple(f"{f}/" for f in fresh))]
-            suites.append([*fresh, *(f"--ignore={each}" for each in within)])
+            later = () if suite == ("tests",) else LATE
+            within = tuple(f"{each}/" for each in fresh)
+            passed_over = [each for each in (*run, *NEVER, *later) if each.startswith(within)]
+            suites.append([*fresh, *(f"--ignore={each}" for each in dict.fromkeys(passed_over))])
             run += fresh
     return suites
 
@@ -188,8 +186,8 @@ def run(faults: Sequence[Fault], results: Path, workers: int) -> int:
 def sound(rooms: Sequence[str], workers: int) -> str | None:
     """The first test that fails over a copy without a fault, if there is one."""
     with tempfile.TemporaryDirectory(prefix="kvstore-mutation-") as scratch:
-        copies = [Copy(Path(scratch) / str(number)) for number in range(min(workers, len(rooms)))]
-        suites = [[*OWN[room]] for room in rooms] + [[*ALL[:-1]]]
+        suites = [suites_for(room)[0] for room in rooms] + [["tests/world"]]
+        copies = [Copy(Path(scratch) / str(number)) for number in range(min(workers, len(suites)))]
         with ThreadPoolExecutor(len(copies)) as pool:
             shares = [suites[number :: len(copies)] for number in range(len(copies))]
             ended = pool.map(lambda copy, its: copy.try_out(NOTHING, its), copies, shares)

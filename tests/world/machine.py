@@ -127,6 +127,7 @@ def alive(
         put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)
+        stack.callback(gc.unfreeze)
         try:
             yield handler
         finally:

@@ -72,6 +72,9 @@ class World:
     """
 
     def __init__(self, seed: int, without: Collection[str] = ()) -> None:
+        # Collections look at what belongs to the world alone, until it ends: a process that runs
+        # tests has much more.
+        gc.freeze()
         self.seed = seed
         self.without = frozenset(without)
         self.rng = rng = random.Random(seed)
