@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvstore.core import Core
+from kvstore.errors import KVStoreError
 from kvstore.types import about
 
 __all__ = ["ACTIONS", "Act", "Action", "Changing", "Demote", "Job", "Prefetch", "Reset"]
@@ -316,8 +317,11 @@ class Job:
         """Do it. Never raises, except when it is cancelled as a task."""
         try:
             await self._run(act)
+        except KVStoreError as error:
+            self.state, self._error = "failed", str(error)
         except Exception as error:
-            self.state, self._error = "failed", str(error) or repr(error)
+            self.state, self._error = "failed", repr(error)
+            logger.exception("a control job failed", extra=about("control.failed"))
         finally:
             if self.state == "running":
                 self.state, self._error = "failed", "the store is being closed"

@@ -203,12 +203,11 @@ class Engine:
             raise
         except BaseException as error:
             # A tier has no business raising, but the panic of a native client is no `Exception`;
-            # its fault must still end the move.
+            # its fault must still end the move. What the system says is no fault of the tier.
             places = range(len(move.keys))
-            completion = Completion(
-                move.id, [False] * len(places), error=repr(error), unread=places
-            )
-            raised = error
+            raised = None if isinstance(error, OSError) else error
+            told = repr(error) if raised is not None else str(error)
+            completion = Completion(move.id, [False] * len(places), error=told, unread=places)
         self._tell(move, completion, raised)
         completion.ended = time.monotonic()
         self._done.append(completion)
@@ -249,10 +248,7 @@ class Engine:
             done = await tier.relocate(move.keys, move.slots, move.targets)
             return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.LIST:
-            try:
-                return Completion(move.id, [], found=await tier.list_segment(move.segment))
-            except OSError as error:
-                return Completion(move.id, [], error=str(error))
+            return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:
             return Completion(move.id, [], error=await tier.remove_segment(move.segment))
         if move.op is Op.NOTE:

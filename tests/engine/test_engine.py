@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import subprocess
@@ -231,6 +232,22 @@ def test_a_tier_that_raises_ends_its_moves_as_failed(
     assert [completion.ok for completion in done] == [[False], [False], [], []]
     assert [completion.segments for completion in done] == [[]] * 4
     assert all("today" in (completion.error or "") for completion in done)
+
+
+def test_what_the_system_says_is_no_fault_of_a_tier_and_has_no_traceback(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refused(GatedTier):
+        async def _pass(self, call: str) -> None:
+            raise OSError(errno.EIO, "Input/output error", "/cache/lane-0")
+
+    engine = threads(Refused())
+    engine.submit(ALL_OPS)
+    done = take(engine, 4)
+    assert [completion.ok for completion in done] == [[False], [False], [], []]
+    assert all("Input/output error: '/cache/lane-0'" in (each.error or "") for each in done)
+    assert any("Input/output error" in record.getMessage() for record in caplog.records)
+    assert not any(record.exc_info for record in caplog.records)
 
 
 class Panic(BaseException):

@@ -10,6 +10,7 @@ that fails is made smaller: fewer kinds of acts, and fewer of them, that still b
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ def attempt(
     seed: int, acts: int, without: Collection[str] = ()
 ) -> tuple[World, BrokenError | None]:
     """Run one seed; returns its world, and what was broken."""
+    # Collections look at what belongs to worlds alone.
+    gc.freeze()
     world = World(seed, without)
     try:
         world.run(acts)

@@ -104,6 +104,11 @@ class Kernel:
             raise Killed
         return thread.process
 
+    def forget(self) -> None:
+        """Let go of all that are dead."""
+        for each in (self._ready, self._timers, self.processes, self.corpses):
+            each.clear()
+
     def kill(self, process: Process) -> None:
         """End a process at once, as kill -9 does. Not called by one of its own threads."""
         if not process.alive:

@@ -89,6 +89,8 @@ def alive(
         put(fcntl, "ioctl", _by_fd(fcntl.ioctl, _no_ioctl))
         put(kvstore.tiers.disk.segment, "_libc", _LibC(files))
         put(kvstore.tiers.pinned, "claimed", lambda size: contextlib.nullcontext())
+        # It reads of every mapping of the process, each time a server starts.
+        put(kvstore.tiers.pinned, "backed_by_huge_pages", lambda address: 0)
         for place in (kvstore.concurrency, asyncio):
             put(place, "new_event_loop", _for_us(simulated.Loop, place.new_event_loop))
         for kind in (simulated.Thread, simulated.Lock, simulated.Loop):
@@ -113,6 +115,7 @@ def alive(
         for name, clock in clocks.items():
             put(time, name, _for_us(clock, getattr(time, name)))
         put(threading, "_time", time.monotonic)
+        put(asyncio, "set_event_loop", _for_us(lambda loop: None, asyncio.set_event_loop))
         put(secrets, "token_hex", lambda count=32: rng.randbytes(count).hex())
         put(uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16)))
         put(sys, "set_asyncgen_hooks", lambda *args, **named: None)
@@ -127,16 +130,17 @@ def alive(
         put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)
-        stack.callback(gc.unfreeze)
         try:
             yield handler
         finally:
             kernel.over = True
             for process in list(kernel.processes):
                 kernel.kill(process)
-            kernel.corpses.clear()
+            kernel.forget()
             forget()
-            gc.collect()
+            # What is destroyed may keep others until the next time.
+            while gc.collect():
+                pass
             for one in set(weakref.finalize._registry) - before:  # type: ignore[attr-defined]
                 one.detach()
 

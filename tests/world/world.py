@@ -15,12 +15,16 @@ from unittest.mock import patch
 
 import kvstore
 from kvstore import plugins
+from kvstore.config import Config
+from kvstore.control.commands import Commands
 from kvstore.core.statistics import Ages
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.tiers import Tier
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
+from kvstore.tiers.pinned import PinnedRegion
 from tests.world.files import PAGE, Damage, Files
 from tests.world.kernel import DeadlockError, Kernel, Loop, Process
 from tests.world.machine import alive
@@ -35,8 +39,8 @@ DISK = Path("/sim/kv")
 
 ACTS = (
     "put", "get", "get_into", "look", "prefetch", "pin", "demote", "remove", "flush", "reset",
-    "windows", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump", "rot", "litter",
-    "net", "cut_power",
+    "windows", "control", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump", "rot",
+    "litter", "net", "cut_power",
 )  # fmt: skip
 """The names of all acts that a world can do without."""
 
@@ -72,9 +76,10 @@ class World:
     """
 
     def __init__(self, seed: int, without: Collection[str] = ()) -> None:
-        # Collections look at what belongs to the world alone, until it ends: a process that runs
-        # tests has much more.
-        gc.freeze()
+        # Imported before anything is replaced: what it imports would keep the replacements.
+        from tests.world.scheduler import Scheduler
+
+        self.scheduler: type[Server] = Scheduler
         self.seed = seed
         self.without = frozenset(without)
         self.rng = rng = random.Random(seed)
@@ -156,9 +161,7 @@ class World:
 
     def server_of(self, slot: int) -> Server:
         """Start a server of one kind or the other."""
-        from tests.world.scheduler import Scheduler
-
-        kind = Scheduler if self.rng.random() < self.schedulers else Server
+        kind = self.scheduler if self.rng.random() < self.schedulers else Server
         return kind(self, slot)
 
     def chosen(self, acts: Mapping[_Act, float]) -> tuple[list[_Act], list[float]]:
@@ -244,6 +247,7 @@ class World:
                 leave(ages, keys)
 
             stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
+            stack.enter_context(patch("kvstore.assembly.control_of", _controlled))
             stack.enter_context(patch.object(Ages, "leave", evicted))
             self.kernel.on_exit = self.files.leave_process
             listener.tell = self.tell
@@ -342,6 +346,7 @@ class Server:
             for one in clients:
                 one.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
+            await self._commands().end()
             await store.close()
         world.act("closed")
 
@@ -373,7 +378,7 @@ class Server:
         acts = {
             self._put: 30.0, self._get: 30, self._get_into: 10, self._look: 15, self._prefetch: 3,
             self._pin: 3, self._demote: 3, self._remove: 2, self._flush: 2, self._reset: 0.4,
-            self._windows: 3,
+            self._windows: 3, self._control: 4,
         }  # fmt: skip
         names, weights = world.chosen(acts)
         while True:
@@ -515,6 +520,77 @@ class Server:
                 self._check(keys[count:], found, self.label, "windows")
                 count += len(found)
         self.world.act("windows", f"{count} of {len(keys)}")
+
+    def _commands(self) -> Commands:
+        commands = self.store._assembly.commands
+        assert commands is not None
+        return commands
+
+    async def _control(self, keys: list[bytes]) -> None:
+        """What an operator asks a server for while it serves."""
+        world, rng = self.world, self.world.rng
+        command = rng.choice(["prefetch", "retain", "release", "demote", "remove", "settings"])
+        if "reset" not in world.without and rng.random() < 0.03:
+            command = "reset"
+        body: dict[str, Any] = {"keys": [key.hex() for key in keys]}
+        if command == "retain":
+            body |= {"seconds": rng.random() * 20, "host": rng.random() < 0.5}
+        elif command == "settings":
+            body = self._settings()
+        elif command == "reset":
+            body = {}
+        dry = rng.random() < 0.2
+        before = {key: world.puts.get(key) for key in keys}
+        if command == "remove" and not dry:
+            world.forget(keys)
+        elif command == "reset" and not dry:
+            self.resets += 1
+            self.label, world.next_label = world.next_label, world.next_label + 1
+        told = await self._commands().run(command, body | ({"dry_run": True} if dry else {}))
+        job = self._commands().job(told.get("job", -1))
+        if job is None:
+            world.act("control", f"{command}: {told}")
+            return
+        if rng.random() < 0.1:
+            await asyncio.sleep(rng.random())
+            job.cancel()
+        begun = world.kernel.now
+        while not job.ended.is_set():
+            await asyncio.sleep(0.05)
+            calm = not (world.troubled or self.process.frozen_until or world.hurt)
+            if calm and world.kernel.now - begun > 120:
+                raise BrokenError(f"a job does not end: {job.told()}")
+        if command == "remove":
+            world.forget(keys)
+            if job.state == "done":
+                same = (key for key, puts in before.items() if world.puts.get(key) == puts)
+                world.removed.update(same)
+        world.act("control", f"{command}: {job.told()}")
+
+    def _settings(self) -> dict[str, Any]:
+        """New settings of host memory, the disk, or both."""
+        world, rng = self.world, self.world.rng
+        policies = ["lru", "arc", "sieve", "s3-fifo", "hit-density"]
+        host: dict[str, Any] = {}
+        disk: dict[str, Any] = {}
+        if rng.random() < 0.5:
+            host["bytes"] = CHUNK * rng.randrange(1, world.config["cpu_bytes_to_use"] // CHUNK + 1)
+        if rng.random() < 0.3:
+            host["eviction_policy"] = rng.choice(policies)
+        if rng.random() < 0.5:
+            disk["capacity_bytes"] = rng.randrange(world.segment_bytes, world.capacity + 1)
+        if rng.random() < 0.3:
+            disk["eviction_policy"] = rng.choice(policies)
+        if rng.random() < 0.3 or not (host or disk):
+            disk["compaction_rate"] = rng.choice([0, "1MiB"])
+        return {"host": host, "tiers": {"0": disk} if disk else {}}
+
+
+def _controlled(
+    config: Config, tiers: Sequence[Tier], region: PinnedRegion, description: str
+) -> tuple[None, Commands]:
+    """Every server takes the commands of a control server, which itself is not there."""
+    return None, Commands(config, tiers, region.rows, region.row_bytes, description)
 
 
 class Enemy:
