@@ -176,6 +176,27 @@ def test_what_is_stored_is_copied_to_the_store_once() -> None:
     assert not rig.under_way(Op.CASCADE)
 
 
+def test_what_another_host_has_stored_meanwhile_is_not_copied_again() -> None:
+    rig = with_store(rows=16)
+    first = chain("first", 4)
+    rig.put(first, "first")
+    rig.step()
+    (copy,) = rig.under_way(Op.CASCADE)
+    rig.end(copy, failed=copy.keys)
+    assert rig.ask(KEYS, "asks") is None
+    rig.step()
+    # While one chunk tries whether the store can store again, the others wait.
+    rig.put(KEYS, "w")
+    rig.step()
+    answer(rig, has=KEYS)
+    for _ in range(100):
+        rig.step(1.0)
+        for move in rig.under_way(Op.CASCADE):
+            assert not set(move.keys) & (set(KEYS) & set(rig.core.tiers[0].entries)), move.keys
+            rig.end(move)
+    assert rig.core.unsaved == 0
+
+
 def test_what_was_said_to_be_absent_is_there_once_it_was_copied() -> None:
     rig = with_store(rows=8)
     assert told(rig, KEYS, has=()) == 0

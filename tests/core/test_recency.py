@@ -59,6 +59,25 @@ def test_many_uses_are_written_down_by_one_small_move_after_the_other(
     assert 20 <= sum(sizes) <= 40
 
 
+def test_uses_are_written_down_where_compaction_is_on_but_not_during_its_moves() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=16, on=[keys], segment_slots=8, segments=4, relocation_chunks=4, note_chunks=64)
+    rig.owned().compact_at(1000.0)
+    use(rig, keys)
+    moves: list[Move] = []
+    for _ in range(100):
+        begun = [move for move in rig.step(NOTE_SECONDS / 10) if move not in moves]
+        moves += begun
+        assert len(rig.moves) <= 1, "a use is written down while records are being moved"
+        for move in begun:
+            for _ in range(3):
+                rig.step(NOTE_SECONDS)
+            assert rig.moves == [move], "something is begun beside it"
+            rig.end(move)
+    assert [move.op for move in moves if move.op is Op.NOTE] == [Op.NOTE]
+    assert Op.LIST in [move.op for move in moves]
+
+
 def test_a_chunk_that_has_left_is_not_named() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=16, on=[keys], note_chunks=8)

@@ -262,6 +262,23 @@ def test_a_second_tier_that_is_sooner_than_computing_is_still_waited_for() -> No
     assert bench.core.lookup_prefix(two, "r") is None
 
 
+def test_who_waits_for_another_tier_goes_on_waiting_when_one_is_outpaced() -> None:
+    one, two = prompts(2)
+    bench = Rig(400, [one, two], deadline=50.0, max_wait=500.0, lease=500.0)
+    bench.core.computed(100, 1.0)
+    assert bench.core.lookup_prefix(one, "one") is None
+    bench.step()
+    # The second tier is asked much later, when the first has taken too long already.
+    bench.step(LONG * 0.01 - 0.02)
+    assert bench.core.lookup_prefix(two, "two") is None
+    bench.step()
+    bench.step(0.05)
+    bench.step()
+    assert [tier.outpaced for tier in bench.stats.tiers] == [True, False]
+    assert not bench.core.is_waiting("one")
+    assert bench.core.is_waiting("two")
+
+
 def test_reads_that_ended_long_before_they_were_heard_of_count_by_their_end() -> None:
     (one,) = prompts(1, 10)
     bench = rig([one])

@@ -108,11 +108,6 @@ FAULTS = (
             "if not (uncopied",
         ),
         (
-            "a chunk that is removed still counts as waiting for a copy",
-            "unsaved, _ = self.life.leave((chunk,))\n        self.unsaved -= unsaved\n",
-            "unsaved, _ = self.life.leave((chunk,))\n",
-        ),
-        (
             "of each eviction one row is lost",
             "self._free += [chunk.row for chunk in gone]",
             "self._free += [chunk.row for chunk in gone[1:]]",
@@ -256,6 +251,11 @@ FAULTS = (
             "if chunk.key in ():\n",
         ),
         (
+            "chunks are copied to a tier that is being cleared",
+            "while target.queued and not target.clearing:",
+            "while target.queued:",
+        ),
+        (
             "a chunk whose copy was called off is copied",
             "if not chunk.unsaved & bit:",
             "if not bit:",
@@ -285,7 +285,7 @@ FAULTS = (
         ),
         (
             "uses are recorded while compaction moves the records",
-            "if self.compactor.idle and self.health.alive:",
+            "if self.health.alive and not self.compactor.moving:",
             "if self.health.alive:",
         ),
         (
@@ -330,11 +330,6 @@ FAULTS = (
             "free slots of two segments are merged",
             "if end % self._segment_slots:",
             "if end:",
-        ),
-        (
-            "a tier grows while it is being cleared",
-            "            and not self.clearing\n",
-            "",
         ),
         (
             "slots of a segment that is being emptied are used again",
@@ -388,18 +383,13 @@ FAULTS = (
             "[key for key in lacking if key not in entries and key not in writing]",
             "list(lacking)",
         ),
-        (
-            "chunks are copied to a store that is being left",
-            "return not self.clearing and self.health.accepts(now)",
-            "return self.health.accepts(now)",
-        ),
     ),
     *_in(
         "kvstore/core/residency/remote_answers.py",
         (
-            "what the store has now still counts as absent",
-            "            self.absent.pop(key, None)\n        return self._shorten(",
-            "            self.absent.get(key, None)\n        return self._shorten(",
+            "a question that nobody waits for any longer is waited for",
+            "        self.end(late)\n        return late",
+            "        return late",
         ),
         (
             "answers of a store count for ever",
@@ -478,8 +468,8 @@ FAULTS = (
         ),
         (
             "a record counts in another slot than its own",
-            "            and slot == first_slot + index\n",
-            "",
+            '& (found["slot"] == slots[used])',
+            '& (found["slot"] == found["slot"])',
         ),
         (
             "a damaged record counts when a lane is opened",

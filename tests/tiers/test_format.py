@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from kvstore.tiers.disk.format import (
     encode_records,
     parse_header,
     segment_seed,
+    used_record,
 )
+from kvstore.tiers.disk.index import IndexFile
 from kvstore.types import MAX_KEY_BYTES
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, SLOT, SLOTS, segment_of
@@ -289,3 +292,37 @@ def test_the_fast_way_of_reading_records_says_the_same_as_the_thorough_one(
         live = decode_records(mixed, first, 100, 5)
         told = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
         assert live_chunks(mixed, first, 100, 5) == told
+
+
+def test_an_earlier_use_does_not_replace_a_later_one() -> None:
+    key = b"a key\0\0\0\0"
+    later = used_record(one_record(key), 3, key, SEED, 50, 2**45, 2)
+    assert later is not None
+    clock_was_set_back = used_record(later, 3, key, SEED, 51, 2**44, 3)
+    assert clock_was_set_back is not None
+    (record,) = decode_records(clock_was_set_back, 3, CHUNK, SEED).records
+    assert (record["read_ms"], record["reads"], record["sequence"]) == (2**45, 5, 51)
+
+
+def test_a_record_in_another_slot_than_its_own_is_damaged() -> None:
+    live = decode_records(one_record(slot=3), 4, CHUNK, SEED)
+    assert (live.slots, live.damaged) == ([], [4])
+
+
+def test_a_record_that_was_being_written_is_looked_at_again(tmp_path: Path) -> None:
+    geometry = Geometry(SLOTS, SLOT, CHUNK)
+    file = tmp_path / "segment"
+    whole = one_record(slot=3)
+    # What a reader may find: the end of the record is there, its beginning is not yet.
+    half = bytes(64) + whole[64:]
+    file.write_bytes(bytes(geometry.file_bytes))
+    index = IndexFile(os.open(file, os.O_RDWR), Header("n", SEGMENT_ID, geometry))
+    known = np.zeros(SLOTS, np.uint32)
+    try:
+        index.write(3, half)
+        assert [live.slots for _, live in index.changes(known, 0)] == [[]]
+        index.write(3, whole)
+        assert [(slots, live.slots) for slots, live in index.changes(known, 0)] == [([3], [3])]
+        assert list(index.changes(known, 0)) == []
+    finally:
+        index.close()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvstore.testing.bench import key_of
-from kvstore.tiers.disk.format import RECORD_BYTES
+from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.format import RECORD_BYTES, Geometry
 from kvstore.tiers.disk.index import IndexFile, read_index
+from kvstore.tiers.disk.io.buffered import BufferedIO
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import SLOTS, lane_of, segment_of
+from tests.tiers.support import NAMESPACE, SLOTS, lane_of, segment_of
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -32,6 +35,37 @@ async def test_chunks_that_were_used_are_the_hottest_when_nobody_has_closed_the_
     cold = [key for key in KEYS if key not in used]
     assert [key for key, _ in again.opening.entries] == [*cold, *used]
     assert await again.fetch(KEYS, ALL) == [True] * SLOTS
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["whole", "one fails"])
+async def test_chunks_of_one_write_have_the_order_of_their_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also when they are written by several threads, or one by one after a call that failed."""
+    size, calls = 2**19, iter([fails])
+    if fails:
+        write = BufferedIO.write
+
+        def failing(self: BufferedIO, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+            if len(buffers) > 1 and next(calls, False):
+                raise OSError(errno.EIO, "injected")
+            write(self, fd, buffers, offset)
+
+        monkeypatch.setattr(BufferedIO, "write", failing)
+    geometry = Geometry(SLOTS, size, size)
+    tier = DiskTier(
+        folder, NAMESPACE, size, geometry.file_bytes, segment_bytes=geometry.file_bytes,
+        io="buffered", io_threads=3,
+    )  # fmt: skip
+    bench = TierBench(tier, SLOTS, size, size)
+    try:
+        done = await bench.store(KEYS, ALL)
+        assert done.ok == [True] * SLOTS
+    finally:
+        bench.abandon()
+    _, live, _ = read_index(segment_of(folder))
+    assert live.keys() == KEYS
+    assert live.records["sequence"].tolist() == ALL
 
 
 async def test_reads_are_counted_once_whether_they_are_noted_or_saved_at_the_end(

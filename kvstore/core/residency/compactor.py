@@ -92,6 +92,11 @@ class Compactor:
         return not (self._rate or self._slots.surplus) and self._victim < 0
 
     @property
+    def moving(self) -> bool:
+        """Whether one of its moves is under way."""
+        return self._under_way
+
+    @property
     def rate(self) -> float:
         """Chunks that may be copied in a second; 0 without compaction."""
         return self._rate

@@ -171,7 +171,7 @@ class OwnedTier(CopyTarget):
             slots.begin_growth(now)
             return Move(-1, Op.GROW, self.number)
         # Records are not written while compaction reads them.
-        if self.compactor.idle and self.health.alive:
+        if self.health.alive and not self.compactor.moving:
             entries = self.entries
             keys = self.index.recency.due(entries, now)
             if keys:

@@ -333,7 +333,6 @@ class Slots:
         """Whether one more segment should be made ready now, ahead of need."""
         return (
             not self.growing
-            and not self.clearing
             and self.segments < self.max_segments
             and self.short
             and self.upkeep.ready(now)

@@ -111,3 +111,14 @@ async def test_those_that_wait_fail_with_the_call_before_them_and_later_ones_do_
     assert calls.under_way == ["a"]
     await calls.end("a")
     assert calls.under_way == ["c"]
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_gives_nobody_a_turn() -> None:
+    calls = Calls(Gate(1, 16))
+    for number, name in enumerate("abc"):
+        await calls.begin(name, number, 8)
+    calls.tasks["b"].cancel()
+    await calls.settle()
+    assert calls.under_way == ["a"]
+    await calls.end("a")
+    assert calls.under_way == ["c"]
