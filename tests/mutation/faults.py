@@ -251,11 +251,6 @@ FAULTS = (
             "if chunk.key in ():\n",
         ),
         (
-            "chunks are copied to a tier that is being cleared",
-            "while target.queued and not target.clearing:",
-            "while target.queued:",
-        ),
-        (
             "a chunk whose copy was called off is copied",
             "if not chunk.unsaved & bit:",
             "if not bit:",
