@@ -47,23 +47,28 @@ NEAR = {
         "": "simulation",
     },
     "tiers": {
-        "segment": "disk_contract bad_input space corruption epoch trust",
-        "format": "format noted_uses corruption",
-        "index": "noted_uses erasing peers disk_contract",
+        "segment": "epoch world/power bad_input corruption trust",
+        "format": "format",
+        "index": "format erasing",
         "extents": "extents noted_uses corruption",
-        "relocation": "relocation",
-        "volume": "noted_uses space unowned epoch",
-        "lane": "disk_contract trust peers",
-        "epoch": "epoch",
+        "relocation": "relocation world/power",
+        "volume": "epoch noted_uses space unowned corruption faults/files",
+        "lane": "trust peers store/sync store/home",
+        "epoch": "epoch world/power",
         "recovery": "corruption bad_input space epoch",
         "peers": "peers",
         "threads": "threads",
         "unowned": "unowned",
     },
     "tools": {"": "upkeep gc cli"},
-    "tiers/remote": {"gate": "gate", "": "directory object"},
+    "tiers/remote": {
+        "gate": "gate",
+        "directory": "directory faults/shared_directory",
+        "slices": "mooncake",
+        "": "directory object given_up overload",
+    },
     "connector": {
-        "manager": "manager_contract steps random_acts",
+        "manager": "manager_contract steps random_acts faults/pending",
         "": "scheduler matching scheduler_machine",
     },
 }
@@ -192,7 +197,8 @@ def near(path: str) -> list[str]:
     start = next(each for each in FOLDERS if path.startswith(each))
     folder, module = FOLDERS[start], path.removeprefix(start).removesuffix(".py")
     names = NEAR[folder].get(module) or NEAR[folder].get("", "")
-    files = [f"tests/{folder}/test_{name}.py" for name in names.split()]
+    places = (name if "/" in name else f"{folder}/{name}" for name in names.split())
+    files = ["/test_".join(f"tests/{place}.py".rsplit("/", 1)) for place in places]
     return [file for file in files if (ROOT / file).is_file()]
 
 

@@ -624,7 +624,7 @@ FAULTS = (
         "tiers/disk/recovery.py",
         (
             "a key that is there twice is found in its older slot",
-            "        newest[key] = index",
+            "        newest.pop(key, None)\n        newest[key] = index",
             "        newest.setdefault(key, index)",
         ),
         (
@@ -824,11 +824,6 @@ FAULTS = (
             "        if self.stepper.close(self._drain):\n",
             "        if [self.stepper.close(self._drain)]:\n",
         ),
-        (
-            "a refused store is not remembered",
-            "            self._store_refused = True\n",
-            "",
-        ),
     ),
     *_in(
         "kvstore/connector/scheduler.py",
@@ -876,11 +871,6 @@ FAULTS = (
     *_in(
         "kvstore/connector/tracked_request.py",
         (
-            "tokens that are still being sampled count as computed",
-            "return min(request.num_computed_tokens + scheduled, request.num_tokens)",
-            "return request.num_computed_tokens + scheduled",
-        ),
-        (
             "a chunk is stored before it is whole",
             "            tokens // self.group.tokens_per_chunk,\n",
             "            -(-tokens // self.group.tokens_per_chunk),\n",
@@ -894,11 +884,6 @@ FAULTS = (
             "a block behind a window is stored that belongs to another by now",
             "                self.block_ids[place] = 0\n",
             "                self.block_ids[place] += 0\n",
-        ),
-        (
-            "what is computed after a failed load is not stored",
-            "            self.load_failed = True\n            self.store_anew()",
-            "            self.load_failed = True",
         ),
         (
             "chunks of two KV cache groups have one key",

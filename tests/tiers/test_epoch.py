@@ -6,8 +6,9 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
+from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tiers.disk.volume import Volume
+from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, Child, disk_of, lane_of
 
@@ -255,3 +258,44 @@ async def test_who_resets_after_others_did_is_alone_unless_told_to_join_them(
     assert disk_of(bench).epoch == 5
     await bench.tier.clear()
     assert disk_of(bench).epoch == 6
+
+
+async def test_what_is_listed_and_what_grows_is_of_the_epoch_that_is_entered(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    assert all((await bench.store(KEYS, range(8))).ok)
+    assert await bench.tier.list_segment(0)
+    assert await bench.tier.clear() is not None
+    assert await bench.tier.list_segment(0) == [], "compaction moves nothing that was forgotten"
+    number, _ = await bench.tier.grow()
+    assert number == 1
+    assert all((await bench.store(KEYS[:2], [8, 9])).ok)
+    bench.abandon()
+    again = open_bench()
+    assert sorted(key for key, _ in again.opening.entries) == sorted(KEYS[:2])
+
+
+async def test_a_segment_that_is_being_read_is_not_removed(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(io="buffered")
+    await bench.tier.grow()
+    assert all((await bench.store(KEYS, range(8))).ok)
+    begun, gate = threading.Event(), threading.Event()
+    read = BufferedIO.read
+
+    def slow(self: BufferedIO, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        begun.set()
+        assert gate.wait(TOO_LONG)
+        return read(self, fd, buffers, offset)
+
+    monkeypatch.setattr(BufferedIO, "read", slow)
+    reading = asyncio.ensure_future(bench.fetch(KEYS, list(range(8))))
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
+    told = await bench.tier.remove_segment(0)
+    gate.set()
+    assert await reading == [True] * 8
+    assert told is not None
+    assert told.endswith("is in use")
+    assert await bench.tier.remove_segment(0) is None

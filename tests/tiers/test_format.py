@@ -26,6 +26,7 @@ from kvstore.tiers.disk.format import (
     decode_records,
     encode_header,
     encode_records,
+    live_chunks,
     parse_header,
     segment_seed,
     used_record,
@@ -324,5 +325,37 @@ def test_a_record_that_was_being_written_is_looked_at_again(tmp_path: Path) -> N
         index.write(3, whole)
         assert [(slots, live.slots) for slots, live in index.changes(known, 0)] == [([3], [3])]
         assert list(index.changes(known, 0)) == []
+    finally:
+        index.close()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 7])
+def test_the_quick_way_finds_what_is_of_its_epoch_alone(epoch: int) -> None:
+    names = [b"key-%d" % n for n in range(4)]
+    raw = b"".join(
+        encode_records([name], n, n, CHUNK, [bytes(16)], SEED, epoch=[0, 1, 7, 1][n])
+        for n, name in enumerate(names)
+    )
+    live = decode_records(raw, 0, CHUNK, SEED).of_epoch(epoch)
+    slow = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
+    assert live_chunks(raw, 0, CHUNK, SEED, epoch) == slow
+    assert slow
+
+
+def test_records_are_written_whole_by_calls_that_write_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = Geometry(SLOTS, SLOT, CHUNK)
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(geometry.file_bytes))
+    index = IndexFile(os.open(file, os.O_RDWR), Header("n", SEGMENT_ID, geometry))
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:100], at))
+    try:
+        names = [b"key-%d" % n for n in range(4)]
+        index.write(2, encode_records(names, 2, 0, CHUNK, [bytes(16)] * 4, SEED))
+        assert index.live().keys() == names
+        index.erase(2, 4)
+        assert (index.live().slots, index.live().damaged) == ([], [])
     finally:
         index.close()

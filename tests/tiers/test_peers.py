@@ -432,3 +432,30 @@ async def test_closing_does_not_wait_for_a_look_that_hangs(
         assert (await looking).appeared == []
         await follower.tier.close([])
     gate.set()
+
+
+async def test_what_was_seen_before_a_reset_is_no_news_after_it(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = follow()
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    begun, gate = threading.Event(), threading.Event()
+    changes = Places.changes
+
+    def slow(self: Places) -> Changes:
+        found = changes(self)
+        begun.set()
+        assert gate.wait(TOO_LONG)
+        return found
+
+    monkeypatch.setattr(Places, "changes", slow)
+    looking = asyncio.ensure_future(follower.tier.refresh())
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
+    monkeypatch.setattr(Places, "changes", changes)
+    # Its own lane moves to another epoch first, in which the neighbour has nothing.
+    assert await follower.bench.tier.clear() is not None
+    assert await follower.tier.clear() == []
+    gate.set()
+    assert (await looking).appeared == []
+    assert (await follower.look()).appeared == []

@@ -14,7 +14,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import unowned
 from kvstore.tiers.disk.namespace import Namespace
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child
+from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, disk_of
 
 StartChild = Callable[..., Child]
 
@@ -390,3 +390,18 @@ async def test_a_process_that_comes_back_meanwhile_keeps_what_is_left(
     removing.answer()
     assert removing.line() == "1"
     assert segments(folder, OLD) == [1, 2]
+
+
+async def test_a_lane_that_was_used_since_it_was_looked_at_keeps_its_segments(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unowned, "FREE_SECONDS", 0.0)
+    await leave(open_bench, folder, OLD, 1000)
+    own = open_bench(segments=4 * SEGMENTS)
+    lanes = disk_of(own).volumes[0].unowned
+    assert segments(folder, OLD) == [0, 1, 2]
+    # Somebody takes it and lets go of it, and an hour has not gone by.
+    monkeypatch.setattr(unowned, "FREE_SECONDS", 3600.0)
+    lanes.make_room(0)
+    assert segments(folder, OLD) == [0, 1, 2]
+    assert lanes.removed == 0
