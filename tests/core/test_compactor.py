@@ -284,3 +284,27 @@ def test_a_reset_in_its_midst_leaves_every_slot_free(op: Op) -> None:
     assert tier.slots.free == tier.slots.segments * SLOTS
     assert tier.slots.segments == (3 if op is Op.SHRINK else 4)
     assert not tier.index.reading
+
+
+def test_a_chunk_that_left_and_came_back_during_its_move_stays_where_it_is() -> None:
+    rig = sparse()
+    tier = rig.owned()
+    for _ in range(20):
+        rig.step(0.1)
+        for move in rig.under_way(Op.LIST):
+            rig.moves.remove(move)
+            its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == move.segment]
+            rig.ended.append(Completion(move.id, [], found=its))
+    (move,) = rig.under_way(Op.RELOCATE)
+    key, held = move.keys[0], len(tier.entries)
+    tier.forget((key,))
+    (slot,) = tier.slots.take(1)
+    tier.index.begin_writes([key], [slot])
+    tier.index.written([key])
+    free = tier.slots.free
+    rig.end(move)
+    rig.step()
+    assert tier.entries[key] == slot
+    assert len(tier.entries) == held
+    assert len(set(tier.entries.values())) == held, "no slot has two chunks"
+    assert tier.slots.free == free + 1, "the slot that was meant for its copy is free again"

@@ -94,3 +94,12 @@ def test_a_store_is_not_deferred_for_a_request_that_waits_for_its_tier() -> None
     grant = rig.core.prepare_store(chain("new", 3), "w")
     assert grant is not None
     assert len(grant.keys) == 3
+
+
+def test_each_tier_has_its_own_share_where_a_prompt_lies_on_both() -> None:
+    keys = chain("a", 16)
+    rig = Rig(rows=16, on=[keys[1:], keys[:1]])
+    assert rig.ask(keys) is None
+    rig.step()
+    assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 0)] == [12]
+    assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 1)] == [1]

@@ -83,3 +83,4 @@ async def test_a_shutdown_amid_copies_to_a_disk_that_hangs_ends_in_time(
         manager.shutdown()
         # What a busy machine adds is not what a disk that hangs would.
         assert time.monotonic() - began < DRAIN + PATIENCE / 4
+        assert len(manager.region.row(0)), "what hangs still reads from it"

@@ -55,7 +55,7 @@ NEAR = {
         "volume": "epoch noted_uses space unowned corruption faults/files",
         "lane": "trust peers store/sync store/home",
         "epoch": "epoch world/power",
-        "recovery": "corruption bad_input space epoch",
+        "recovery": "corruption noted_uses bad_input",
         "peers": "peers",
         "threads": "threads",
         "unowned": "unowned",
@@ -64,8 +64,8 @@ NEAR = {
     "tiers/remote": {
         "gate": "gate",
         "directory": "directory faults/shared_directory",
-        "slices": "mooncake",
-        "": "directory object given_up overload",
+        "slices": "gate mooncake",
+        "": "gate directory object given_up",
     },
     "connector": {
         "manager": "manager_contract steps random_acts faults/pending",

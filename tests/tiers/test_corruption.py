@@ -38,10 +38,12 @@ from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (
     CHUNK,
     GEOMETRY,
+    NAMESPACE,
     SEGMENT,
     SLOT,
     SLOTS,
     disk_bytes,
+    disk_of,
     flip,
     lane_bytes,
     lane_of,
@@ -608,3 +610,15 @@ async def test_another_segment_size_goes_on_with_the_segments_that_are_there(
     bench = open_bench(segment_bytes=3 * SEGMENT)
     assert bench.opening.segment_slots == SLOTS
     assert await served(bench) == ALL
+
+
+async def test_small_strange_files_do_not_decide_the_size_of_segments(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    other = Geometry(1, SLOT, CHUNK)
+    for number in range(7, 12):
+        header = Header(NAMESPACE.digest, f"{number:032x}", other)
+        segment_of(stored, number).write_bytes(encode_header(header))
+    again = open_bench(segments=6)
+    assert disk_of(again).geometry.slots == SLOTS
+    assert len(again.opening.entries) == len(KEYS)

@@ -11,11 +11,13 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD_BYTES, Geometry
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.io.buffered import BufferedIO
+from kvstore.tiers.disk.segment import Segment
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, SLOTS, lane_of, segment_of
+from tests.tiers.support import GEOMETRY, NAMESPACE, SLOT, SLOTS, lane_of, segment_of
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -134,3 +136,34 @@ async def test_the_order_at_the_end_is_put_together_by_threads_of_the_tier(
     assert threads
     assert threading.current_thread().name not in threads
     assert [key for key, _ in open_bench().opening.entries] == KEYS[::-1]
+
+
+async def test_of_two_records_of_a_key_the_later_one_counts(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS[:1], [5])
+    await bench.store(KEYS[1:2], [2])
+    await bench.store(KEYS[:1], [0])
+    bench.abandon()
+    again = open_bench()
+    assert again.opening.entries == [(KEYS[1], 2), (KEYS[0], 0)]
+
+
+async def test_the_record_of_a_slot_is_gone_before_its_bytes_are_written(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, ALL)
+    bench.abandon()
+    backend = BufferedIO()
+    segment = Segment.open(segment_of(folder), NAMESPACE.digest, GEOMETRY, backend)
+    try:
+        rows = [memoryview(bytearray(SLOT)) for _ in range(3)]
+        writing = Writing(backend, [Extent(segment, 2, KEYS[:3], rows)], 100)
+        assert segment.index.live().slots == [0, 1, 5, 6, 7]
+        (outcome,) = writing.end()
+        assert outcome.ok == [True] * 3
+        assert segment.index.live().slots == ALL
+    finally:
+        segment.close()

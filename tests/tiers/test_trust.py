@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk.peers import PeerLanes
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.trust import Trust
+from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
 
@@ -403,3 +407,30 @@ async def test_a_foreign_file_takes_the_room_that_it_has_on_the_disk(
     assert await served(bench) == SLOTS
     assert (await bench.tier.grow())[0] == 1
     assert await bench.tier.grow() == (None, "the capacity is used up")
+
+
+def test_a_forked_child_does_not_keep_the_lane_of_its_parent(folder: Path) -> None:
+    space = NAMESPACE.establish(folder)
+    program = """
+        import os, pathlib, sys, time
+        from kvstore.tiers.disk.lane import Lane
+
+        space = pathlib.Path(sys.argv[1])
+        lane = Lane.acquire(space, 0)
+        lives, begun = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(begun, b".")
+            time.sleep(60)
+            os._exit(0)
+        os.read(lives, 1)
+        lane.release()
+        try:
+            Lane.acquire(space, 0).release()
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(space)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOO_LONG)
+    assert done.returncode == 0, done.stderr

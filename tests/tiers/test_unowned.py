@@ -405,3 +405,15 @@ async def test_a_lane_that_was_used_since_it_was_looked_at_keeps_its_segments(
     lanes.make_room(0)
     assert segments(folder, OLD) == [0, 1, 2]
     assert lanes.removed == 0
+
+
+async def test_what_strangers_left_in_ones_own_lane_counts_when_others_give_way(
+    folder: Path, open_bench: OpenBench, at_once: None
+) -> None:
+    own = open_bench(segments=4 * SEGMENTS)
+    own.abandon()
+    (folder / NAMESPACE.name / "lane-0" / "core.123").write_bytes(bytes(2 * SEGMENT))
+    await leave(open_bench, folder, OLD, 1000)
+    again = open_bench(segments=SEGMENTS + 1)
+    await fill(again, 1)
+    assert segments(folder, OLD) == [2], "two of four segments are a stranger's, and one is ours"

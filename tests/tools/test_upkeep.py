@@ -233,3 +233,16 @@ async def test_stat_counts_segments_by_occupancy(tmp_path: Path) -> None:
     assert sum(told["occupancy"]) == told["layout"]["segments"]
     assert told["layout"]["live"] == len(KEYS)
     assert told["chunks_per_extent"] > 1
+
+
+async def test_a_purge_does_not_write_into_a_file_that_others_may_write_to(tmp_path: Path) -> None:
+    await fill(tmp_path, KEYS)
+    segments = sorted(tmp_path.glob("*/lane-0/segment-*"))
+    for segment in segments:
+        segment.chmod(0o666)
+    (done,) = purge(tmp_path, key=KEYS[0])
+    assert done.chunks == 0
+    assert [fault.path for fault in done.faults] == [str(segments[0])]
+    for segment in segments:
+        segment.chmod(0o600)
+    assert KEYS[0] in await survivors(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import threading
@@ -16,6 +17,7 @@ from kvstore.tiers.remote.client import StoreError
 from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.mount import MARK, Mount
 from kvstore.tiers.remote.object import ObjectTier
+from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
 
@@ -186,3 +188,23 @@ async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
     await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
     assert all(bench.is_smeared(row) for row in range(4))
     await bench.close()
+
+
+async def test_a_value_is_read_whole_by_calls_that_return_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(min(1000, size or 1000))
+
+    def short(fd: int, mode: str, buffering: int) -> Any:
+        return Short(fd, mode) if mode == "rb" else open(fd, mode, buffering=buffering)
+
+    monkeypatch.setattr("kvstore.tiers.remote.directory.open", short, raising=False)
+    client = DirectoryClient(Mount(tmp_path))
+    payload, record = memoryview(bytearray(b"x" * 8192)), bytes(RECORD_BYTES)
+    names = ["place/shared/6b6579"]
+    assert await client.put(names, [record], [payload]) == [None]
+    found = memoryview(bytearray(8192))
+    assert await client.get(names, [found]) == [record]
+    assert found == payload

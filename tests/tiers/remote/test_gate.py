@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import StoreError
 from kvstore.tiers.remote.gate import Gate
+from kvstore.tiers.remote.slices import Beside
+from kvstore.tiers.remote.tier import QUESTIONS_AT_ONCE, StoreTier, _two_at_once
+from kvstore.types import TierPlace
+from tests.patience import PATIENCE, TOO_LONG
 
 pytestmark = pytest.mark.asyncio
 
@@ -122,3 +130,68 @@ async def test_a_call_that_is_cancelled_while_it_waits_gives_nobody_a_turn() -> 
     assert calls.under_way == ["a"]
     await calls.end("a")
     assert calls.under_way == ["c"]
+
+
+async def test_calls_that_raise_are_waited_for_as_they_use_memory() -> None:
+    goes_on, ended = asyncio.Event(), []
+
+    async def uses_memory() -> str:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await goes_on.wait()
+            ended.append("it")
+        return ""
+
+    async def fails() -> str:
+        raise StoreError("no")
+
+    told: list[str] = []
+    moving = asyncio.create_task(_two_at_once([fails(), uses_memory()], told.append))
+    for _ in range(5):
+        await asyncio.sleep(0)
+        moving.cancel()
+    assert not moving.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    assert ended == ["it"]
+
+
+async def test_a_store_that_hangs_fails_the_calls_that_wait_for_it_at_once() -> None:
+    class Hanging:
+        async def exists(self, names: Sequence[str]) -> list[bool]:
+            await asyncio.sleep(TOO_LONG)
+            return []
+
+        async def close(self) -> None:
+            return
+
+    class HangingTier(StoreTier):
+        address = "hanging"  # type: ignore[assignment]
+
+        def connect(self) -> Any:
+            return Hanging()
+
+    tier = HangingTier(TierPlace("n", {"model": "m"}, 4096), timeout_s=0.3)
+    region = PinnedRegion.private(2, 4096)
+    tier.open(region)
+    try:
+        begun = time.monotonic()
+        asked = [tier.holds([b"key-%d" % n]) for n in range(10 * QUESTIONS_AT_ONCE)]
+        answers = await asyncio.gather(*asked)
+        # One after the other they would take ten times as long.
+        assert time.monotonic() - begun < 0.3 * 8
+        assert all("no answer within 0.3 s" in (answer.error or "") for answer in answers)
+    finally:
+        await tier.close([])
+        region.close()
+
+
+async def test_places_for_records_are_used_again() -> None:
+    beside = Beside(2)
+    payloads = [memoryview(bytearray(64)), memoryview(bytearray(64))]
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(3):
+            async with beside.lent(payloads) as slices:
+                assert len(slices.records) == 2
