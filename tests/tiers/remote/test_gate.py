@@ -168,7 +168,7 @@ async def test_a_store_that_hangs_fails_the_calls_that_wait_for_it_at_once() -> 
             return
 
     class HangingTier(StoreTier):
-        address = "hanging"  # type: ignore[assignment]
+        address = "hanging"
 
         def connect(self) -> Any:
             return Hanging()
