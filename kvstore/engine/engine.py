@@ -206,7 +206,7 @@ class Engine:
             # its fault must still end the move. What the system says is no fault of the tier.
             places = range(len(move.keys))
             raised = None if isinstance(error, OSError) else error
-            told = repr(error) if raised is not None else str(error)
+            told = (str(error) if raised is None else "") or repr(error)
             completion = Completion(move.id, [False] * len(places), error=told, unread=places)
         self._tell(move, completion, raised)
         completion.ended = time.monotonic()
