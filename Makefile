@@ -157,7 +157,7 @@ inputs: $(READY)
 sanitize: $(READY)
 	@$(BIN)/python -m tests.sanitize
 
-# A hundred and fifty faults, put in one at a time: which test finds them. Hours; it goes on where it was ended.
+# Nearly 150 faults, put in one at a time: which test finds them. Hours; it goes on where it was ended.
 mutation: $(READY)
 	@$(BIN)/python -m tests.mutation
 
