@@ -161,7 +161,7 @@ class Bundle(_Cache):
 class Trace(Target):
     """A trace, of each format, compressed or not."""
 
-    TEXTS = (
+    TEXTS: tuple[list[Any], ...] = (
         [{"timestamp": 0, "hash_ids": [1, 2, 3]}, {"timestamp": 5, "hash_ids": [1, 2, "x"]}],
         [{"block_tokens": 16}, [0, 9, 9, -1, 0, 4], [7, 9, 9, 0, 2, 3]],
     )
@@ -186,6 +186,15 @@ class Trace(Target):
 class Configuration(Target):
     """A configuration: as a table, as TOML, and from the environment."""
 
+    TOML = 'host = "64MiB"\n[[tiers]]\ntype = "disk"\npath = "/x"\ncapacity_bytes = "1GiB"\n'
+
+    VARIABLES: ClassVar = {
+        "KVSTORE_CONFIG_HOST": "64MiB",
+        "KVSTORE_CONFIG_TIERS": '[{type = "disk", path = "/x", capacity_bytes = "1GiB"}]',
+        "KVSTORE_CONFIG_DEADLINE_S": "0.5",
+        "KVSTORE_CONFIG_KEEP_EVENTS": "true",
+    }
+
     def __init__(self) -> None:
         super().__init__()
         disk = {"type": "disk", "path": str(self.folder / "c"), "capacity_bytes": "1GiB"}
@@ -194,8 +203,8 @@ class Configuration(Target):
             "chunk_bytes": 4096,
             "identity": {"model": "m", "tp": 1},
             "eviction_policy": {"name": "hit-density", "whole_stores": False},
-            "admission_filters": ["doorkeeper"],
-            "tiers": [disk | {"io": "direct"}, {"type": "directory", "path": str(self.folder)}],
+            "admission": ["doorkeeper"],
+            "tiers": [disk | {"io": "direct"}, {"type": "object", "url": f"file://{self.folder}"}],
             "deadline_s": 0.5,
             "pinned_share": 0.25,
             "control": str(self.folder / "ctl.sock"),
@@ -203,19 +212,17 @@ class Configuration(Target):
 
     def read(self, choices: Choices) -> None:
         kind = choices.next(4)
-        try:
+        with contextlib.suppress(KVStoreError):
             if kind == 1:
                 file = self.folder / "kvstore.toml"
-                text = 'cpu_bytes_to_use = "64MiB"\n[[tiers]]\ntype = "disk"\npath = "/x"\n'
-                file.write_bytes(damaged(text.encode(), choices))
+                file.write_bytes(damaged(self.TOML.encode(), choices))
                 Config.from_mapping(read_toml(file))
             elif kind == 2:
-                name = f"KVSTORE_{choices.rest(20).decode('latin-1').upper()}"
-                read_environment({name: choices.rest(30).decode("latin-1"), "KVSTORE_TIERS": "[]"})
+                told = edited(self.VARIABLES, choices)
+                if isinstance(told, dict):
+                    Config.from_mapping(read_environment({k: str(v) for k, v in told.items()}))
             else:
                 Config.from_mapping(edited(self.sound, choices))
-        except KVStoreError:
-            pass
         with contextlib.suppress(ValueError):
             parse_size(choices.rest(12).decode("latin-1"))
 
@@ -261,20 +268,26 @@ class Control(Target):
         if not isinstance(given, dict):
             return
 
-        async def ask() -> None:
-            try:
-                told = await self._commands.run(command, json.loads(json.dumps(given)))
-            except KVStoreError:
-                return
+        with contextlib.suppress(KVStoreError):
+            self.ask(command, json.loads(json.dumps(given)))
+
+    def ask(self, command: str, body: dict[str, Any]) -> str:
+        """Give a command; returns how its job has ended."""
+
+        async def asking() -> str:
+            told = await self._commands.run(command, body)
             json.dumps(told)
             job = self._commands.job(told.get("job", -1))
-            if job is not None:
-                await asyncio.wait_for(job.ended.wait(), 60)
-                assert job.state in ("done", "failed"), job.told()
-                error = job.told().get("error") or ""
-                assert "Error(" not in error, error
+            if job is None:
+                return "dry run"
+            await asyncio.wait_for(job.ended.wait(), 60)
+            assert job.state in ("done", "failed"), job.told()
+            error = job.told()["error"] or ""
+            assert "Error(" not in error, error
+            return job.state
 
-        self._run(ask)
+        ended: str = self._run(asking)
+        return ended
 
     def close(self) -> None:
         self._run(lambda: self._opening.__aexit__(None, None, None))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import kvstore
 from kvstore.config import Config
+from kvstore.config.model import read_environment, read_toml
+from kvstore.core.hints import read_hints
 from kvstore.errors import ConfigError, ForeignFileError, TraceError
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.observe.recording import MAGIC
 from kvstore.simulation.trace import read_trace
 from tests.fuzz.__main__ import NAMES
 from tests.fuzz.choices import Choices
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import TARGETS, Configuration, Control, Hints, Trace
 from tests.store.support import keys_of, payloads, small
 
 INPUTS = {"segment": 12, "bundle": 20, "namespace": 40}
@@ -24,6 +27,28 @@ INPUTS = {"segment": 12, "bundle": 20, "namespace": 40}
 
 def test_each_target_has_its_name_on_the_command_line() -> None:
     assert list(NAMES) == list(TARGETS)
+
+
+def test_what_is_not_damaged_is_taken(tmp_path: Path) -> None:
+    """Or every input would be refused for the same reason, and nothing behind it be reached."""
+    target = Configuration()
+    file = tmp_path / "kvstore.toml"
+    file.write_text(target.TOML)
+    for values in (target.sound, read_toml(file), read_environment(target.VARIABLES)):
+        assert Config.from_mapping(values).tiers
+    for number, lines in enumerate(Trace.TEXTS):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("\n".join(json.dumps(line) for line in lines))
+        assert read_trace(file).requests
+    hints = [SimpleNamespace(**action) for action in Hints.ACTIONS]
+    assert read_hints(Hints.PARAMS, SimpleNamespace(actions=hints))[1:] == (5, 0)
+    control = Control()
+    try:
+        for command, body in Control.BODIES:
+            assert control.ask(command, body) in ("done", "dry run")
+    finally:
+        target.close()
+        control.close()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -33,7 +33,7 @@ from tests.mutation.faults import FAULTS, Fault
 REMOTE = "tests/tiers/remote"
 
 NEAR = {
-    "core": {
+    "kvstore/core/": {
         "residency/owned": "compactor recency devices flow cascade",
         "residency/slots": "extents compactor devices",
         "residency/breaker": "breaker",
@@ -46,7 +46,7 @@ NEAR = {
         "promotion": "promotion_limit no_room pace",
         "": "simulation",
     },
-    "tiers": {
+    "tiers/disk/": {
         "segment": "epoch world/power bad_input corruption trust",
         "format": "format",
         "index": "format erasing",
@@ -60,19 +60,28 @@ NEAR = {
         "threads": "threads",
         "unowned": "unowned",
     },
-    "tools": {"": "upkeep gc cli"},
-    "tiers/remote": {
+    "kvstore/maintenance/": {"": "upkeep gc"},
+    "tiers/remote/": {
         "gate": "gate",
         "directory": "directory faults/shared_directory",
         "slices": "gate mooncake",
         "": "gate directory object given_up",
     },
-    "connector": {
+    "kvstore/connector/": {
         "manager": "manager_contract steps random_acts faults/pending",
         "": "scheduler matching scheduler_machine",
     },
 }
-"""By folder of tests and module: what tests it first of all."""
+"""By folder of the product and module: what tests it first of all, in the folder of its tests."""
+
+TESTS = {
+    "kvstore/core/": "core",
+    "tiers/disk/": "tiers",
+    "kvstore/maintenance/": "tools",
+    "tiers/remote/": "tiers/remote",
+    "kvstore/connector/": "connector",
+}
+"""The folder of the tests of each folder of the product."""
 
 OWN = {
     "core": ("tests/core", "tests/store", "tests/connector"),
@@ -82,7 +91,7 @@ OWN = {
     ),
     "connector": ("tests/connector", "tests/vllm/test_worker.py", "tests/vllm/test_whole.py"),
 }
-"""Tests of each room, which come first."""
+"""Tests of each room."""
 
 LATE = (REMOTE, "tests/tools", "tests/test_commands.py", "tests/test_tutorials.py")
 """Tests that wait for others most of their time."""
@@ -100,12 +109,10 @@ ALL = (
     *("tests/world", "tests/core", "tests/connector", "tests/store", "tests/tiers"),
     *("tests/faults", REMOTE, "tests"),
 )
-"""Then these, in turn, without what has been run."""
+"""All others, in turn, without what has been run."""
 
 TEST_SECONDS, SUITE_SECONDS = 120, 3600
 """How long one test, and one of the calls of pytest, may take: a fault may well hang."""
-
-NOTHING = Fault("", "", "", "nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +138,17 @@ class Copy:
     def try_out(self, fault: Fault, suites: Sequence[Sequence[str]]) -> Found:
         """Put the fault in, run suites until a test fails, and take it out again."""
         file = self.folder / fault.path
-        text = file.read_text() if fault.path else ""
-        if text:
-            file.write_text(fault.applied(text))
+        text = file.read_text()
+        file.write_text(fault.applied(text))
         begun = time.monotonic()
         try:
-            for suite in suites:
-                failed = self._run(suite)
-                if failed is not None:
-                    return Found(failed, time.monotonic() - begun)
+            return Found(self.first_failing(suites), time.monotonic() - begun)
         finally:
-            if text:
-                file.write_text(text)
-        return Found(None, time.monotonic() - begun)
+            file.write_text(text)
+
+    def first_failing(self, suites: Sequence[Sequence[str]]) -> str | None:
+        """Run suites until a test fails: the test."""
+        return next(filter(None, map(self._run, suites)), None)
 
     def _run(self, suite: Sequence[str]) -> str | None:
         """The first test of the suite that fails, if one does."""
@@ -183,23 +188,13 @@ class Copy:
         )
 
 
-FOLDERS = {
-    "kvstore/core/": "core",
-    "tiers/disk/": "tiers",
-    "kvstore/maintenance/": "tools",
-    "tiers/remote/": "tiers/remote",
-    "kvstore/connector/": "connector",
-}
-
-
 def near(path: str) -> list[str]:
     """The tests that are nearest to a module."""
-    start = next(each for each in FOLDERS if path.startswith(each))
-    folder, module = FOLDERS[start], path.removeprefix(start).removesuffix(".py")
-    names = NEAR[folder].get(module) or NEAR[folder].get("", "")
-    places = (name if "/" in name else f"{folder}/{name}" for name in names.split())
-    files = ["/test_".join(f"tests/{place}.py".rsplit("/", 1)) for place in places]
-    return [file for file in files if (ROOT / file).is_file()]
+    start = next(each for each in NEAR if path.startswith(each))
+    module = path.removeprefix(start).removesuffix(".py")
+    names = NEAR[start].get(module) or NEAR[start][""]
+    places = (name if "/" in name else f"{TESTS[start]}/{name}" for name in names.split())
+    return ["/test_".join(f"tests/{place}.py".rsplit("/", 1)) for place in places]
 
 
 def suites_for(fault: Fault) -> list[list[str]]:
@@ -271,8 +266,7 @@ def sound(rooms: Sequence[str], workers: int) -> str | None:
         copies = [Copy(Path(scratch) / str(number)) for number in range(min(workers, len(suites)))]
         with ThreadPoolExecutor(len(copies)) as pool:
             shares = [suites[number :: len(copies)] for number in range(len(copies))]
-            ended = pool.map(lambda copy, its: copy.try_out(NOTHING, its), copies, shares)
-            return next((found.by for found in ended if found.by is not None), None)
+            return next(filter(None, pool.map(Copy.first_failing, copies, shares)), None)
 
 
 def table(results: Path) -> str:

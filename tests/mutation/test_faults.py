@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.copied import ROOT
+from tests.mutation.__main__ import near
 from tests.mutation.faults import FAULTS, Fault
 
 PAGE = (ROOT / "docs" / "mutation.md").read_text()
@@ -24,6 +25,12 @@ def test_a_fault_can_be_put_in(fault: Fault) -> None:
 def test_there_are_many_faults_in_every_room_and_no_two_have_one_name() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 100
     assert min(Counter(fault.room for fault in FAULTS).values()) >= 15
+
+
+def test_the_tests_that_are_run_first_are_there() -> None:
+    for path in {fault.path for fault in FAULTS}:
+        assert [file for file in near(path) if not (ROOT / file).is_file()] == []
+        assert near(path)
 
 
 def test_the_page_tells_which_test_finds_each_and_at_most_five_percent_are_not_found() -> None:

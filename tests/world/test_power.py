@@ -39,8 +39,9 @@ def across_a_power_cut(seed: int, before: Callable[[], None], after: Callable[[]
     files = Files(kernel, rng)
     with alive(kernel, files, rng, lambda: 0.0, lambda: None):
         for act in (before, after):
-            process = kernel.spawn(act.__name__, act)
-            kernel.run(lambda process=process: not process.alive)  # type: ignore[misc]
+            kernel.spawn(act.__name__, act)
+            # Until nobody can run.
+            kernel.run(lambda: False)
             if act is before:
                 files.cut_power()
 

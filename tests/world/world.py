@@ -198,6 +198,14 @@ class World:
             for key in keys:
                 self.stored.pop(key, None)
 
+    def puts_of(self, keys: Sequence[bytes]) -> dict[bytes, int | None]:
+        """How often each of these keys has been put."""
+        return {key: self.puts.get(key) for key in keys}
+
+    def are_removed(self, before: Mapping[bytes, int | None]) -> None:
+        """Expect that no process finds these keys, but those put since `before`."""
+        self.removed.update(key for key, puts in before.items() if self.puts.get(key) == puts)
+
     @property
     def troubled(self) -> bool:
         """Whether calls of the file system may fail at present."""
@@ -486,23 +494,26 @@ class Server:
 
     async def _remove(self, keys: list[bytes]) -> None:
         self.world.forget(keys)
-        before = {key: self.world.puts.get(key) for key in keys}
+        before = self.world.puts_of(keys)
         done = await self.store.remove(keys, timeout=self._timeout())
         self.world.forget(keys)
-        self.world.removed.update(
-            key for key, puts in before.items() if self.world.puts.get(key) == puts
-        )
+        self.world.are_removed(before)
         self._perhaps_killed()
         self.world.act("remove", f"{done} of {len(keys)} from {keys[0]!r}")
 
     async def _flush(self, keys: list[bytes]) -> None:
         self.world.act("flush", str(await self.store.flush(self._timeout())))
 
-    async def _reset(self, keys: list[bytes]) -> None:
+    def _new_weights(self) -> int:
+        """The server has other weights from now on; returns their label."""
         world = self.world
         self.resets += 1
         self.label, world.next_label = world.next_label, world.next_label + 1
-        label = self.label
+        return self.label
+
+    async def _reset(self, keys: list[bytes]) -> None:
+        world = self.world
+        label = self._new_weights()
         world.act("reset", f"label {label} begins")
         try:
             await self.store.reset(self._timeout())
@@ -540,12 +551,11 @@ class Server:
         elif command == "reset":
             body = {}
         dry = rng.random() < 0.2
-        before = {key: world.puts.get(key) for key in keys}
+        before = world.puts_of(keys)
         if command == "remove" and not dry:
             world.forget(keys)
         elif command == "reset" and not dry:
-            self.resets += 1
-            self.label, world.next_label = world.next_label, world.next_label + 1
+            self._new_weights()
         told = await self._commands().run(command, body | ({"dry_run": True} if dry else {}))
         job = self._commands().job(told.get("job", -1))
         if job is None:
@@ -563,8 +573,7 @@ class Server:
         if command == "remove":
             world.forget(keys)
             if job.state == "done":
-                same = (key for key, puts in before.items() if world.puts.get(key) == puts)
-                world.removed.update(same)
+                world.are_removed(before)
         world.act("control", f"{command}: {job.told()}")
 
     def _settings(self) -> dict[str, Any]:
