@@ -14,9 +14,9 @@ rounds of 32, looks them up and loads them, and says how fast each was:
 
 Its `raw_block` needs an extension in Rust that no package brings.
 
-A store ends when an adapter says so: for kvstore in host memory, for `fs` in the page cache. None
-of them is asked to be on the disk by then. Figures are medians over the rounds of turns, ratios
-medians of the ratio within one.
+A store ends when an adapter says so: for kvstore when its disk has the object, for `fs` when the
+page cache has it. None of them waits for the medium. Figures are medians over the rounds of turns,
+ratios medians of the ratio within one.
 """
 
 from __future__ import annotations

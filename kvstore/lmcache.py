@@ -6,8 +6,8 @@
         "identity": {"weights": "v1"}}}'
 
 An object of LMCache is a chunk. LMCache's own memory is the tier above; kvstore's host memory is
-what its copies pass through. Tasks run in threads here; a fault is a task that failed, or an object
-that is not there.
+what its copies pass through, so an object is stored when the first tier has it. Tasks run in
+threads here; a fault is a task that failed, or an object that is not there.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class KVStoreL2Adapter(L2AdapterInterface):
     # -- tasks ---------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
-        """Store objects, in order, as far as there is room."""
+        """Store objects, in order, as far as there is room; ends when they are on the first tier.
+
+        In host memory alone an object may give way to a load before its copy.
+        """
         return self._submit(
             self._stores, "stored", lambda: self._write(keys, objects), L2StoreResult(False, 0)
         )
@@ -198,7 +201,9 @@ class KVStoreL2Adapter(L2AdapterInterface):
         names = [_key(keys[at]) for at in fit]
         # What is there already was told when it came.
         before = self._store.contains(names)
-        stored = self._store.put(names, [buffers[at] for at in fit], timeout=self._timeout)
+        stored = self._store.put(
+            names, [buffers[at] for at in fit], durable=self._capacity > 0, timeout=self._timeout
+        )
         new = [keys[at] for at, held in zip(fit[:stored], before, strict=False) if not held]
         if new:
             self._notify_keys_stored(new, [size] * len(new))

@@ -184,6 +184,26 @@ def test_its_own_benchmark_verifies_every_byte(tmp_path: Path, size: int) -> Non
             assert counts[0] == counts[1], done.stdout
 
 
+def test_what_is_told_stored_is_on_the_disk(tmp_path: Path) -> None:
+    """In host memory it could give way to the loads that follow before its copy."""
+    with adapter(tmp_path) as one:
+        for count in range(1, 5):
+            keys = make_object_keys(16, key_offset=16 * count)
+            assert store(one, keys, objects(16, fill=count)).is_successful()
+            assert one.get_usage().total_bytes_used >= 16 * count * SIZE
+        for count in (1, 2, 3, 4):
+            assert load(one, make_object_keys(16, key_offset=16 * count), objects(16)) == list(
+                range(16)
+            )
+
+
+def test_objects_are_stored_in_host_memory_where_there_is_no_disk(tmp_path: Path) -> None:
+    keys = make_object_keys(4)
+    with adapter(tmp_path, tiers=[]) as one:
+        assert store(one, keys, objects(4, fill=1)).is_successful()
+        assert load(one, keys, objects(4)) == [0, 1, 2, 3]
+
+
 def test_a_load_fills_what_is_there_and_leaves_the_rest(tmp_path: Path) -> None:
     keys = make_object_keys(10)
     there = [at for at in range(10) if at not in (0, 4, 5)]
