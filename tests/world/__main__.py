@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--without", nargs="*", default=[], choices=ACTS, metavar="ACT")
     parser.add_argument("--story", type=int, default=40, help="lines that are told")
     parser.add_argument("--shrink", action="store_true", help="make a seed that fails smaller")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="seeds at a time")
     parser.add_argument("--dry", action="store_true", help="a few acts only")
     parser.add_argument("--passed", type=Path, default=Path("build/world.json"))
     options = parser.parse_args()
@@ -124,7 +125,7 @@ def many(options: argparse.Namespace) -> int:
         return seed, ended.returncode, ended.stdout or ended.stderr[-4000:]
 
     options.passed.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(one, seed) for seed in left]
         for count, each in enumerate(as_completed(running), 1):
             seed, status, text = each.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import heapq
 import itertools
 import random
@@ -20,6 +21,10 @@ from typing import Any
 import greenlet
 
 __all__ = ["DeadlockError", "Kernel", "Killed", "Lock", "Loop", "Process", "RLock", "Thread"]
+
+
+DEAD = 8
+"""Processes that have ended are destroyed together: the whole heap is looked through for it."""
 
 
 class Killed(SystemExit):
@@ -55,6 +60,7 @@ class Kernel:
         now: seconds since the world began.
         current: the thread that runs; None while the kernel itself does.
         failed: the first exception that no thread has caught.
+        burying: whether what runs is code of the dead.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -62,7 +68,7 @@ class Kernel:
         self.now = 1000.0
         self.current: Thread | None = None
         self.failed: BaseException | None = None
-        self.over = False
+        self.over = self.burying = False
         self.switches = 0
         self._pids = itertools.count(10_000_001)
         self._order = itertools.count()
@@ -115,10 +121,9 @@ class Kernel:
             return
         process.alive = False
         self.processes.remove(process)
-        # What its loops hold is not destroyed before the end: that would run code of the dead.
-        for loop in process.loops:
-            self.corpses += asyncio.all_tasks(loop)
-            self.corpses.append(loop)
+        # What its loops hold is destroyed between threads: that runs code of the dead, which must
+        # not pass for the living.
+        self.corpses.append([(loop, asyncio.all_tasks(loop)) for loop in process.loops])
         process.loops = []
         for thread in process.threads:
             thread.kill()
@@ -145,8 +150,23 @@ class Kernel:
             self.current = None
             if thread.ended and thread.is_main:
                 self.kill(thread.process)
+            if len(self.corpses) >= DEAD:
+                del thread
+                self._bury()
         if self.failed is not None:
             raise self.failed
+
+    def _bury(self) -> None:
+        """Destroy what the dead have left. No thread runs: whatever they still call is refused."""
+        self.burying = True
+        self.corpses.clear()
+        self._ready = [one for one in self._ready if one.process.alive]
+        self._timers = [one for one in self._timers if one[2].process.alive]
+        heapq.heapify(self._timers)
+        # What is destroyed may keep others until the next time.
+        while gc.collect():
+            pass
+        self.burying = False
 
     def _next(self) -> Thread | None:
         ready = self._ready

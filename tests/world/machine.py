@@ -9,6 +9,7 @@ import _thread
 import asyncio
 import contextlib
 import fcntl
+import functools
 import gc
 import logging
 import os
@@ -21,12 +22,14 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from typing import Any
 from unittest.mock import patch
 
 import kvstore.concurrency
 import kvstore.tiers.disk.segment
 import kvstore.tiers.pinned
+from kvstore.policies import registry
 from tests.world import kernel as simulated
 from tests.world.files import FIRST_FD, Files
 from tests.world.kernel import Kernel, Killed
@@ -83,13 +86,18 @@ def alive(
         put(os, "replace", os.rename)
         put(os, "remove", os.unlink)
         real_pid = os.getpid
-        pid = lambda: real_pid() if kernel.current is None else kernel.process.pid  # noqa: E731
+
+        def pid() -> int:
+            outside = kernel.current is None and not kernel.burying
+            return real_pid() if outside else kernel.process.pid
+
         put(os, "getpid", _for_us(pid, real_pid))
         put(fcntl, "flock", _by_fd(fcntl.flock, files.flock))
         put(fcntl, "ioctl", _by_fd(fcntl.ioctl, _no_ioctl))
         put(kvstore.tiers.disk.segment, "_libc", _LibC(files))
         put(kvstore.tiers.pinned, "claimed", lambda size: contextlib.nullcontext())
-        # It reads of every mapping of the process, each time a server starts.
+        # They read the files of all packages, and of every mapping, each time a server starts.
+        put(registry, "entry_points", functools.cache(entry_points))
         put(kvstore.tiers.pinned, "backed_by_huge_pages", lambda address: 0)
         for place in (kvstore.concurrency, asyncio):
             put(place, "new_event_loop", _for_us(simulated.Loop, place.new_event_loop))

@@ -86,9 +86,7 @@ class Scheduler(Server):
                 self._transfers.remove(one)
                 self._end(manager, one)
         if rng.random() < 0.004 and "reset" not in world.without:
-            self.resets += 1
-            self.label, world.next_label = world.next_label, world.next_label + 1
-            world.act("scheduler reset", f"label {self.label}")
+            world.act("scheduler reset", f"label {self._new_weights()}")
             manager.reset()
         manager.on_schedule_end(computes=rng.random() < 0.5)
 
