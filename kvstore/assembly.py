@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvstore.concurrency import in_thread
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
@@ -373,7 +374,11 @@ async def build(config: Config) -> Assembly:
     """
     building = _Building(config)
     try:
-        return await asyncio.get_running_loop().run_in_executor(None, building.run)
+        built = in_thread(building.run)
+    except RuntimeError as error:
+        raise KVStoreError(f"the store cannot be opened: {error}") from error
+    try:
+        return await built
     except asyncio.CancelledError:
         # A thread cannot be stopped: it closes itself what it has opened.
         building.cancel()

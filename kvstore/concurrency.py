@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError
 
-__all__ = ["DETACH_SECONDS", "Daemons", "Home", "LoopThread", "new_event_loop", "outlast", "within"]
+__all__ = [
+    "DETACH_SECONDS",
+    "Daemons",
+    "Home",
+    "LoopThread",
+    "in_thread",
+    "new_event_loop",
+    "outlast",
+    "start_thread",
+    "within",
+]
 
 _T = TypeVar("_T")
 
@@ -32,6 +42,45 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        KVStoreError: if the system gives no more of them.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise KVStoreError(
+            f"thread {thread.name} cannot be started: {error}; the user or the container has too "
+            "many (ulimit -u, pids.max)"
+        ) from None
+
+
+def in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Make `call` in a thread of the running loop's executor, at most once.
+
+    Raises:
+        RuntimeError: if no thread can be had; then the call is not made, now or later.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    try:
+        asyncio.get_running_loop().run_in_executor(None, run)
+    except RuntimeError:
+        # By then an executor may have queued it, and would make it when a thread becomes free.
+        if future.cancel():
+            raise
+    return asyncio.wrap_future(future)
 
 
 class LoopThread:
@@ -60,7 +109,7 @@ class LoopThread:
         self._grace = grace
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except BaseException:
             self.loop.close()
             raise
@@ -214,5 +263,5 @@ class Daemons(Executor):
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=call, name=self._name, daemon=True).start()
+        start_thread(threading.Thread(target=call, name=self._name, daemon=True))
         return future

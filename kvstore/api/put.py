@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.concurrency import outlast
+from kvstore.concurrency import in_thread, outlast
 from kvstore.core import Core
 from kvstore.core.residency.base import CopyTarget
 from kvstore.engine.loop_steps import Driver
@@ -73,9 +73,9 @@ async def run_copy(copy: Callable[[], None], size: int) -> None:
     """
     if size > COPY_INLINE_BYTES:
         try:
-            copying = asyncio.get_running_loop().run_in_executor(None, copy)
+            copying = in_thread(copy)
         except RuntimeError:
-            # The interpreter is shutting down and takes no work for threads any more.
+            # There are no more threads, or the interpreter is shutting down.
             pass
         else:
             await outlast(copying)

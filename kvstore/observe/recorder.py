@@ -23,7 +23,7 @@ from typing import Any
 from aiofiles.threadpool import wrap
 
 from kvstore.concurrency import Daemons
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 from kvstore.tiers.disk.trust import STRICT
 from kvstore.types import about
@@ -101,12 +101,14 @@ class Recorder:
                     async with asyncio.timeout(WRITE_SECONDS):
                         stopped = await self._stopped.wait()
                 await self._write()
-        except OSError as error:
+        except (OSError, KVStoreError) as error:
+            # The disk is full, or there are no more threads.
+            why = error.strerror if isinstance(error, OSError) else str(error)
             logger.warning(
                 "record_trace stopped: %s: %s",
                 self.path,
-                error.strerror,
-                extra=about("recorder.ended", path=self.path, error=error.strerror),
+                why,
+                extra=about("recorder.ended", path=self.path, error=why),
             )
             self._went -= MOST_QUEUED
             self._queue.clear()

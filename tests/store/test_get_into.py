@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,53 @@ async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
             await task
         assert [bytes(one) for one in targets] == payloads(KEYS)
         assert busy(store) == 0
+
+
+@contextmanager
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    """The loop's executor has one thread, which is busy, and the system gives no other."""
+    executor, go_on = ThreadPoolExecutor(2), threading.Event()
+    asyncio.get_running_loop().set_default_executor(executor)
+    executor.submit(go_on.wait, PATIENCE)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield executor
+    go_on.set()
+
+
+async def test_a_copy_for_which_no_thread_can_be_started_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An executor has queued it by then, and hands it to a thread that becomes free."""
+    made = 0
+
+    def copy() -> None:
+        nonlocal made
+        made += 1
+
+    with no_more_threads(monkeypatch) as executor:
+        await run_copy(copy, 2**30)
+        assert made == 1
+    executor.shutdown()
+    assert made == 1, "it is made again, into rows that others have by now"
+
+
+async def test_a_store_for_which_no_thread_can_be_started_is_not_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path, rows=8, disk=64)
+    config["tiers"][0]["lane"] = 0
+    refused = pytest.raises(KVStoreError, match="can't start new thread")
+    with no_more_threads(monkeypatch) as executor, refused:
+        await kvstore.open(config)
+    executor.shutdown()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    async with kvstore.open(config):
+        pass
 
 
 async def test_chunks_of_before_and_after_a_reset_do_not_make_one_prefix(

@@ -61,6 +61,7 @@ class Kernel:
         current: the thread that runs; None while the kernel itself does.
         failed: the first exception that no thread has caught.
         burying: whether what runs is code of the dead.
+        threads_fail: chance that a process gets no more threads.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -69,6 +70,7 @@ class Kernel:
         self.current: Thread | None = None
         self.failed: BaseException | None = None
         self.over = self.burying = False
+        self.threads_fail = 0.0
         self.switches = 0
         self._pids = itertools.count(10_000_001)
         self._order = itertools.count()
@@ -284,6 +286,10 @@ class Thread:
         self._greenlet = greenlet.greenlet(self._run)
 
     def start(self) -> None:
+        kernel = self.kernel
+        ours = kernel.current is not None and kernel.current.process is self.process
+        if ours and kernel.threads_fail and kernel.rng.random() < kernel.threads_fail:
+            raise RuntimeError("can't start new thread")
         self._started = True
         self.process.threads.append(self)
         self.kernel._queue(self)
@@ -498,7 +504,12 @@ class Loop(base_events.BaseEventLoop):
             if not self.is_closed():
                 self.call_soon_threadsafe(finish, result, raised)
 
-        Thread(target=call, name="executor").start()
+        try:
+            Thread(target=call, name="executor").start()
+        except RuntimeError:
+            # As in Python's own, another thread makes the call when it is done with its own.
+            self.call_later(self.kernel.rng.random(), call)
+            raise
         return future
 
     def close(self) -> None:

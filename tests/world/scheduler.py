@@ -19,6 +19,9 @@ __all__ = ["Scheduler"]
 
 MOST_REQUESTS = 6
 
+MOST_DRAIN = 60.0
+"""Seconds after the last store in which a server may have work."""
+
 
 @dataclass
 class Transfer:
@@ -55,15 +58,29 @@ class Scheduler(Server):
             self._gone()
             return
         engine: Any = manager.stepper.engine._engine
-        self._learn_label(int(engine._tiers[0].epoch))
+        if not self._learn_label(int(engine._tiers[0].epoch)):
+            self.stopping = True
         world.act("scheduler opened", f"label {self.label}: {manager.description}")
         while not self.stopping:
             self._step(manager)
             world.kernel.sleep(world.rng.random() * world.rng.choice([0.002, 0.02, 0.2]))
+        if world.rng.random() < 0.5:
+            self._drain(manager)
         manager.shutdown()
         world.act("scheduler closed")
         self.manager = None
         self._gone()
+
+    def _drain(self, manager: KVStoreManager) -> None:
+        """Go on until nothing is pending, as a server does that is paused or ends in order."""
+        world = self.world
+        begun = world.kernel.now
+        while manager.has_pending_work():
+            manager.on_schedule_end(computes=False)
+            world.kernel.sleep(0.05)
+            if world.kernel.now - begun > MOST_DRAIN and not self.process.frozen_until:
+                raise BrokenError(f"work is pending for {MOST_DRAIN} s without a store")
+        world.act("scheduler drained")
 
     def _step(self, manager: KVStoreManager) -> None:
         world, rng = self.world, self.world.rng
@@ -109,6 +126,7 @@ class Scheduler(Server):
         granted = manager.prepare_store(keys, who)
         if granted is not None and granted.keys_to_store:
             some, rows = list(granted.keys_to_store), stored_in(granted)
+            world.are_put(some)
             self._begin(Transfer(who, some, rows, self.label, False, rng.randrange(4)))
             return
         self._finish(manager, name, "done")

@@ -139,6 +139,8 @@ class World:
         self.enemy: Enemy
         self.schedulers = rng.choice([0.0, 0.3, 1.0])
         """How many of the servers are driven as vLLM drives them."""
+        self.inline = rng.choice([0, 2 * CHUNK, 256 * 1024])
+        """Copies up to this size are made without a thread."""
         self.calm = rng.random() < 0.25
         """Nothing goes wrong in this world but kills."""
 
@@ -202,6 +204,12 @@ class World:
         """How often each of these keys has been put."""
         return {key: self.puts.get(key) for key in keys}
 
+    def are_put(self, keys: Sequence[bytes]) -> None:
+        """Expect that these may be found, from before they are put."""
+        for key in keys:
+            self.puts[key] = self.puts.get(key, 0) + 1
+        self.removed.difference_update(keys)
+
     def are_removed(self, before: Mapping[bytes, int | None]) -> None:
         """Expect that no process finds these keys, but those put since `before`."""
         self.removed.update(key for key, puts in before.items() if self.puts.get(key) == puts)
@@ -210,7 +218,8 @@ class World:
     def troubled(self) -> bool:
         """Whether calls of the file system may fail at present."""
         away = self.server is not None and self.server.present
-        return away or self.files.damage.present or self.files.size < 1 << 40
+        failing = self.files.damage.present or self.files.size < 1 << 40
+        return away or failing or bool(self.kernel.threads_fail)
 
     def place(self, server: Server, epoch: int) -> tuple[int, int, int]:
         """What servers have in common that share chunks."""
@@ -255,6 +264,7 @@ class World:
             stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
             stack.enter_context(patch("kvstore.assembly.control_of", _controlled))
             stack.enter_context(patch.object(Ages, "leave", evicted))
+            stack.enter_context(patch("kvstore.api.put.COPY_INLINE_BYTES", self.inline))
             self.kernel.on_exit = self.files.leave_process
             listener.tell = self.tell
             try:
@@ -333,7 +343,10 @@ class Server:
             return
         self.store = store
         epoch = self._epoch()
-        self._learn_label(epoch)
+        if not self._learn_label(epoch):
+            await store.close()
+            world.act("closed", "its weights are old")
+            return
         self.opened = True
         world.act("opened", f"epoch {epoch}, label {self.label}: {store.description}")
         if world.roomy and world.share and not world.hosts:
@@ -358,13 +371,21 @@ class Server:
             await store.close()
         world.act("closed")
 
-    def _learn_label(self, epoch: int) -> None:
-        """A process that starts has the weights of the epoch that it joins."""
+    def _learn_label(self, epoch: int) -> bool:
+        """A process that starts has the weights of the epoch that it joins.
+
+        Returns:
+            False if its weights are older: there was a reset while it started, and with a store
+            other weights are another identity.
+        """
         world = self.world
+        if world.server is not None and epoch:
+            return False
         place = world.place(self, epoch)
         if place not in world.labels:
             world.labels[place], world.next_label = world.next_label, world.next_label + 1
         self.label = world.labels[place]
+        return True
 
     def _epoch(self) -> int:
         (disk, *_) = self.store._assembly.tiers
@@ -432,9 +453,7 @@ class Server:
         wait = world.rng.random() < 0.8
         era, troubled = self.resets, world.troubled
         data = [content(key, label) for key in keys]
-        for key in keys:
-            world.puts[key] = world.puts.get(key, 0) + 1
-        world.removed.difference_update(keys)
+        world.are_put(keys)
         done = await self.store.put(keys, data, durable=durable, wait=wait, timeout=self._timeout())
         world.act("put", f"{done} of {len(keys)} from {keys[0]!r}, durable {durable}, {label}")
         if durable and era == self.resets and not (troubled or world.troubled or world.hurt):
@@ -677,12 +696,16 @@ class Enemy:
     def _trouble(self) -> None:
         world, rng = self.world, self.world.rng
         damage = world.files.damage
-        kind = rng.choice(["read", "write", "sync", "open", "full", "short", "slow", "rename",
-                           "list", "lock", "stat", "unlink", "allocate", "utime"])  # fmt: skip
+        kind = rng.choice([
+            "read", "write", "sync", "open", "full", "short", "slow", "rename", "list", "lock",
+            "stat", "unlink", "allocate", "utime", "threads",
+        ])  # fmt: skip
         if kind == "full":
             world.files.size = world.files.used + rng.randrange(0, 4 * world.segment_bytes)
         elif kind == "short":
             damage.short = 0.3
+        elif kind == "threads":
+            world.kernel.threads_fail = rng.choice([0.05, 0.3, 1.0])
         elif kind == "slow":
             for call in ("read", "write"):
                 damage.slow[call] = rng.choice([0.01, 0.3, 3.0])
@@ -750,10 +773,16 @@ class Enemy:
         if world.server is not None:
             world.server.heal()
         if world.troubled:
-            world.files.damage = Damage()
-            world.files.size = 1 << 40
+            self._mend()
             world.act("relieve")
             world.forget()
+
+    def _mend(self) -> None:
+        """The system works again."""
+        world = self.world
+        world.files.damage = Damage()
+        world.files.size = 1 << 40
+        world.kernel.threads_fail = 0.0
 
     def _jump(self) -> None:
         world = self.world
@@ -821,9 +850,13 @@ class Enemy:
         self.world.act("survey", f"{sum(len(each.lanes) for each in found)} lanes")
 
     def _compact(self) -> None:
+        world = self.world
+        troubled = world.troubled
         done = compact(self._disk())
-        told = [each.refused or each.failed or "done" for each in done]
-        self.world.act("compact", "; ".join(told))
+        world.act("compact", "; ".join(each.refused or each.failed or "done" for each in done))
+        faults = [fault for each in done if each.result for fault in each.result.faults]
+        if faults and not (troubled or world.troubled or world.hurt):
+            raise BrokenError(f"compact finds {faults[0]} on a sound disk")
 
     def _purge(self) -> None:
         rng = self.world.rng
@@ -850,8 +883,7 @@ class Enemy:
     def _finish(self) -> None:
         """End everything in order, with a disk that works, and look once more."""
         world, kernel = self.world, self.world.kernel
-        world.files.damage = Damage()
-        world.files.size = 1 << 40
+        self._mend()
         if world.server is not None:
             world.server.heal()
         end = kernel.now + 500
