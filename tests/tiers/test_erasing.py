@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.pinned import PinnedRegion
@@ -66,4 +68,28 @@ async def test_a_record_that_was_written_since_it_was_read_is_not_erased(
     found = dict(zip(index.live().slots, index.live().keys(), strict=True))
     assert found[1] == KEYS[3]
     assert 0 not in found
+    tier.abandon()
+
+
+@pytest.mark.parametrize("kept", [0, 60, 128, 300])
+async def test_of_records_that_were_cut_off_nothing_is_erased(
+    tmp_path: Path, region: PinnedRegion, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger truncates a segment, before or while its records are looked through."""
+    tier = await lane_of(tmp_path, region)
+    segment = tier.volumes[0].segments[0]
+    index, size = segment.index, tier.geometry.index_offset + kept
+    whole = segment.path.read_bytes()
+    os.truncate(segment.path, size)
+    assert index.erase_keys(KEYS) == kept // RECORD_BYTES
+    segment.path.write_bytes(whole)
+    pieces = IndexFile._pieces
+
+    def cut(self: IndexFile, *args: int) -> Iterator[Any]:
+        for piece in pieces(self, *args):
+            os.truncate(segment.path, size)
+            yield piece
+
+    monkeypatch.setattr(IndexFile, "_pieces", cut)
+    assert index.erase_keys(KEYS) == kept // RECORD_BYTES
     tier.abandon()

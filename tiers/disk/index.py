@@ -132,11 +132,15 @@ class IndexFile:
         erased = 0
         for first, raw in self._pieces(0, self._geometry.slots):
             records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
-            found = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
-            alike = np.isin(np.ascontiguousarray(found[:, :HEAD]).view(np.uint64)[:, 0], heads)
+            found = np.ascontiguousarray(records["key"][:, :HEAD]).view(np.uint64)
+            alike = np.isin(found[:, 0], heads)
             for slot in (np.flatnonzero(alike & (records["state"] != 0)) + first).tolist():
                 with self._writing:
-                    (record,) = np.frombuffer(self.read(slot, 1), RECORD)
+                    raw = self.read(slot, 1)
+                    if len(raw) < RECORD_BYTES:
+                        # The file was cut short meanwhile.
+                        return erased
+                    (record,) = np.frombuffer(raw, RECORD)
                     if record["key"].tobytes()[: int(record["key_length"])] in wanted:
                         self._write(slot, bytes(RECORD_BYTES))
                         erased += 1
