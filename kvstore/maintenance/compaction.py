@@ -112,7 +112,11 @@ def _compact(
     recovered = tier.open(region)
     before = _layout(tier, [slot for _, slot in recovered.entries])
     done = Compaction(before, before, 0, 0, tier.volumes[0].recovered.faults)
-    engine = EngineThread([tier])
+    try:
+        engine = EngineThread([tier])
+    except BaseException:
+        tier.abandon()
+        raise
     try:
         _lay_out(tier, recovered, engine, done, progress)
     finally:

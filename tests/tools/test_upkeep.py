@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,30 @@ async def test_compaction_drops_a_damaged_chunk_and_says_so(tmp_path: Path) -> N
     assert done.returncode == 1
     assert result["dropped"] == segment["live"]
     assert len(await survivors(tmp_path)) == len(left) - segment["live"]
+
+
+@pytest.mark.parametrize("place", range(1, 6))
+async def test_a_lane_that_cannot_be_compacted_for_want_of_threads_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    left = await sparse_cache(tmp_path)
+    start, started = threading.Thread.start, itertools.count(1)
+
+    def fails(thread: threading.Thread) -> None:
+        if next(started) == place:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        (done,) = compact(tmp_path)
+    assert done.failed is not None
+    assert "can't start new thread" in done.failed
+    assert set(os.listdir("/proc/self/fd")) == before
+    (done,) = compact(tmp_path)
+    assert (done.failed, done.refused) == (None, None)
+    assert await survivors(tmp_path) == left
 
 
 async def test_commands_that_change_a_lane_refuse_one_in_use_and_name_its_process(
