@@ -7,6 +7,8 @@ they are misses, counted in the statistics and logged once.
 from __future__ import annotations
 
 __all__ = [
+    "MALFORMED",
+    "NOT_PARSED",
     "BlockKeyError",
     "ConfigError",
     "ForeignFileError",
@@ -17,6 +19,12 @@ __all__ = [
     "PathUnusableError",
     "TraceError",
 ]
+
+NOT_PARSED = (ValueError, RecursionError)
+"""What parsers of JSON and TOML raise for a text that is none, or is nested too deeply."""
+
+MALFORMED = (*NOT_PARSED, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What reading a document of others may raise: parts are missing, of another type, or no number."""
 
 
 class KVStoreError(Exception):

@@ -18,7 +18,7 @@ from kvstore.config import Config, DiskConfig, TierConfig, read_environment, rea
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
@@ -151,7 +151,7 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
         values = json.loads(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except NOT_PARSED as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
     if isinstance(values, Mapping) and "kv_connector" in values:
         _check_names(file, values)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import NOT_PARSED, KVStoreError
 from kvstore.sizes import format_size
 from kvstore.tools.output import counted, whole_number
 
@@ -64,7 +64,7 @@ class Client:
             connection.close()
         try:
             answer = json.loads(told)
-        except (ValueError, RecursionError) as error:
+        except NOT_PARSED as error:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore") from error
         if not isinstance(answer, dict) or "version" not in answer:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore")
@@ -189,7 +189,7 @@ def _read(name: str) -> dict[str, Any]:
     text = sys.stdin.read() if name == "-" else _text_of(Path(name), "utf-8")
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except NOT_PARSED as error:
         raise KVStoreError(f"{name}: is not JSON: {error}") from error
     if isinstance(found, list):
         return {"keys": found}

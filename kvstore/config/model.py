@@ -22,7 +22,7 @@ from attrs import field
 from attrs.converters import optional
 
 from kvstore.config import values as check
-from kvstore.errors import ConfigError
+from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.plugins import Choice, check_tier, is_store
 from kvstore.policies.parameters import shown
 from kvstore.types import Flow
@@ -401,7 +401,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except NOT_PARSED as error:
         raise ConfigError(f"{path}: not TOML ({error})") from error
 
 
@@ -417,7 +417,7 @@ def _from_text(key: attrs.Attribute[Any] | None, text: str) -> Any:
         pass
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    except NOT_PARSED:
         return text
 
 

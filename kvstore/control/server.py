@@ -29,7 +29,7 @@ from typing import Any
 from aiohttp import web
 
 from kvstore.control.commands import FORMAT, Commands
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.types import about
 
 __all__ = ["ControlServer", "loopback", "token_of"]
@@ -315,7 +315,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
         body = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
+    except NOT_PARSED as error:
         raise ConfigError(f"the body is not JSON that can be read: {error}") from error
     if not isinstance(body, dict):
         raise ConfigError("the body must be a JSON object")

@@ -20,8 +20,9 @@ from xxhash import xxh3_128
 
 from kvstore.api.sync import open_sync
 from kvstore.config import Config, DiskConfig
-from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.survey import Fault, NamespaceSurvey, payload_pieces, survey
+from kvstore.tiers.disk.epoch import read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
@@ -115,20 +116,22 @@ def places_of(
 ) -> dict[bytes, Place]:
     """Where each chunk of a namespace lies: the newest copy, in the order of storing.
 
+    Those that a process finds which starts now: none from before the newest reset, which may be
+    of other weights, also where a server still has them.
+
     Args:
         only: of these keys alone.
     """
     wanted = None if only is None else frozenset(only)
     found: dict[bytes, Place] = {}
     for lane in namespace.lanes:
-        epoch = lane.epoch if lane.owner else namespace.epoch
         for segment in lane.segments:
             path = Path(segment.path)
             try:
                 header, live, _ = read_index(path)
             except (ForeignFileError, OSError):
                 continue  # A running server removed it, or the survey has told the fault.
-            live = live if epoch is None else live.of_epoch(epoch)
+            live = live.of_epoch(namespace.epoch)
             geometry = header.geometry
             keys = live.keys()
             if wanted is not None and wanted.isdisjoint(keys):
@@ -189,6 +192,8 @@ def export_bundle(
 ) -> Exported:
     """Write the chunks of a namespace, or those of `keys`, to a bundle; also beside a server.
 
+    Those from before the newest reset are left out: see `places_of`.
+
     The file appears whole or not at all. A chunk that is not what its record says is left out.
 
     Args:
@@ -196,7 +201,8 @@ def export_bundle(
 
     Raises:
         KVStoreError: if there is no one namespace at `path`, if a key is not there, if the file
-            exists and shall not be replaced, or if there are too many chunks for one bundle.
+            exists and shall not be replaced, if there are too many chunks for one bundle, or if
+            there is a reset meanwhile.
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
@@ -226,6 +232,8 @@ def export_bundle(
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as out:
             done = _write(out, namespace, found, room, progress)
+        if read_epoch(Path(namespace.path)) != namespace.epoch:
+            raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -418,14 +426,7 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
     except KVStoreError:
         raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except MALFORMED as error:
         raise wrong(f"its header cannot be read ({error!r:.100})") from error
 
 

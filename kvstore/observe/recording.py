@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import xxhash
 
-from kvstore.errors import TraceError
+from kvstore.errors import MALFORMED, TraceError
 
 __all__ = [
     "MAGIC",
@@ -208,7 +208,7 @@ def _read_header(file: IO[bytes], path: Path) -> tuple[int, int]:
         if chunk_bytes <= 0:
             raise ValueError("chunks of no bytes")
         return chunk_bytes, len(MAGIC) + len(line)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         raise TraceError(f"{path}: its header is damaged") from error
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import TraceError
+from kvstore.errors import NOT_PARSED, TraceError
 from kvstore.observe.recording import (
     MAGIC,
     Progress,
@@ -202,7 +202,7 @@ def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:
         where = f"{path}, line {number}"
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        except NOT_PARSED as error:
             start = line[:40].decode("ascii", "backslashreplace").strip()
             raise TraceError(
                 f"{where}: not a trace; a line of JSON is expected, not {start!r}"

@@ -14,6 +14,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import kvstore
+from kvstore.errors import KVStoreError
+from kvstore.maintenance.bundle import export_bundle
+from kvstore.tiers.disk.epoch import raise_epoch
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tools.support import command
 
@@ -80,6 +83,44 @@ async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_pat
     assert lost.returncode == 2
     assert "1 keys are not there, such as 00ff" in lost.stderr
     assert {one.name for one in tmp_path.iterdir()} == {"here", "bundle.safetensors"}
+
+
+async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: Path) -> None:
+    """Its lane has chunks of before alone, and they are of other weights."""
+    file = tmp_path / "bundle.safetensors"
+    async with kvstore.open(settings(tmp_path / "here")) as store:
+        assert await store.put(KEYS, payloads(KEYS), durable=True) == len(KEYS)
+        await store.reset()
+        done = command("export", str(tmp_path / "here"), str(file))
+        assert (done.returncode, file.exists()) == (2, False)
+        assert "holds no chunk to export" in done.stderr
+        assert await store.put(KEYS[:2], payloads(KEYS[:2]), durable=True) == 2
+        assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+        assert set(load_file(str(file))) == {key.hex() for key in KEYS[:2]}
+
+
+async def test_a_reset_meanwhile_leaves_no_bundle(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    (namespace,) = (tmp_path / "here").glob("one-*")
+    file = tmp_path / "bundle.safetensors"
+    with pytest.raises(KVStoreError, match="was reset meanwhile"):
+        export_bundle(
+            tmp_path / "here", file, progress=lambda done, total: [raise_epoch(namespace, 1)]
+        )
+    assert [one.name for one in tmp_path.iterdir()] == ["here"]
+
+
+async def test_chunks_of_a_server_that_was_not_reset_are_not_mixed_in(tmp_path: Path) -> None:
+    file = tmp_path / "bundle.safetensors"
+    async with (
+        kvstore.open(settings(tmp_path / "here")) as before,
+        kvstore.open(settings(tmp_path / "here")) as after,
+    ):
+        await after.reset()
+        assert await before.put(KEYS[:3], payloads(KEYS[:3]), durable=True) == 3
+        assert await after.put(KEYS[3:5], payloads(KEYS[3:5]), durable=True) == 2
+        assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+        assert set(load_file(str(file))) == {key.hex() for key in KEYS[3:5]}
 
 
 async def test_only_what_was_used_of_late_may_be_asked_for(tmp_path: Path) -> None:

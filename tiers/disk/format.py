@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from kvstore.errors import ForeignFileError
+from kvstore.errors import MALFORMED, ForeignFileError
 from kvstore.types import MAX_KEY_BYTES
 
 __all__ = [
@@ -249,7 +249,7 @@ def parse_header(page: bytes, name: str) -> Header:
         whole = sane and encode_header(header)[:ALIGN] == page[:ALIGN]
     except ForeignFileError:
         raise
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         raise ForeignFileError(f"{name}: damaged header ({error})") from error
     if not whole:
         raise ForeignFileError(f"{name}: damaged header")

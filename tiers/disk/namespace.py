@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError, ForeignFileError, NamespaceMismatchError, PathUnusableError
+from kvstore.errors import (
+    MALFORMED,
+    ConfigError,
+    ForeignFileError,
+    NamespaceMismatchError,
+    PathUnusableError,
+)
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
 __all__ = ["Namespace", "read_namespace"]
@@ -167,7 +173,7 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
             )
         if not isinstance(found["digest"], str) or not isinstance(found["identity"], dict):
             raise ValueError("incomplete")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ForeignFileError(f"{file}: not a namespace file ({error})") from error
     return found
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from kvstore.errors import MALFORMED
 from kvstore.tiers.disk.io.base import read_bytes
 
 __all__ = ["Fingerprint", "UnreadableError", "adapter_files", "fingerprint", "model_files"]
@@ -149,7 +150,7 @@ def _tensor_places(fd: int, size: int) -> Iterator[tuple[int, int]]:
             for name, tensor in header.items()
             if name != "__metadata__"
         )
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+    except MALFORMED:
         # Not safetensors after all: the pages above have to do.
         return
     start = 8 + length
