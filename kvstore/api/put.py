@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,9 @@ class Puts:
         self._turns = _Turns()
         self._moved = 0.0
         """When a put last got room."""
+        self._withdrawn: list[set[bytes]] = []
+        """For each put under way, the keys that were removed since it began."""
+        core.on_remove = self._withdraw
 
     @property
     def waiting(self) -> bool:
@@ -136,15 +139,20 @@ class Puts:
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
         # Chunks from before a reset are not stored after it.
         era = self._core.era
-        while offered < len(keys) and era == self._core.era:
-            here = [key for key in here if not self._core.may_go_below(key)]
-            # A later part must not displace an earlier one.
-            end = offered + min(width, self._rows_for(here) - len(here))
-            part = keys[offered:end]
-            if not part or not await self._portion(part, sources[offered:end], name, wait):
-                break
-            here += part
-            offered = end
+        withdrawn: set[bytes] = set()
+        self._withdrawn.append(withdrawn)
+        try:
+            while offered < len(keys) and era == self._core.era:
+                here = [key for key in here if not self._core.may_go_below(key)]
+                # A later part must not displace an earlier one.
+                end = offered + min(width, self._rows_for(here) - len(here))
+                part = dict(zip(keys[offered:end], sources[offered:end], strict=True))
+                if not part or not await self._portion(part, name, withdrawn, wait=wait):
+                    break
+                here += part
+                offered = end
+        finally:
+            self._withdrawn = [one for one in self._withdrawn if one is not withdrawn]
         return next((n for n, key in enumerate(keys) if not self.has(key)), len(keys))
 
     async def save(self, keys: Sequence[bytes]) -> int:
@@ -180,12 +188,16 @@ class Puts:
         """Return the rows that are not pinned by keys other than `keys`."""
         return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
 
+    def _withdraw(self, keys: Collection[bytes]) -> None:
+        """Let no put under way store these keys, also those that wait for their turn."""
+        for one in self._withdrawn:
+            one.update(keys)
+
     async def _portion(
-        self, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]], name: str, wait: bool
+        self, chunks: Sources, name: str, withdrawn: Collection[bytes], *, wait: bool
     ) -> bool:
         """Store a part that fits in host memory; False if some of it found no room in time."""
-        chunks: Sources = dict(zip(keys, sources, strict=True))
-        left = dict.fromkeys(keys)
+        left = dict.fromkeys(chunks)
         since = time.monotonic()
         era = self._core.era
         if not await self._turns.take(self._ceiling if wait else 0.0):
@@ -196,9 +208,13 @@ class Puts:
                 now = self._driver.begin()
                 if era != self._core.era:
                     return False
+                left = {key: None for key in left if key not in withdrawn}
+                if not left:
+                    return True
                 # Chunks that this call has stored and others have displaced are not stored again.
                 pool = self._core.chunks
-                grant = self._core.prepare_store([k for k in keys if k in left or k in pool], name)
+                offered = [k for k in chunks if (k in left or k in pool) and k not in withdrawn]
+                grant = self._core.prepare_store(offered, name)
                 self._driver.flush()
                 if grant is not None:
                     ended = {*grant.keys, *grant.declined}

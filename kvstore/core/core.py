@@ -41,6 +41,7 @@ class Core(CoreSteps):
         chunks: the chunks of host memory, by key; read only for callers.
         tiers: what is known about each slower tier, fastest first.
         era: counts resets. A report of a transfer that may be older names its era.
+        on_remove: called with keys that are about to be removed.
     """
 
     # -- lookups -------------------------------------------------------------------------
@@ -423,6 +424,7 @@ class Core(CoreSteps):
         self._lookups.pause()
         self._pins.end(keys)
         self._prefetches.drop(keys)
+        self.on_remove(keys)
         return self._removals.begin(keys)
 
     def reset(self, *, close_tiers: bool = False) -> None:

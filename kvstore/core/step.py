@@ -7,7 +7,7 @@ its step ends. The parts of the core are created here; each is described in its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.core.arrivals import Arrivals
@@ -81,6 +81,7 @@ class CoreSteps:
         self.tiers = list(tiers)
         self.now = 0.0
         self.era = 0
+        self.on_remove: Callable[[Collection[bytes]], object] = lambda keys: None
         self._chunk_bytes = chunk_bytes
         self._log = Log()
         efforts = [tier.index.policy.effort for tier in self.tiers]

@@ -26,6 +26,7 @@ from kvstore.tiers.disk.epoch import read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
+from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.pinned import round_to_page
 from kvstore.types import check_key
 
@@ -200,12 +201,16 @@ def export_bundle(
         used_since_ms: only chunks stored or read since then, in ms since 1970.
 
     Raises:
-        KVStoreError: if there is no one namespace at `path`, if a key is not there, if the file
-            exists and shall not be replaced, if there are too many chunks for one bundle, or if
-            there is a reset meanwhile.
+        KVStoreError: if there is no one namespace at `path` that can be opened, if a key is not
+            there, if the file exists and shall not be replaced, if there are too many chunks for
+            one bundle, or if there is a reset meanwhile.
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
+    folder = Path(namespace.path)
+    # What no server would open has chunks that nobody could import, or knows to be right.
+    read_namespace(folder)
+    read_epoch(folder)
     found = places_of(namespace, keys)
     missing = [key for key in keys or () if key not in found]
     if missing:
@@ -232,7 +237,7 @@ def export_bundle(
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as out:
             done = _write(out, namespace, found, room, progress)
-        if read_epoch(Path(namespace.path)) != namespace.epoch:
+        if read_epoch(folder) != namespace.epoch:
             raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
     finally:

@@ -182,6 +182,25 @@ async def test_a_put_under_way_stores_nothing_of_it(
         await sound(store)
 
 
+@pytest.mark.parametrize("disk", [0, 64])
+async def test_a_put_that_waits_for_room_stores_nothing_of_it(open_store: Open, disk: int) -> None:
+    """Also where the removal has ended before it is the put's turn."""
+    async with open_store(rows=4, disk=disk) as store:
+        others = keys_of("other", 4)
+        await store.put(others, payloads(others))
+        async with store.get(others) as chunks:
+            assert len(chunks) == 4
+            first = asyncio.create_task(store.put(A[:2], payloads(A[:2])))
+            second = asyncio.create_task(store.put(A[2:4], payloads(A[2:4])))
+            await asyncio.sleep(0.05)
+            assert await store.remove([A[0], A[3]]) == 0
+            assert not first.done()
+        assert (await first, await second) == (0, 1)
+        assert store.contains([A[0], A[3]]) == [False, False]
+        assert store.contains([A[2]]) == [True]
+        assert await store.put([A[0]], payloads([A[0]])) == 1
+
+
 async def test_a_tier_that_cannot_erase_is_told_of(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

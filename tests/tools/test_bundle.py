@@ -99,6 +99,16 @@ async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: P
         assert set(load_file(str(file))) == {key.hex() for key in KEYS[:2]}
 
 
+@pytest.mark.parametrize("name", ["namespace.json", "epoch"])
+async def test_of_what_no_server_would_open_there_is_no_bundle(tmp_path: Path, name: str) -> None:
+    """Nobody could import it, or tell which of its chunks are right."""
+    (await fill(tmp_path / "here") / name).write_text("rubbish")
+    done = command("export", str(tmp_path / "here"), str(tmp_path / "bundle"))
+    assert done.returncode == 2
+    assert name in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["here"]
+
+
 async def test_a_reset_meanwhile_leaves_no_bundle(tmp_path: Path) -> None:
     await fill(tmp_path / "here")
     (namespace,) = (tmp_path / "here").glob("one-*")

@@ -19,6 +19,7 @@ from kvstore.config import Config
 from kvstore.control.commands import Commands
 from kvstore.core.statistics import Ages
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
+from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tiers import Tier
@@ -46,6 +47,11 @@ ACTS = (
 
 MOST_SECONDS, MOST_SWITCHES = 600.0, 2_000_000
 """In so many seconds of the world, and switches of threads, something is done."""
+
+NOTHING_TO_DO = (
+    "no namespace", "no chunk to export", "reset meanwhile", "is of other weights",
+)  # fmt: skip
+"""What operators may be told where nothing is wrong."""
 
 STORY = 400
 """Acts that are kept to be told when a seed fails."""
@@ -139,6 +145,10 @@ class World:
         self.enemy: Enemy
         self.schedulers = rng.choice([0.0, 0.3, 1.0])
         """How many of the servers are driven as vLLM drives them."""
+        self.bundles: dict[Path, int] = {}
+        """Files that operators have exported, and the label of what is in them."""
+        self.importing: dict[int, tuple[int, int]] = {}
+        """By process, whose disk it imports to, and chunks of which label."""
         self.inline = rng.choice([0, 2 * CHUNK, 256 * 1024])
         """Copies up to this size are made without a thread."""
         self.calm = rng.random() < 0.25
@@ -221,6 +231,21 @@ class World:
         failing = self.files.damage.present or self.files.size < 1 << 40
         return away or failing or bool(self.kernel.threads_fail)
 
+    def label_of(self, generation: int, slot: int, epoch: int) -> int | None:
+        """The weights of an epoch of a disk; None if nobody has opened it since."""
+        return self.labels.get((generation, slot if self.hosts and epoch else 0, epoch))
+
+    def _open_for_import(self, config: Config) -> kvstore.SyncStore:
+        """Operators import what is of the weights that the servers have by then."""
+        slot, label = self.importing.pop(self.kernel.process.pid)
+        store = kvstore.open_sync(config)
+        (disk, *_) = store._running.store._assembly.tiers
+        assert isinstance(disk, DiskTier)
+        if self.label_of((config.identity or {})["generation"], slot, disk.epoch) != label:
+            store.close()
+            raise KVStoreError("the bundle is of other weights")
+        return store
+
     def place(self, server: Server, epoch: int) -> tuple[int, int, int]:
         """What servers have in common that share chunks."""
         return (server.generation, server.slot if self.hosts and epoch else 0, epoch)
@@ -265,6 +290,11 @@ class World:
             stack.enter_context(patch("kvstore.assembly.control_of", _controlled))
             stack.enter_context(patch.object(Ages, "leave", evicted))
             stack.enter_context(patch("kvstore.api.put.COPY_INLINE_BYTES", self.inline))
+            stack.enter_context(patch("kvstore.api.sync._RUNNING", set()))
+            stack.enter_context(
+                patch("kvstore.maintenance.bundle.open_sync", self._open_for_import)
+            )
+            stack.enter_context(patch("kvstore.maintenance.bundle.HOST_BYTES", 8 * CHUNK))
             self.kernel.on_exit = self.files.leave_process
             listener.tell = self.tell
             try:
@@ -808,12 +838,16 @@ class Enemy:
             if process.name != "enemy":
                 self.kill(process)
         world.files.cut_power()
+        world.bundles.clear()
         world.hurt = True
         world.forget()
 
     def _operate(self) -> None:
         world, rng = self.world, self.world.rng
-        what = rng.choice([self._verify, self._verify, self._survey, self._compact, self._purge])
+        what = rng.choice([
+            self._verify, self._verify, self._survey, self._compact, self._purge, self._export,
+            self._import,
+        ])  # fmt: skip
         world.kernel.spawn("operator", lambda: self._operator(what))
 
     def _operator(self, what: Callable[[], None]) -> None:
@@ -827,7 +861,7 @@ class Enemy:
             if (
                 there
                 and not (troubled or world.troubled or world.hurt)
-                and "no namespace" not in str(error)
+                and not any(text in str(error) for text in NOTHING_TO_DO)
             ):
                 raise
         left = world.files.fds_of(world.kernel.process)
@@ -865,6 +899,32 @@ class Enemy:
         done = purge(self._disk(), key=rng.choice(keys))
         self.world.forget(keys)
         self.world.act("purge", f"{sum(each.chunks for each in done)} chunks")
+
+    def _export(self) -> None:
+        """Write a bundle, and note of which weights it is."""
+        world, rng = self.world, self.world.rng
+        slot = rng.randrange(world.slots)
+        namespace = rng.choice(survey(world.disk_of(slot)))
+        file = Path(f"/sim/bundle-{rng.randrange(3)}")
+        world.bundles.pop(file, None)
+        done = export_bundle(namespace.path, file, replace=True)
+        generation = namespace.identity.get("generation", -1)
+        label = world.label_of(generation, slot, namespace.epoch)
+        if label is not None:
+            world.bundles[file] = label
+        world.act("export", f"{done.chunks} chunks of label {label}")
+
+    def _import(self) -> None:
+        """Store a bundle, where the weights are those that it is of."""
+        world, rng = self.world, self.world.rng
+        if not world.bundles or world.alone:
+            return
+        slot, (file, label) = rng.randrange(world.slots), rng.choice(sorted(world.bundles.items()))
+        world.importing[world.kernel.process.pid] = (slot, label)
+        world.forget()
+        done = import_bundle(file, world.disk_of(slot), capacity_bytes=world.capacity)
+        world.forget()
+        world.act("import", f"{done.stored} of {done.chunks} chunks of label {label}")
 
     def _check_sizes(self) -> None:
         """The files of a lane keep within its capacity, but for what strangers have put there."""
