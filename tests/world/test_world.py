@@ -104,7 +104,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(extents, "_verified", verified)
 
 
-@without("records are of one epoch", seed=4)
+@without("records are of one epoch")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRecords, "of_epoch", lambda self, epoch: self)
     chunks = IndexFile.chunks
@@ -116,7 +116,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "chunks", any_epoch)
 
 
-@without("a reset is on the medium before it ends", seed=5)
+@without("a reset is on the medium before it ends", seed=2)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(epoch, "_write", lambda folder, number: None)
 
@@ -153,12 +153,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(extents, "_write_records", lambda *told: None)
 
 
-@without("a header is written whole", seed=48)
+@without("a header is written whole", seed=74)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "write_whole", lambda fd, data, at: os.pwrite(fd, data[0], at))
 
 
-@without("a folder that cannot be listed is an error of the path", seed=8)
+@without("a folder that cannot be listed is an error of the path", seed=2)
 def _(patch: pytest.MonkeyPatch) -> None:
     def listed(folder: Path) -> None:
         os.listdir(folder)
@@ -166,7 +166,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.namespace._remove_leftovers", listed)
 
 
-@without("a lock that cannot be had is an error of the path", seed=1)
+@without("a lock that cannot be had is an error of the path", seed=18)
 def _(patch: pytest.MonkeyPatch) -> None:
     def plain(folder: Path, trust: Any) -> int | None:
         fd = os.open(folder / lane.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -178,7 +178,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane, "_lock", plain)
 
 
-@without("what is durable is on a disk of one's own", seed=39)
+@without("what is durable is on a disk of one's own", seed=14)
 def _(patch: pytest.MonkeyPatch) -> None:
     save_to = Cascades.save_to
 
@@ -202,7 +202,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a record that is moved keeps its epoch", seed=4)
+@without("a record that is moved keeps its epoch", seed=9)
 def _(patch: pytest.MonkeyPatch) -> None:
     place = IndexFile.place
 
@@ -235,7 +235,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.volume.recover", recover)
 
 
-@without("what there is no thread for is not done later", seed=212)
+@without("what there is no thread for is not done later", seed=100)
 def _(patch: pytest.MonkeyPatch) -> None:
     def queued(call: Callable[[], Any]) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(None, call)
@@ -244,7 +244,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.assembly.in_thread", queued)
 
 
-@without("a lane without threads is let go of", seed=1)
+@without("a lane without threads is let go of")
 def _(patch: pytest.MonkeyPatch) -> None:
     close_files = Volume.close_files
 

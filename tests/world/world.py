@@ -446,13 +446,15 @@ class Server:
             (one,) = rng.choices(names, weights)
             keys = world.keys(rng.randrange(world.prompts))
             keys = keys[: rng.randrange(1, len(keys) + 1)]
+            troubled, troubles = world.troubled, world.counts.get("trouble")
             try:
                 await one(keys)
             except TimeoutError:
                 world.act("timeout", f"{one.__name__}: {len(keys)} from {keys[0]!r}")
             except KVStoreError as error:
                 world.act("refused", f"{one.__name__}: {error}")
-                if not self.stopping and not world.troubled and not world.hurt:
+                troubled |= world.troubled or troubles != world.counts.get("trouble")
+                if not self.stopping and not troubled and not world.hurt:
                     raise
 
     def _timeout(self) -> float | None:
