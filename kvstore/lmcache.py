@@ -158,8 +158,15 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """Remove objects from host memory and every tier; waits for it."""
         names = [_key(key) for key in keys]
         there = self._tried("deleted", lambda: self._store.contains(names), [False] * len(keys))
-        self._tried("deleted", lambda: self._store.remove(names, timeout=self._timeout), 0)
-        gone = [key for key, held in zip(keys, there, strict=True) if held]
+        removed = self._tried(
+            "deleted", lambda: self._store.remove(names, timeout=self._timeout), None
+        )
+        if removed is None:
+            return
+        # What a neighbour has is found again.
+        left = self._tried("deleted", lambda: self._store.contains(names), [True] * len(keys))
+        each = zip(keys, there, left, strict=True)
+        gone = [key for key, held, found in each if held and not found]
         if gone:
             # Of no size: `get_usage` counts what there is, also from before this process.
             self._notify_keys_deleted(gone, [0] * len(gone))

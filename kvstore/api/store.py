@@ -389,7 +389,8 @@ class Store:
         after the other, in prefix order, to the end of `keys` or the first missing chunk. Each
         ends when the next one, which is fetched meanwhile, is asked for, and the last at the
         end of the block. At best host memory has room for two windows. A window has fewer chunks
-        if others leave less room, and there is none if they leave no room until the deadline.
+        if others leave less room, and there is none if they leave no room until the deadline, nor
+        after a `reset`.
 
         Raises:
             KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
@@ -398,6 +399,11 @@ class Store:
         """
         self._driver.check()
         return Windows(self, check_keys(keys), size)
+
+    @property
+    def resets(self) -> int:
+        """How often everything was forgotten since the store was opened."""
+        return self._core.era
 
     async def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it.

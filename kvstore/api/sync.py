@@ -214,6 +214,11 @@ class SyncStore:
         """Forget everything, on every tier."""
         self._calls.wait(lambda: self._store.reset(timeout))
 
+    @property
+    def resets(self) -> int:
+        """How often everything was forgotten since the store was opened."""
+        return self._store.resets
+
     def compact(self, bytes_per_second: int | str) -> None:
         """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`."""
         self._calls.ask(lambda: self._store.compact(bytes_per_second))

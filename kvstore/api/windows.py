@@ -30,6 +30,9 @@ class _Store(Protocol[_L]):
 
     def release(self, request: str, /) -> object: ...
 
+    @property
+    def resets(self) -> int: ...
+
 
 class _Portions:
     """Where in a prefix the next window lies.
@@ -96,6 +99,7 @@ class Windows:
         """
         self._store = store
         self._portions = _Portions(keys, size)
+        self._before = store.resets
         self._lease: AbstractAsyncContextManager[Chunks] | None = None
 
     async def __aenter__(self) -> Windows:
@@ -129,7 +133,8 @@ class Windows:
         chunks = await lease.__aenter__()
         self._lease = lease
         portions.got(len(chunks))
-        if not chunks:
+        if not chunks or self._store.resets != self._before:
+            # What comes after a reset is no part of what was there before it.
             raise StopAsyncIteration
         if portions.ahead():
             # On its way while the caller works on this one.
@@ -159,6 +164,7 @@ class SyncWindows:
         """
         self._store = store
         self._portions = _Portions(keys, size)
+        self._before = store.resets
         self._lease: AbstractContextManager[Chunks] | None = None
 
     def __enter__(self) -> SyncWindows:
@@ -190,7 +196,7 @@ class SyncWindows:
         chunks = lease.__enter__()
         self._lease = lease
         portions.got(len(chunks))
-        if not chunks:
+        if not chunks or self._store.resets != self._before:
             raise StopIteration
         if portions.ahead():
             self._store.lookup_prefix(portions.ahead(), portions.name)

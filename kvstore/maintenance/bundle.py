@@ -13,12 +13,13 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
-from kvstore.api.sync import open_sync
+from kvstore.api.sync import SyncStore, open_sync
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.survey import Fault, NamespaceSurvey, payload_pieces, survey
@@ -122,8 +123,12 @@ def places_of(
 
     Args:
         only: of these keys alone.
+
+    Raises:
+        KVStoreError: if what the namespace is of cannot be read.
     """
     wanted = None if only is None else frozenset(only)
+    digest_of_it = read_namespace(Path(namespace.path))["digest"]
     found: dict[bytes, Place] = {}
     for lane in namespace.lanes:
         for segment in lane.segments:
@@ -132,6 +137,8 @@ def places_of(
                 header, live, _ = read_index(path)
             except (ForeignFileError, OSError):
                 continue  # A running server removed it, or the survey has told the fault.
+            if header.namespace != digest_of_it:
+                continue  # A stray file, perhaps of another model: no server takes it either.
             live = live.of_epoch(namespace.epoch)
             geometry = header.geometry
             keys = live.keys()
@@ -335,7 +342,7 @@ def import_bundle(
     there stay as they are.
 
     Args:
-        capacity_bytes: of the lane; by default enough for the bundle.
+        capacity_bytes: of the lane; by default enough for the bundle beside all that is there.
 
     Raises:
         KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
@@ -344,6 +351,7 @@ def import_bundle(
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         bundle = _read_header(fd, file)
+        folder = Path(path) / bundle.namespace
         done = Imported(bundle.namespace, len(bundle.places))
         size = os.fstat(fd).st_size
         whole = max((offset for offset, _ in bundle.places.values()), default=0)
@@ -353,10 +361,13 @@ def import_bundle(
             done.faults.append(Fault(str(file), None, what))
         config = _config(bundle, path, capacity_bytes)
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
+        good: set[bytes] = set()
         with open_sync(config) as store:
+            epoch = read_epoch(folder)
             for keys in _batches(list(bundle.places), batch):
                 looked += len(keys)
-                there = store.contains(keys)
+                # What is damaged there is missed, and stored anew.
+                there = [_is_whole(store, key) for key in keys]
                 done.there += sum(there)
                 right: dict[bytes, bytes] = {}
                 for key, held in zip(keys, there, strict=True):
@@ -370,17 +381,38 @@ def import_bundle(
                     else:
                         right[key] = payload
                 store.put(list(right), list(right.values()), durable=True)
+                good.update(compress(keys, there), right)
                 progress(looked, len(bundle.places))
     finally:
         os.close(fd)
+    if read_epoch(folder) != epoch:
+        raise KVStoreError(f"{folder} was reset meanwhile: import the bundle again, or not at all")
     its = [each for each in survey(path) if each.name == bundle.namespace]
-    done.stored = sum(len(places_of(each, bundle.places)) for each in its)
+    done.stored = sum(len(places_of(each, good)) for each in its)
     return done
+
+
+def _is_whole(store: SyncStore, key: bytes) -> bool:
+    """Whether a chunk is there and can be read."""
+    if store.contains([key]) == [False]:
+        return False
+    with store.get([key]) as chunks:
+        return len(chunks) == 1
 
 
 def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
     for start in range(0, len(keys), size):
         yield keys[start : start + size]
+
+
+def _files_at(path: str | os.PathLike[str]) -> list[int]:
+    """The sizes of all segments at `path`."""
+    try:
+        found = survey(path)
+    except PathUnusableError:
+        return []  # Nothing is there yet.
+    lanes = [lane for namespace in found for lane in namespace.lanes]
+    return [segment.file_bytes for lane in lanes for segment in lane.segments]
 
 
 def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None) -> Config:
@@ -389,8 +421,10 @@ def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int |
     segment_bytes = max(smallest, bundle.segment_bytes)
     if capacity_bytes is None:
         slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
-        # One segment more than they fill: what was left there before shall not be displaced.
-        capacity_bytes = (-(-len(bundle.places) // slots) + 1) * segment_bytes
+        # Beside all that is there, of which nothing shall be displaced.
+        held = _files_at(path)
+        room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
+        capacity_bytes = sum(held) + max(room, *held, 0)
     own = ("chunk_bytes", "slot_bytes")
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -74,6 +75,10 @@ class HiCacheKVStore(HiCacheStorage):
         self._open = False
         self._complaints = Complaints(warn_with(logger))
         self._moves = _Moves()
+        self._clears = 0
+        """How often SGLang has asked for everything to be forgotten."""
+        # No page that was read before a clearing may be stored after it.
+        self._storing = threading.Lock()
 
     # -- pools ---------------------------------------------------------------------------
 
@@ -289,24 +294,39 @@ class HiCacheKVStore(HiCacheStorage):
     ) -> bool:
         """Store pages of attention; whether the store has all of them now."""
         pool = self._pools[KV]
-        begun = time.perf_counter()
-        stored = self._tried(
-            "stored",
-            lambda: pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s),
-            0,
-        )
+        begun, clears = time.perf_counter(), self._clears
+
+        def put() -> int:
+            with self._storing:
+                if self._clears != clears:
+                    return 0
+                return pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s)
+
+        stored = self._tried("stored", put, 0)
         self._moves.wrote(stored, pool.page_bytes, time.perf_counter() - begun)
         return stored == len(keys)
 
     # -- the whole -----------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Forget everything, on every tier; whether that was done within ``max_wait_s``."""
+        """Forget everything, on every tier; whether that was done within ``max_wait_s``.
+
+        What is read or stored meanwhile is told as not done, and nothing of it is kept.
+        """
+        self._clears += 1
         return self._tried("cleared", self._reset, False)
 
     def _reset(self) -> bool:
-        for pool in self._pools.values():
-            pool.store.reset(self._config.max_wait_s)
+        faults: list[Exception] = []
+        with self._storing:
+            # All of them, whatever becomes of the first: their pages belong together.
+            for pool in self._pools.values():
+                try:
+                    pool.store.reset(self._config.max_wait_s)
+                except (KVStoreError, TimeoutError) as error:
+                    faults.append(error)
+        if faults:
+            raise faults[0]
         return True
 
     def get_stats(self) -> Any:
@@ -326,15 +346,22 @@ class HiCacheKVStore(HiCacheStorage):
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]
-        begun = time.perf_counter()
+        begun, clears = time.perf_counter(), self._clears
         done = self._counted("read", pool.read(keys, indices))
+        done = done if self._clears == clears else 0
         self._moves.read(done, pool.page_bytes, time.perf_counter() - begun)
         return done
 
     def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]
-        begun = time.perf_counter()
-        done = self._counted("stored", pool.write(keys, indices, self._config.max_wait_s))
+        begun, clears = time.perf_counter(), self._clears
+
+        def valid() -> bool:
+            return self._clears == clears
+
+        pieces = pool.write(keys, indices, self._config.max_wait_s, self._storing, valid)
+        done = self._counted("stored", pieces)
+        done = done if valid() else 0
         self._moves.wrote(done, pool.page_bytes, time.perf_counter() - begun)
         return done
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -118,13 +119,28 @@ class Pool:
                     self._fill(place, chunks.array(at, np.uint8))
                 yield len(taken)
 
-    def write(self, keys: Sequence[str], indices: torch.Tensor, timeout: float) -> Iterator[int]:
-        """Store pages of the pool; counts them, piece by piece, to the first that is shed."""
+    def write(
+        self,
+        keys: Sequence[str],
+        indices: torch.Tensor,
+        timeout: float,
+        turn: AbstractContextManager[object],
+        valid: Callable[[], bool],
+    ) -> Iterator[int]:
+        """Store pages of the pool; counts them, piece by piece, to the first that is shed.
+
+        Args:
+            turn: held while a piece is read and stored.
+            valid: whether the pages are still those of the model's weights; else no more are read.
+        """
         places, chunks = self._places(indices, len(keys)), keys_of(keys)
         for start in range(0, len(chunks), self._piece):
             piece = chunks[start : start + self._piece]
-            pages = [self._page(place) for place in islice(places, len(piece))]
-            stored = self.store.put(piece, pages, timeout=timeout)
+            with turn:
+                if not valid():
+                    return
+                pages = [self._page(place) for place in islice(places, len(piece))]
+                stored = self.store.put(piece, pages, timeout=timeout)
             yield stored
             if stored < len(piece):
                 return

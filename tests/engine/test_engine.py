@@ -549,6 +549,6 @@ def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(concurrency, "new_event_loop", watched)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="start new thread"):
+    with pytest.raises(KVStoreError, match="start new thread"):
         EngineThread([])
     assert [loop.is_closed() for loop in loops] == [True]

@@ -266,6 +266,28 @@ def test_deleted_objects_are_gone_and_told_of(tmp_path: Path) -> None:
         assert told == [("stored", keys), ("deleted", keys[:2])]
 
 
+def test_what_is_not_deleted_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_object_keys(4)
+    with adapter(tmp_path) as one, adapter(tmp_path) as neighbour:
+        told: list[Any] = []
+        one.register_listener(_Listener(told))
+        store(neighbour, keys[2:], objects(2))
+        end = time.monotonic() + WAIT_S
+        while look_up(one, keys) != [2, 3]:
+            assert time.monotonic() < end
+        one.submit_unlock(keys[2:])
+        one.delete(keys[2:])
+        assert told == []
+        store(one, keys[:2], objects(2))
+
+        def fails(*names: Any, **named: Any) -> int:
+            raise KVStoreError("records could not be erased")
+
+        monkeypatch.setattr(one._store, "remove", fails)
+        one.delete(keys[:2])
+        assert told == [("stored", keys[:2])]
+
+
 def test_the_disk_stays_within_its_limit_and_usage_tells_it(tmp_path: Path) -> None:
     with adapter(tmp_path) as one:
         for number in range(20):

@@ -38,6 +38,7 @@ from tests.sglang.pools import (
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 TOKENS = list(range(100))
+WAIT_S = 30
 HERE, THERE = torch.arange(100), torch.arange(500, 600)
 
 
@@ -257,6 +258,55 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
         assert one.batch_exists(names) == 5
         assert one.clear()
         assert one.batch_exists(names) == 0
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_what_is_cleared_amid_a_transfer_is_not_told_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Its pages are of the weights before."""
+    count = SLOTS // 2 // PAGE
+    names, here = _names(count), torch.arange(SLOTS // 2)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        if call == "read":
+            assert all(one.batch_set_v1(names, here))
+        pool = one._pools["kv"]
+        real = getattr(pool, call)
+
+        def cleared(*args: Any) -> Iterator[int]:
+            for number, moved in enumerate(real(*args)):
+                if number == 1:
+                    clearing.start()
+                    end = time.monotonic() + WAIT_S
+                    while not pool.store.resets:
+                        assert time.monotonic() < end
+                        time.sleep(0.001)
+                yield moved
+
+        told: list[bool] = []
+        clearing = threading.Thread(target=lambda: told.append(one.clear()))
+        monkeypatch.setattr(pool, call, cleared)
+        move = one.batch_get_v1 if call == "read" else one.batch_set_v1
+        assert not any(move(names, here))
+        clearing.join(WAIT_S)
+        assert told == [True]
+        assert not any(pool.each(names))
+
+
+def test_a_pool_that_cannot_be_cleared_keeps_no_other_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, slots = _names(8), torch.arange(8)
+    moved = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+    with _backend(attention("page_first"), extra(tmp_path, host="1MiB"), states()) as one:
+        assert one.batch_set_v2([moved]) == {PoolName.MAMBA: [True] * 8}
+
+        def late(timeout: float) -> None:
+            raise TimeoutError("reset took longer than 1 s")
+
+        monkeypatch.setattr(one._pools["kv"].store, "reset", late)
+        assert one.clear() is False
+        assert not any(one._pools[str(PoolName.MAMBA)].each(names))
 
 
 def test_only_the_first_rank_has_the_control_socket(tmp_path: Path) -> None:

@@ -77,6 +77,30 @@ async def test_windows_for_which_there_is_less_room_are_smaller_and_go_on(
         assert seen == list(range(100))
 
 
+async def test_there_is_no_window_after_a_reset(tmp_path: Path) -> None:
+    """What is stored then is of other weights, and no part of the same prefix."""
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store)
+        async with store.windows(KEYS, 4) as windows:
+            assert len(await anext(windows)) == 4
+            await store.reset()
+            await fill(store)
+            with pytest.raises(StopAsyncIteration):
+                await anext(windows)
+        assert store.resets == 1
+
+
+def test_there_is_no_window_after_a_reset_without_asyncio(tmp_path: Path) -> None:
+    with kvstore.open_sync(config(tmp_path)) as store:
+        assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
+        with store.windows(KEYS[:8], 4) as windows:
+            assert len(next(windows)) == 4
+            store.reset()
+            assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
+            assert next(windows, None) is None
+        assert store.resets == 1
+
+
 async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await fill(store)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import kvstore
 from kvstore.errors import KVStoreError
-from kvstore.maintenance.bundle import export_bundle
+from kvstore.maintenance.bundle import export_bundle, places_of, the_namespace
 from kvstore.tiers.disk.epoch import raise_epoch
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tools.support import command
@@ -107,6 +107,49 @@ async def test_of_what_no_server_would_open_there_is_no_bundle(tmp_path: Path, n
     assert done.returncode == 2
     assert name in done.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
+
+
+async def test_an_import_displaces_nothing_that_is_there(tmp_path: Path) -> None:
+    """Neither in its own namespace nor in others of the path, whose lanes nobody uses."""
+    more = keys_of("more", 60)
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    await fill(tmp_path / "there", more)
+    await fill(tmp_path / "there", more[:30], "other")
+    for lane in (tmp_path / "there").glob("*/lane-*/lock"):
+        os.utime(lane, (1, 1))
+    assert command("import", str(file), str(tmp_path / "there")).returncode == 0
+    async with kvstore.open(settings(tmp_path / "there")) as store:
+        assert store.contains([*more, *KEYS]) == [True] * (len(more) + len(KEYS))
+    async with kvstore.open(settings(tmp_path / "there", "other")) as store:
+        assert store.contains(more[:30]) == [True] * 30
+
+
+async def test_what_is_damaged_there_is_stored_anew(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    place = places_of(the_namespace(tmp_path / "here"))[KEYS[1]]
+    with place.path.open("r+b") as segment:
+        segment.seek(place.offset)
+        segment.write(b"rotten")
+    done = command("import", str(file), str(tmp_path / "here"))
+    assert done.returncode == 0
+    assert f"{namespace.name}: has 20 of 20 chunks now, 19 of them before" in done.stdout
+    assert command("verify", str(tmp_path / "here")).returncode == 0
+    async with kvstore.open(settings(tmp_path / "here")) as store:
+        assert await contents(store, KEYS[:3]) == payloads(KEYS[:3])
+
+
+async def test_a_segment_of_another_namespace_is_not_exported(tmp_path: Path) -> None:
+    theirs = await fill(tmp_path / "here", KEYS[:3], "other")
+    ours = await fill(tmp_path / "here")
+    stray = next(theirs.glob("lane-0/segment-*"))
+    stray.rename(ours / "lane-0" / "segment-77.safetensors")
+    found = places_of(the_namespace(ours))
+    assert len(found) == len(KEYS)
+    assert not [place for place in found.values() if place.path.name == "segment-77.safetensors"]
 
 
 async def test_a_reset_meanwhile_leaves_no_bundle(tmp_path: Path) -> None:
