@@ -152,7 +152,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(extents, "_write_records", lambda *told: None)
 
 
-@without("a header is written whole", seed=71)
+@without("a header is written whole", seed=74)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "write_whole", lambda fd, data, at: os.pwrite(fd, data[0], at))
 
