@@ -3,6 +3,8 @@
 A bundle is a valid safetensors file. Each chunk is a tensor of bytes whose name is its key in hex,
 in the order in which chunks were stored. `__metadata__` has the identity of the namespace and the
 digest of each chunk, so that an import verifies what it takes.
+
+This module is long because writing and reading have one format, which stands in one place.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,11 +85,12 @@ async def test_there_is_no_window_after_a_reset(tmp_path: Path) -> None:
         await fill(store)
         async with store.windows(KEYS, 4) as windows:
             assert len(await anext(windows)) == 4
-            await store.reset()
-            await fill(store)
+            resetting = asyncio.create_task(store.reset())
+            await until_async(lambda: store.resets == 1)
+            assert await store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
             with pytest.raises(StopAsyncIteration):
                 await anext(windows)
-        assert store.resets == 1
+        await asyncio.wait_for(resetting, PATIENCE)
 
 
 def test_there_is_no_window_after_a_reset_without_asyncio(tmp_path: Path) -> None:
@@ -95,10 +98,13 @@ def test_there_is_no_window_after_a_reset_without_asyncio(tmp_path: Path) -> Non
         assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
         with store.windows(KEYS[:8], 4) as windows:
             assert len(next(windows)) == 4
-            store.reset()
+            resetting = threading.Thread(target=store.reset)
+            resetting.start()
+            until(lambda: store.resets == 1)
             assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
             assert next(windows, None) is None
-        assert store.resets == 1
+        resetting.join(PATIENCE)
+        assert not resetting.is_alive()
 
 
 async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
