@@ -139,9 +139,18 @@ class Caller:
                 assert chunk == payload_of(key), f"wrong bytes were served for {key!r}"
             return len(chunks)
 
-    async def each(self, numbers: Iterable[int]) -> set[int]:
-        """Ask for chunks one by one; which of them are served."""
-        return {number for number in numbers if await self.get([number])}
+    async def each(self, numbers: Iterable[int], *, times: int = 1) -> set[int]:
+        """Ask for chunks one by one; which of them are served.
+
+        Args:
+            times: how often each may be asked for. On a busy machine an answer may take longer
+                than anybody waits here, and that loses no chunk.
+        """
+        left, served = list(numbers), set[int]()
+        for _ in range(times):
+            served |= {number for number in left if await self.get([number])}
+            left = [number for number in left if number not in served]
+        return served
 
     def forget_host(self) -> None:
         """Let all chunks leave host memory, so that only the disk can serve them.
