@@ -188,20 +188,29 @@ class Remove(Action):
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._removal: Any = None
+        self._era = 0
         self._unerased = 0
+        self._uncleared: list[str] = []
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
-        self._removal = core.remove(keys)
+        self._removal, self._era = core.remove(keys), core.era
         self.affected += self._removal.found
 
     def ended(self, core: Core) -> bool:
         if not self._removal.done:
             return False
+        if core.era != self._era:
+            # A reset has taken it over.
+            if core.clearing:
+                return False
+            self._uncleared = core.uncleared
         self._unerased += len(self._removal.unerased)
         return True
 
     @property
     def fault(self) -> str | None:
+        if self._uncleared:
+            return _cannot_be_cleared(self._uncleared)
         if not self._unerased:
             return None
         return f"{self._unerased} records could not be erased: a later process may find them"
@@ -232,14 +241,12 @@ class Reset(Action):
         self._reset()
 
     def ended(self, core: Core) -> bool:
-        self._uncleared = list(core.uncleared)
+        self._uncleared = core.uncleared
         return not core.clearing
 
     @property
     def fault(self) -> str | None:
-        if not self._uncleared:
-            return None
-        return f"{', '.join(self._uncleared)} cannot be cleared now, which is tried again"
+        return _cannot_be_cleared(self._uncleared) if self._uncleared else None
 
 
 class Changing(Action):
@@ -369,6 +376,10 @@ async def places(act: Act, keys: Sequence[bytes]) -> dict[str, int]:
         for there in found:
             counted.update(there or (NOWHERE,))
     return dict(counted)
+
+
+def _cannot_be_cleared(tiers: Sequence[str]) -> str:
+    return f"{', '.join(tiers)} cannot be cleared now, which is tried again"
 
 
 def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> None:

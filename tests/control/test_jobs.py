@@ -15,6 +15,7 @@ from kvstore.api.store import Store
 from kvstore.control.commands import MOST_RUNNING
 from kvstore.tiers.disk import DiskTier
 from tests.control.test_server import at_path
+from tests.patience import until_async
 from tests.store.support import CHUNK, keys_of, payload, payloads
 
 A, B = keys_of("a", 4), keys_of("b", 4)
@@ -56,6 +57,33 @@ async def test_chunks_leave_host_memory_come_back_and_are_removed(tmp_path: Path
         job = await ask(session, "remove", **named([*A, *B]))
         assert (job["state"], job["affected"]) == ("done", 4)
         assert store.lookup_prefix(A) == 0
+
+
+async def test_a_removal_that_a_reset_takes_over_is_told_what_the_disk_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def waits(*_: Any) -> str:
+        await goes_on.wait()
+        return "too late"
+
+    async def fails(*_: Any) -> None:
+        return None
+
+    async with at_path(tmp_path, disk=64) as (store, session):
+        await filled(store, A)
+        with monkeypatch.context() as broken:
+            broken.setattr(DiskTier, "erase", waits)
+            broken.setattr(DiskTier, "clear", fails)
+            removing = asyncio.create_task(ask(session, "remove", **named(A)))
+            await until_async(lambda: bool(store._core.hidden))
+            resetting = asyncio.create_task(ask(session, "reset"))
+            await asyncio.sleep(0.05)
+            goes_on.set()
+            for job in (await resetting, await removing):
+                assert job["state"] == "failed"
+                assert job["error"].endswith(" cannot be cleared now, which is tried again")
 
 
 async def test_chunks_are_retained_and_released(tmp_path: Path) -> None:
