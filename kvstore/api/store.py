@@ -456,6 +456,20 @@ class Store:
         """
         await within(check_timeout(timeout), "reset", self._reset())
 
+    def refuse_command(self, command: str, reason: str) -> None:
+        """Let `kvstore ctl` refuse a command: the server has another way to do it.
+
+        A server that holds chunks elsewhere, too, refuses ``remove`` and ``reset`` and names
+        in `reason` what forgets all of them. Without ``control`` nothing is to be refused.
+
+        Raises:
+            ConfigError: if there is no such command.
+            KVStoreError: on another loop, or when the store is closed.
+        """
+        self._driver.check()
+        if self._assembly.commands is not None:
+            self._assembly.commands.refuse(command, reason)
+
     def compact(self, bytes_per_second: int | str) -> None:
         """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`.
 

@@ -219,6 +219,10 @@ class SyncStore:
         """How often everything was forgotten since the store was opened."""
         return self._store.resets
 
+    def refuse_command(self, command: str, reason: str) -> None:
+        """Let `kvstore ctl` refuse a command: the server has another way to do it."""
+        self._calls.ask(lambda: self._store.refuse_command(command, reason))
+
     def compact(self, bytes_per_second: int | str) -> None:
         """Give back sparse segments of the disk tiers, copying at most `bytes_per_second`."""
         self._calls.ask(lambda: self._store.compact(bytes_per_second))

@@ -80,6 +80,7 @@ class Commands:
         self._act: Act | None = None
         self._reset: Callable[[], None] | None = None
         self._keys_of: KeysOf | None = None
+        self._refused: dict[str, str] = {}
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -91,6 +92,15 @@ class Commands:
     def name_keys(self, keys_of: KeysOf) -> None:
         """Let commands name chunks by tokens."""
         self._keys_of = keys_of
+
+    def refuse(self, command: str, reason: str) -> None:
+        """Refuse a command from now on.
+
+        Raises:
+            ConfigError: if there is no such command.
+        """
+        _check_command(command)
+        self._refused[command] = reason
 
     async def status(self) -> dict[str, Any]:
         """Return settings, statistics and jobs."""
@@ -135,6 +145,9 @@ class Commands:
         Raises:
             KVStoreError: if the command, or a field of it, cannot be used. Nothing is done then.
         """
+        _check_command(command)
+        if command in self._refused:
+            raise KVStoreError(f"this server takes no {command}: {self._refused[command]}")
         given = dict(body)
         dry = _flag(given, "dry_run")
         if command in ACTIONS:
@@ -152,24 +165,21 @@ class Commands:
                 return self._dry(command, {"chunks": chunks})
             assert self._reset is not None
             return await self._begin(command, Reset(self._reset), [])
-        if command == "settings":
-            changes = self._changes(given)
-            if dry:
-                return self._dry(command, {"would_change": [text for text, _ in changes]})
+        changes = self._changes(given)
+        if dry:
+            return self._dry(command, {"would_change": [text for text, _ in changes]})
 
-            def change(core: Core) -> None:
-                # Whatever may fail comes first: all of it is changed, or nothing.
-                for commit in [prepare(core) for _, prepare in changes]:
-                    commit()
+        def change(core: Core) -> None:
+            # Whatever may fail comes first: all of it is changed, or nothing.
+            for commit in [prepare(core) for _, prepare in changes]:
+                commit()
 
-            logger.info(
-                "kvstore: control: %s",
-                "; ".join(text for text, _ in changes),
-                extra=about("control.settings"),
-            )
-            return await self._begin(command, Changing(change), [])
-        known = ", ".join([*ACTIONS, "reset", "settings"])
-        raise ConfigError(f"unknown command {command!r}; known are: {known}")
+        logger.info(
+            "kvstore: control: %s",
+            "; ".join(text for text, _ in changes),
+            extra=about("control.settings"),
+        )
+        return await self._begin(command, Changing(change), [])
 
     def job(self, number: int) -> Job | None:
         """Return a job by its number, if it is remembered."""
@@ -352,6 +362,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "release": ("cold",),
 }
 """Fields of commands, beside those that name chunks and ``dry_run``."""
+
+
+def _check_command(command: str) -> None:
+    known = [*ACTIONS, "reset", "settings"]
+    if command not in known:
+        raise ConfigError(f"unknown command {command!r}; known are: {', '.join(known)}")
 
 
 def _check_fields(command: str, given: Mapping[str, Any]) -> None:

@@ -26,6 +26,12 @@ logger = logging.getLogger("kvstore")
 MOST_ASKED = 64
 """Pages of states that a store is asked about, one by one, for one prompt."""
 
+ELSEWHERE = (
+    "it would reach the pages of one pool and one rank alone; SGLang's "
+    "/hicache/storage-backend/clear forgets all pages"
+)
+"""Why the control socket takes no command that forgets chunks."""
+
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -75,6 +81,8 @@ class Pool:
 
     def open(self, config: Config) -> None:
         self._store = store = kvstore.open_sync(config)
+        for command in ("remove", "reset"):
+            store.refuse_command(command, ELSEWHERE)
         self._asks = any(tier.is_store for tier in config.tiers)
         # Two pieces fit: one is copied while the next is fetched.
         self._piece = max(1, store.stats().rows // 2)

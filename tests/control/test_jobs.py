@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.api.store import Store
 from kvstore.control.commands import MOST_RUNNING
+from kvstore.errors import ConfigError
 from kvstore.tiers.disk import DiskTier
 from tests.control.test_server import at_path
 from tests.patience import until_async
@@ -84,6 +85,21 @@ async def test_a_removal_that_a_reset_takes_over_is_told_what_the_disk_did(
             for job in (await resetting, await removing):
                 assert job["state"] == "failed"
                 assert job["error"].endswith(" cannot be cleared now, which is tried again")
+
+
+async def test_a_server_may_refuse_a_command_and_name_its_own_way(tmp_path: Path) -> None:
+    async with at_path(tmp_path) as (store, session):
+        await store.put(A, payloads(A))
+        store.refuse_command("reset", "POST /clear forgets everything")
+        for body in ({}, {"dry_run": True}):
+            response = await session.post("/v1/reset", json=body)
+            told = await response.json()
+            assert response.status == 400
+            assert told["error"] == "this server takes no reset: POST /clear forgets everything"
+        assert store.contains_prefix(A) == 4
+        assert (await ask(session, "remove", **named(A)))["affected"] == 4
+        with pytest.raises(ConfigError, match="unknown command 'rest'; known are: .*reset"):
+            store.refuse_command("rest", "")
 
 
 async def test_chunks_are_retained_and_released(tmp_path: Path) -> None:

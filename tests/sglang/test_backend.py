@@ -25,6 +25,7 @@ from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.sglang.backend import KV
 from kvstore.tiers.disk.io.buffered import BufferedIO
+from kvstore.tools.cli import main
 from tests.sglang.pools import (
     PAGE,
     SLOTS,
@@ -315,6 +316,18 @@ def test_only_the_first_rank_has_the_control_socket(tmp_path: Path) -> None:
         assert (tmp_path / "ctl").is_socket()
         with _backend(attention("page_first"), given, tp_rank=1, tp_size=2) as other:
             assert other.batch_set_v1(_names(1), HERE[:4]) == [True]
+
+
+def test_the_control_socket_forgets_nothing_as_other_pools_and_ranks_would_keep_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = extra(tmp_path / "kv", control=str(tmp_path / "ctl"))
+    with _backend(attention("page_first"), given) as one:
+        assert one.batch_set_v1(_names(1), HERE[:4]) == [True]
+        for what in (["reset"], ["remove", "00"]):
+            assert main(["ctl", str(tmp_path / "ctl"), *what]) == 2
+            assert "/hicache/storage-backend/clear" in capsys.readouterr().err
+        assert one.exists(_names(1)[0])
 
 
 def test_a_disk_that_hangs_holds_a_rank_no_longer_than_the_deadline(

@@ -107,6 +107,7 @@ CALLS: dict[str, Callable[[SyncStore], Any]] = {
     "pin": lambda store: store.pin(KEYS, 60.0),
     "unpin": lambda store: store.unpin(KEYS),
     "reset": lambda store: store.reset(),
+    "refuse_command": lambda store: store.refuse_command("reset", "another way"),
     "compact": lambda store: store.compact(0),
     "release": lambda store: store.release("mine"),
     "take_events": lambda store: store.take_events(),
