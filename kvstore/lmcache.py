@@ -292,7 +292,7 @@ class _Tasks(Generic[_T]):
 
 
 def _key(key: ObjectKey) -> bytes:
-    """All that names an object of LMCache, as a key."""
+    """All that names an object of LMCache, as a key; "@" is in none of the parts but the hash."""
     name = f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@{key.cache_salt}@"
     return hashlib.sha256(name.encode() + key.chunk_hash).digest()
 

@@ -117,7 +117,7 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
     segments = [segment for lane in held.lanes for segment in lane.segments]
     live, reused = sum(each.live for each in segments), sum(each.reused for each in segments)
     size, reads = sum(each.file_bytes for each in segments), sum(each.reads for each in segments)
-    useful = sum(each.live_bytes * (1 - each.outdated / max(each.live, 1)) for each in segments)
+    useful = sum(each.counted * each.chunk_bytes for each in segments)
     found = Finding(f"namespace {held.name}", _verdict(reads, live), reads, None)
     folder = shlex.quote(str(path))
     if live >= FEW and live > WASTED * max(reused, 1):

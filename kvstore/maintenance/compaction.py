@@ -83,12 +83,11 @@ def compact_lane(
     described = read_namespace(folder.parent)
     namespace = Namespace(folder.parent.name, described["identity"])
     geometry = held_geometry(folder, described["digest"])
+    before = lane_layout(folder, read_epoch(folder.parent))
     if geometry is None:
         faults = _unusable(folder)
-        layout = lane_layout(folder)
-        return Compaction(layout, layout, 0, 0, faults) if faults else None
+        return Compaction(before, before, 0, 0, faults) if faults else None
     if dry_run:
-        before = lane_layout(folder, read_epoch(folder.parent))
         return Compaction(before, _predicted(before, geometry), 0, 0)
     tier = DiskTier(
         folder.parent.parent,

@@ -111,9 +111,9 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
         for lane in namespace.lanes:
             occupancy = [0] * 10
             for segment in lane.segments:
-                occupancy[min(9, 10 * lane.counted(segment) // segment.slots)] += 1
-            epoch = None if lane.owner else namespace.epoch
-            result.append(Layout(lane.path, lane_layout(Path(lane.path), epoch), occupancy))
+                occupancy[min(9, 10 * segment.counted // segment.slots)] += 1
+            layout = lane_layout(Path(lane.path), lane.current_epoch)
+            result.append(Layout(lane.path, layout, occupancy))
     return result
 
 

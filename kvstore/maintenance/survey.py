@@ -45,9 +45,8 @@ class SegmentSurvey:
 
     `reads` counts reads of the live chunks, as far as their owner has noted them; `reused` is how
     many of the chunks were read at all, `used_ms` when one was last stored or read.
-    `outdated` of the `live` chunks are from before the newest reset: of an older epoch than the
-    namespace's. Only a process that has not been reset since takes them. `epoch` is the newest of
-    all, 0 when there are none.
+    `outdated` of the `live` chunks are of another epoch than the lane's current one: nobody finds
+    them. `epoch` is the newest of all, 0 when there are none.
     """
 
     path: str
@@ -66,24 +65,27 @@ class SegmentSurvey:
     reused: int = 0
     used_ms: int = 0
 
+    @property
+    def counted(self) -> int:
+        """Chunks that somebody may find."""
+        return self.live - self.outdated
+
 
 @dataclass(slots=True)
 class LaneSurvey:
     """One lane.
 
-    `epoch` is the newest of its chunks, or None when it has none. If it is older than its
-    namespace's, the lane's owner has not been reset, or has stored nothing since.
+    `epoch` is the newest of its chunks, or None when it has none. `current_epoch` is that of its
+    owner, older than the namespace's if only others were reset; a lane that nobody owns is of
+    the namespace's when it is opened next.
     """
 
     number: int
     path: str
     owner: int | None
+    current_epoch: int
     epoch: int | None = None
     segments: list[SegmentSurvey] = field(default_factory=list)
-
-    def counted(self, segment: SegmentSurvey) -> int:
-        """Chunks of a segment that count: the owner may be in an older epoch, others are not."""
-        return segment.live if self.owner else segment.live - segment.outdated
 
 
 @dataclass(slots=True)
@@ -180,18 +182,14 @@ def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
         PathUnusableError: as `survey` does.
     """
     found = survey(path)
-    total = sum(
-        lane.counted(s) * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments
-    )
+    total = sum(s.counted * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments)
     progress = Progress(0, total, 0)
     yield progress
     for namespace in found:
         yield from namespace.faults
         for lane in namespace.lanes:
-            # A lane that nobody owns is of the newest epoch when it is opened next.
-            epoch = lane.epoch if lane.owner else namespace.epoch
             for segment in lane.segments:
-                yield from _verify_segment(Path(segment.path), progress, epoch)
+                yield from _verify_segment(Path(segment.path), progress, lane.current_epoch)
     progress.total_bytes = progress.done_bytes
     yield progress
 
@@ -217,14 +215,16 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         found.faults.append(Fault.of(folder, error))
         return found
     for number, lane_folder in lanes:
-        lane = LaneSurvey(number, str(lane_folder), lane_owner(lane_folder))
+        owner = lane_owner(lane_folder)
+        pid, epoch = owner if owner is not None else (None, None)
+        lane = LaneSurvey(number, str(lane_folder), pid, found.epoch if epoch is None else epoch)
         found.lanes.append(lane)
-        found.faults += _lane(lane, digest, found.epoch)
+        found.faults += _lane(lane, digest)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
     return found
 
 
-def _lane(lane: LaneSurvey, namespace: str | None, epoch: int) -> list[Fault]:
+def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
     """Look at every segment of a lane; returns what is wrong with them."""
     try:
         paths = [path for _, path in segment_files(Path(lane.path))]
@@ -235,7 +235,7 @@ def _lane(lane: LaneSurvey, namespace: str | None, epoch: int) -> list[Fault]:
     faults: list[Fault] = []
     for path in paths:
         try:
-            segment, its_faults = _segment(path, namespace, epoch)
+            segment, its_faults = _segment(path, namespace, lane.current_epoch)
         except FileNotFoundError:
             continue  # A running server removed it meanwhile.
         except (ForeignFileError, OSError) as error:
@@ -249,9 +249,9 @@ def _lane(lane: LaneSurvey, namespace: str | None, epoch: int) -> list[Fault]:
 def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurvey, list[Fault]]:
     header, live, size = read_index(path)
     geometry = header.geometry
-    faults: list[Fault] = []
     if namespace is not None and header.namespace != namespace:
-        faults.append(Fault(str(path), None, "belongs to another namespace"))
+        raise ForeignFileError("belongs to another namespace")
+    faults: list[Fault] = []
     if size < geometry.file_bytes:
         faults.append(Fault.cut_short(path, size, geometry.file_bytes))
     damaged = live.damaged
@@ -274,20 +274,17 @@ def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurv
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
-        outdated=int((live.records["epoch"] < epoch).sum()),
+        outdated=int((live.records["epoch"] != epoch).sum()),
         reused=int((live.records["reads"] > 0).sum()),
         used_ms=max(int(stored.max()), int(live.records["read_ms"].max())) if count else 0,
     ), faults
 
 
-def _verify_segment(
-    path: Path, progress: Progress, epoch: int | None
-) -> Iterator[Fault | Progress]:
+def _verify_segment(path: Path, progress: Progress, epoch: int) -> Iterator[Fault | Progress]:
     suspects: list[tuple[int, bytes, str]] = []
     try:
         header, live, _ = read_index(path)
-        if epoch is not None:
-            live = live.of_epoch(epoch)
+        live = live.of_epoch(epoch)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (ForeignFileError, OSError) as error:
         if os.path.lexists(path):

@@ -27,7 +27,7 @@ from kvstore.errors import (
     PathUnusableError,
 )
 from kvstore.testing.bench import key_of
-from kvstore.tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, lane_owner
+from kvstore.tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, Owner, lane_owner
 from kvstore.tiers.disk.namespace import Namespace
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
@@ -395,7 +395,7 @@ def test_a_lane_that_another_process_writes_is_refused_with_its_id(
     assert "lane 0" in message
     assert str(folder) in message
     assert f"process {owner.pid}" in message
-    assert lane_owner(lane_of(folder)) == owner.pid
+    assert lane_owner(lane_of(folder)) == Owner(owner.pid, 0)
 
 
 def test_the_nth_process_gets_the_nth_lane_and_a_free_one_is_used_again(
@@ -404,7 +404,7 @@ def test_the_nth_process_gets_the_nth_lane_and_a_free_one_is_used_again(
     owners = [child(HOLD, folder) for _ in range(3)]
     lanes = sorted(owner.line().split(",")[0].rsplit("lane-")[1] for owner in owners)
     assert lanes == ["0", "1", "2"]
-    (second,) = (owner for owner in owners if owner.pid == lane_owner(lane_of(folder, 1)))
+    (second,) = (owner for owner in owners if Owner(owner.pid, 0) == lane_owner(lane_of(folder, 1)))
     second.kill()
     assert "lane-1," in child(HOLD, folder).line()
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import kvstore
 from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.survey import Progress, survey, verify
 from tests.tools.support import command
 from tests.tools.test_command import CHUNK
 
@@ -272,3 +274,49 @@ async def test_a_purge_does_not_write_into_a_file_that_others_may_write_to(tmp_p
     for segment in segments:
         segment.chmod(0o600)
     assert KEYS[0] in await survivors(tmp_path)
+
+
+def counted(path: Path) -> list[tuple[int, int]]:
+    """Of each lane the chunks that somebody may find, and those that `verify` has read."""
+    told = [one for one in verify(path) if isinstance(one, Progress)]
+    its = [
+        sum(segment.counted for segment in lane.segments)
+        for namespace in survey(path)
+        for lane in namespace.lanes
+    ]
+    assert [one.layout.live for one in layouts(path)] == its
+    return [(live, told[-1].chunks) for live in its]
+
+
+async def test_beside_a_server_that_was_reset_only_its_new_chunks_count(tmp_path: Path) -> None:
+    payloads = [payload(key) for key in KEYS[:8]]
+    async with kvstore.open(config(tmp_path)) as store:
+        await store.put(KEYS[:8], payloads, durable=True)
+        assert counted(tmp_path) == [(8, 8)]
+        await store.reset()
+        # Nobody finds the old ones, and it has stored nothing since.
+        assert counted(tmp_path) == [(0, 0)]
+        await store.put(KEYS[:2], payloads[:2], durable=True)
+        assert counted(tmp_path) == [(2, 2)]
+        async with kvstore.open(config(tmp_path)) as neighbour:
+            await neighbour.put(KEYS[4:8], payloads[4:8], durable=True)
+            # It goes on in its own epoch, in which it has two chunks.
+            await neighbour.reset()
+            await neighbour.put(KEYS[5:6], payloads[5:6], durable=True)
+            assert counted(tmp_path) == [(2, 3), (1, 3)]
+    assert counted(tmp_path) == [(0, 1), (1, 1)]
+
+
+async def test_chunks_of_a_segment_that_strayed_in_are_not_counted(tmp_path: Path) -> None:
+    await fill(tmp_path / "here", KEYS[:4])
+    async with kvstore.open(
+        {**config(tmp_path / "there"), "identity": {"model": "other"}}
+    ) as store:
+        await store.put(KEYS[:4], [payload(key) for key in KEYS[:4]], durable=True)
+    (lane,) = (tmp_path / "here").glob("*/lane-0")
+    (stray,) = (tmp_path / "there").glob("*/lane-0/segment-0.*")
+    shutil.copy(stray, lane / "segment-7.safetensors")
+    told = list(verify(tmp_path / "here"))
+    (fault,) = (one for one in told if not isinstance(one, Progress))
+    assert fault.what == "belongs to another namespace"
+    assert [one.chunks for one in told if isinstance(one, Progress)][-1] == 4

@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.errors import LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 from kvstore.types import about
 
-__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "lane_folders", "lane_owner", "sharing"]
+__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "Owner", "lane_folders", "lane_owner", "sharing"]
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -27,6 +28,16 @@ LOCK_NAME = "lock"
 
 LOOK_SECONDS = 5.0
 """For how long those who only look whose a lane is may keep it from being taken."""
+
+PID_BYTES = 32
+"""Of the lock file, for the owner's process; the epoch that it has told follows."""
+
+
+class Owner(NamedTuple):
+    """The process that owns a lane, and its epoch, None where it has not told it."""
+
+    pid: int
+    epoch: int | None
 
 
 class Lane:
@@ -56,7 +67,14 @@ class Lane:
         if number is None:
             raise LaneBusyError(f"all {MAX_LANES} lanes of {namespace} are in use")
         owner = lane_owner(folder)
-        raise LaneBusyError(f"lane {number} of {namespace} is in use by process {owner or '?'}")
+        process = owner.pid if owner is not None else "?"
+        raise LaneBusyError(f"lane {number} of {namespace} is in use by process {process}")
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell those who look at the lane in which epoch its owner is."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock, b"%d\n" % epoch, PID_BYTES)
 
     def touch(self) -> None:
         """Tell those who follow the lane that what it holds has changed."""
@@ -113,13 +131,15 @@ def _tell(text: str) -> None:
 _told: set[str] = set()
 
 
-def lane_owner(folder: Path) -> int | None:
+def lane_owner(folder: Path) -> Owner | None:
     """The process that owns the lane now, or None."""
     with contextlib.suppress(OSError, ValueError):
         fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not _locked(fd, fcntl.LOCK_SH):
-                return int(os.read(fd, 32) or b"0") or None
+                told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
+                pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
+                return Owner(pid, epoch) if pid else None
         finally:
             os.close(fd)
     return None
@@ -170,7 +190,7 @@ def _lock(folder: Path, trust: Trust) -> int | None:
         return None
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        os.pwrite(fd, str(os.getpid()).encode().ljust(PID_BYTES), 0)
     return fd
 
 

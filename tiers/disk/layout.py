@@ -61,14 +61,13 @@ def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLa
     )
 
 
-def lane_layout(folder: Path, epoch: int | None = None) -> LaneLayout:
+def lane_layout(folder: Path, epoch: int) -> LaneLayout:
     """The layout of a lane, read without taking it: it may be in use.
 
     Segments that cannot be read are left out.
 
     Args:
-        epoch: chunks of other epochs do not count; by default, of other epochs than the
-            newest in the lane.
+        epoch: chunks of other epochs do not count.
     """
     geometry: Geometry | None = None
     found: list[tuple[int, LiveRecords]] = []
@@ -84,8 +83,6 @@ def lane_layout(folder: Path, epoch: int | None = None) -> LaneLayout:
             found.append((number * header.geometry.slots, live))
     if geometry is None:
         return LaneLayout(0, 0, 0, 0, 0, 0)
-    if epoch is None:
-        epoch = max((int(live.records["epoch"].max()) for _, live in found), default=0)
     slots: list[int] = []
     sequences: list[int] = []
     for first, live in found:

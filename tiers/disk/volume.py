@@ -126,6 +126,7 @@ class Volume:
         self.trust = trust
         folder = namespace.establish(path, trust)
         self.lane = Lane.acquire(folder, lane, trust)
+        self.lane.tell_epoch(epoch)
         self.unowned = UnownedLanes(self.lane, trust)
         try:
             self._open(wanted, io)
@@ -410,7 +411,9 @@ class Volume:
     def raise_epoch(self, epoch: int) -> int | str:
         """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block."""
         try:
-            return raise_epoch(self.lane.folder.parent, epoch)
+            before = raise_epoch(self.lane.folder.parent, epoch)
+            self.lane.tell_epoch(epoch)
+            return before
         except KVStoreError as error:
             return str(error)
         except OSError as error:
