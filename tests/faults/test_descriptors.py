@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ import pytest
 import kvstore
 from kvstore.errors import KVStoreError, PathUnusableError
 from kvstore.maintenance.offline import compact
+from kvstore.tiers.disk.segment import Segment
 from tests.faults.support import (
     CAPACITY,
     SEGMENTS,
     SLOTS,
     calling,
     config_of,
+    descriptors,
     lane_bytes,
     lane_of,
     warned,
@@ -85,6 +88,25 @@ async def test_a_capacity_that_was_lowered_is_kept_with_few_descriptors(
             assert lane_bytes(lane_of(folder)) <= CAPACITY
             newest = MANY[-SEGMENTS * SLOTS :]
             assert await caller.each(newest) == set(newest)
+
+
+async def test_a_lane_that_cannot_be_made_smaller_is_refused_and_leaves_no_file_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(segment: Segment) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), segment.path)
+
+    kept = await large_lane(folder)
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "remove", fails)
+        with pytest.raises(PathUnusableError, match="Input/output error"):
+            async with kvstore.open(config_of(folder)):
+                pass
+    assert descriptors() == before
+    async with calling(folder, capacity_bytes=8 * CAPACITY) as caller:
+        caller.capacity *= 8
+        assert caller.on_disk == kept
 
 
 async def test_a_lane_with_more_segments_than_may_be_open_is_no_lane_of_foreign_files(

@@ -68,16 +68,18 @@ class Damage:
         fails: by call, the chance that it fails, and how.
         slow: by call, how many seconds it takes at most.
         short: chance that a read or write moves less than it was asked for.
+        bad: places of a file that cannot be written, as first byte and end.
     """
 
     def __init__(self) -> None:
         self.fails: dict[str, tuple[float, int]] = {}
         self.slow: dict[str, float] = {}
         self.short = 0.0
+        self.bad: list[tuple[Inode, int, int]] = []
 
     @property
     def present(self) -> bool:
-        return bool(self.fails)
+        return bool(self.fails or self.bad)
 
 
 class Files:
@@ -463,6 +465,9 @@ class Files:
         if not data:
             return 0
         end = offset + len(data)
+        if any(one is inode and offset < last and first < end
+               for one, first, last in self.damage.bad):  # fmt: skip
+            raise OSError(errno.EIO, os.strerror(errno.EIO), found.path)
         if end > inode.allocated:
             self._allocate(inode, end)
         if end > len(inode.data):

@@ -20,6 +20,7 @@ class ShareServer:
 
     Attributes:
         values: by name, what was put and when.
+        rotted: names of values that were damaged since they were put.
         away: no call is answered: each fails at once.
         frozen: calls are accepted and not answered.
         lost: chance that a call fails, before or after it was obeyed.
@@ -30,6 +31,7 @@ class ShareServer:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.values: dict[str, tuple[bytes, float]] = {}
+        self.rotted: set[str] = set()
         self.away = self.frozen = False
         self.lost = self.delay = self.later = 0.0
 
@@ -54,10 +56,15 @@ SERVERS: dict[str, ShareServer] = {}
 
 
 class ShareClient:
-    """A client of a `ShareServer`; see `StoreClient`. Payloads are moved in two halves."""
+    """A client of a `ShareServer`; see `StoreClient`. Payloads are moved in two halves.
+
+    Attributes:
+        met: names of damaged values that it has read.
+    """
 
     def __init__(self, server: ShareServer) -> None:
         self._server = server
+        self.met: set[str] = set()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         await self._reach()
@@ -78,6 +85,7 @@ class ShareClient:
             if replace or name not in values:
                 whole = record + first + bytes(payload[len(first) :])
                 values[name] = (whole, time.time())
+                self._server.rotted.discard(name)
         await self._answer()
         return [None] * len(names)
 
@@ -100,6 +108,7 @@ class ShareClient:
                 payload[:half] = value[RECORD_BYTES : RECORD_BYTES + half]
                 results.append(value[:RECORD_BYTES])
         await self._answer()
+        self.met.update(self._server.rotted.intersection(names))
         for value, payload, record in zip(found, payloads, results, strict=True):
             if value is not None and isinstance(record, bytes) and record:
                 half = len(payload) // 2
@@ -110,6 +119,7 @@ class ShareClient:
         await self._reach()
         for name in names:
             self._server.values.pop(name, None)
+            self._server.rotted.discard(name)
         await self._answer()
 
     async def listed(
@@ -157,7 +167,17 @@ class ShareTier(StoreTier):
         self._url = url
 
     def connect(self) -> StoreClient:
-        return ShareClient(self._server)
+        self.client = ShareClient(self._server)
+        return self.client
+
+    def damaged(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of `keys` whose values are damaged."""
+        names = zip(self._names(keys), keys, strict=True)
+        return {key for name, key in names if name in self._server.rotted}
+
+    def met(self, key: bytes) -> bool:
+        """Whether it has read the key's value when that was damaged."""
+        return not self.client.met.isdisjoint(self._names([key]))
 
     @property
     def address(self) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 from kvstore.api.put import Puts
 from kvstore.core.cascade import Cascades
+from kvstore.core.residency.slots import Slots
 from kvstore.tiers.disk import epoch, extents, lane, recovery, segment
 from kvstore.tiers.disk.format import LiveRecords
 from kvstore.tiers.disk.index import IndexFile
@@ -93,7 +94,7 @@ def without(rule: str, seed: int = 0) -> Callable[[Break], Break]:
     return register
 
 
-@without("payloads are compared with their digests", seed=1)
+@without("payloads are compared with their digests")
 def _(patch: pytest.MonkeyPatch) -> None:
     def verified(backend: Any, extent: Any, raw: Any, done: Any) -> extents.Outcome:
         if isinstance(raw, OSError) or isinstance(done, OSError):
@@ -103,7 +104,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(extents, "_verified", verified)
 
 
-@without("records are of one epoch")
+@without("records are of one epoch", seed=4)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRecords, "of_epoch", lambda self, epoch: self)
     chunks = IndexFile.chunks
@@ -115,7 +116,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "chunks", any_epoch)
 
 
-@without("a reset is on the medium before it ends", seed=2)
+@without("a reset is on the medium before it ends")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(epoch, "_write", lambda folder, number: None)
 
@@ -141,23 +142,23 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Segment, "close", lambda self: None)
 
 
-@without("a removed chunk's record is erased", seed=19)
+@without("a removed chunk's record is erased", seed=4)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "erase_keys", lambda self, keys: 0)
 
 
-@without("an old record is erased before its slot is written", seed=39)
+@without("an old record is erased before its slot is written", seed=15)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "erase", lambda self, first, count: None)
     patch.setattr(extents, "_write_records", lambda *told: None)
 
 
-@without("a header is written whole", seed=74)
+@without("a header is written whole", seed=92)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "write_whole", lambda fd, data, at: os.pwrite(fd, data[0], at))
 
 
-@without("a folder that cannot be listed is an error of the path", seed=15)
+@without("a folder that cannot be listed is an error of the path")
 def _(patch: pytest.MonkeyPatch) -> None:
     def listed(folder: Path) -> None:
         os.listdir(folder)
@@ -165,7 +166,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.namespace._remove_leftovers", listed)
 
 
-@without("a lock that cannot be had is an error of the path", seed=20)
+@without("a lock that cannot be had is an error of the path", seed=11)
 def _(patch: pytest.MonkeyPatch) -> None:
     def plain(folder: Path, trust: Any) -> int | None:
         fd = os.open(folder / lane.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -177,7 +178,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane, "_lock", plain)
 
 
-@without("what is durable is on a disk of one's own", seed=64)
+@without("what is durable is on a disk of one's own", seed=39)
 def _(patch: pytest.MonkeyPatch) -> None:
     save_to = Cascades.save_to
 
@@ -193,7 +194,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a durable put waits for the disk", seed=64)
+@without("a durable put waits for the disk", seed=39)
 def _(patch: pytest.MonkeyPatch) -> None:
     async def save(self: Puts, keys: Any) -> int:
         return len(keys)
@@ -201,7 +202,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a record that is moved keeps its epoch", seed=9)
+@without("a record that is moved keeps its epoch", seed=7)
 def _(patch: pytest.MonkeyPatch) -> None:
     place = IndexFile.place
 
@@ -213,7 +214,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "place", newer)
 
 
-@without("a store's value is compared with its record", seed=17)
+@without("a store's value is compared with its record", seed=10)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.remote.tier.digest", lambda payload: bytes(16))
 
@@ -221,7 +222,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 # -- faults that there were, put back -------------------------------------------------------
 
 
-@without("compact knows the epoch of its namespace", seed=39)
+@without("compact knows the epoch of its namespace", seed=60)
 def _(patch: pytest.MonkeyPatch) -> None:
     real = recovery.recover
 
@@ -234,7 +235,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.volume.recover", recover)
 
 
-@without("a lane without threads is let go of", seed=43)
+@without("a lane without threads is let go of", seed=10)
 def _(patch: pytest.MonkeyPatch) -> None:
     close_files = Volume.close_files
 
@@ -243,6 +244,27 @@ def _(patch: pytest.MonkeyPatch) -> None:
             close_files(self)
 
     patch.setattr(Volume, "close_files", close)
+
+
+@without("a slot that cannot be written is set aside", seed=1109)
+def _(patch: pytest.MonkeyPatch) -> None:
+    set_aside = Slots.set_aside
+
+    def at_once(self: Slots, slots: Any, now: float) -> None:
+        set_aside(self, slots, now)
+        self.give_aside(self.aside)
+
+    patch.setattr(Slots, "set_aside", at_once)
+
+
+@without("a value that was found damaged is written anew", seed=1)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvstore.tiers.remote.tier.MOST_BAD", 0)
+
+
+@without("a segment that lacks a descriptor is no foreign file", seed=67)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "NO_DESCRIPTORS", ())
 
 
 @pytest.mark.parametrize("rule", BREAKS)

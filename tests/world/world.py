@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import hashlib
 import random
@@ -40,8 +41,8 @@ DISK = Path("/sim/kv")
 
 ACTS = (
     "put", "get", "get_into", "look", "prefetch", "pin", "demote", "remove", "flush", "reset",
-    "windows", "control", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump", "rot",
-    "litter", "net", "cut_power",
+    "windows", "control", "heal", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump",
+    "rot", "litter", "net", "cut_power",
 )  # fmt: skip
 """The names of all acts that a world can do without."""
 
@@ -115,7 +116,7 @@ class World:
         """One server at a time, always with the same lane."""
         self.prompts = rng.randrange(3, 12)
         self.depth = rng.randrange(2, 14)
-        per = rng.randrange(3, 12)
+        self.slots_of_segment = per = rng.randrange(3, 12)
         segment = 4096 + -(-per * 128 // 4096) * 4096 + per * CHUNK
         most = self.prompts * self.depth
         segments = -(-2 * most // per) + 3 if self.roomy else rng.randrange(2, 8)
@@ -151,7 +152,9 @@ class World:
         """By process, whose disk it imports to, and chunks of which label."""
         self.inline = rng.choice([0, 2 * CHUNK, 256 * 1024])
         """Copies up to this size are made without a thread."""
-        self.calm = rng.random() < 0.25
+        self.only = rng.choice([None] * 6 + ["bad", "descriptors"])
+        """The one kind of trouble that there is with disks in this world."""
+        self.calm = rng.random() < 0.25 and self.only is None
         """Nothing goes wrong in this world but kills."""
 
     # -- what others tell --------------------------------------------------------------------
@@ -196,6 +199,9 @@ class World:
     def config_of(self, slot: int) -> dict[str, Any]:
         """The configuration of a server that starts now."""
         tiers: list[dict[str, Any]] = [{**self.disk, "path": self.disk_of(slot)}]
+        if not self.roomy and self.rng.random() < (0.7 if self.only == "descriptors" else 0.3):
+            most = self.capacity // self.segment_bytes
+            tiers[0]["capacity_bytes"] = self.segment_bytes * self.rng.randrange(1, most + 1)
         if self.server is not None:
             tiers.append({"type": "simulated", "url": "share"})
         identity = {"model": "sim", "generation": self.generation}
@@ -230,6 +236,35 @@ class World:
         away = self.server is not None and self.server.present
         failing = self.files.damage.present or self.files.size < 1 << 40
         return away or failing or bool(self.kernel.threads_fail)
+
+    @property
+    def misses_descriptors(self) -> bool:
+        """Whether nothing but a lack of descriptors makes calls fail at present."""
+        fails = self.files.damage.fails
+        alone = len(fails) == 1 and fails.get("open", (0.0, 0))[1] == errno.EMFILE
+        return alone and not self.files.damage.bad and self.files.size == 1 << 40
+
+    @property
+    def wears_out(self) -> bool:
+        """Whether nothing but bad blocks makes calls fail at present."""
+        damage = self.files.damage
+        away = self.server is not None and self.server.present
+        return bool(damage.bad) and not (
+            damage.fails or away or self.hurt or self.kernel.threads_fail
+        )
+
+    def happened(self, *acts: str) -> list[int]:
+        """How often there was each of these acts."""
+        return [self.counts.get(act, 0) for act in acts]
+
+    def lane_bytes(self) -> dict[str, int]:
+        """The size of the segments of each lane, by its folder."""
+        lanes: dict[str, int] = {}
+        for path, inode in self.files.walk():
+            if path.endswith(".safetensors"):
+                lane = path.rpartition("/")[0]
+                lanes[lane] = lanes.get(lane, 0) + len(inode.data)
+        return lanes
 
     def label_of(self, generation: int, slot: int, epoch: int) -> int | None:
         """The weights of an epoch of a disk; None if nobody has opened it since."""
@@ -337,7 +372,8 @@ class Server:
         self.label = -1
         self.generation = world.generation
         self.stopping = False
-        self.resets = 0
+        self.resets = self.sizes = 0
+        """How often it was reset, and its disk got another size."""
         self.opened = False
         self.expected: dict[bytes, int] = {}
         world.servers[slot] = self
@@ -362,9 +398,10 @@ class Server:
 
     async def serve(self) -> None:
         world = self.world
-        troubled = world.troubled
+        troubled, fine = world.troubled, not world.troubled or world.misses_descriptors
+        before, config = world.happened("trouble", "relieve"), world.config_of(self.slot)
         try:
-            store = await kvstore.open(world.config_of(self.slot))
+            store = await kvstore.open(config)
         except KVStoreError as error:
             world.act("not opened", str(error))
             busy = isinstance(error, LaneBusyError) and world.alone
@@ -372,6 +409,8 @@ class Server:
                 raise
             return
         self.store = store
+        if fine and before == world.happened("trouble", "relieve"):
+            self._check_size(config["tiers"][0]["capacity_bytes"])
         epoch = self._epoch()
         if not self._learn_label(epoch):
             await store.close()
@@ -417,10 +456,22 @@ class Server:
         self.label = world.labels[place]
         return True
 
-    def _epoch(self) -> int:
+    @property
+    def _tier(self) -> DiskTier:
         (disk, *_) = self.store._assembly.tiers
         assert isinstance(disk, DiskTier)
-        return disk.epoch
+        return disk
+
+    def _epoch(self) -> int:
+        return self._tier.epoch
+
+    def _check_size(self, capacity: int) -> None:
+        """Its lane keeps within a capacity that was lowered, but for files that are damaged."""
+        if not self.world.hurt:
+            lane = str(self._tier.volumes[0].lane.folder)
+            size = self.world.lane_bytes().get(lane, 0)
+            if size > capacity:
+                raise BrokenError(f"{lane} has {size} bytes of the {capacity} that it may have")
 
     def _check_stored(self) -> None:
         """What was promised to be on disk is found by a process that opens it."""
@@ -437,7 +488,7 @@ class Server:
         acts = {
             self._put: 30.0, self._get: 30, self._get_into: 10, self._look: 15, self._prefetch: 3,
             self._pin: 3, self._demote: 3, self._remove: 2, self._flush: 2, self._reset: 0.4,
-            self._windows: 3, self._control: 4,
+            self._windows: 3, self._control: 4, self._heal: 3,
         }  # fmt: skip
         names, weights = world.chosen(acts)
         while True:
@@ -481,7 +532,7 @@ class Server:
 
     async def _put(self, keys: list[bytes]) -> None:
         world, label = self.world, self.label
-        durable = world.rng.random() < 0.4
+        durable = world.rng.random() < (0.8 if world.wears_out else 0.4)
         wait = world.rng.random() < 0.8
         era, troubled = self.resets, world.troubled
         data = [content(key, label) for key in keys]
@@ -492,6 +543,22 @@ class Server:
             for key in keys[:done]:
                 world.stored[key] = label
             self._perhaps_killed()
+        # The end of a prompt that is larger than the disk is not kept.
+        if durable and wait and done < len(keys) and world.wears_out:
+            await self._insist(keys[done if world.roomy else 0])
+
+    async def _insist(self, key: bytes) -> None:
+        """A few bad blocks keep a chunk from the others for a moment only."""
+        world = self.world
+        resets = self.resets
+        for _ in range(10):
+            await asyncio.sleep(1.0)
+            world.are_put([key])
+            done = await self.store.put([key], [content(key, self.label)], durable=True)
+            world.act("put again", f"{done}, {key!r}")
+            if done or self.resets != resets or not world.wears_out:
+                return
+        raise BrokenError(f"{len(world.files.damage.bad)} bad blocks keep {key!r} from the disk")
 
     def _perhaps_killed(self) -> None:
         """Now and then a process is killed just when it has promised something."""
@@ -576,6 +643,31 @@ class Server:
             # Also where the wait was given up: the reset itself goes on.
             world.tell(f"reset: label {label} ends")
 
+    async def _heal(self, keys: list[bytes]) -> None:
+        """A value of a store that was found damaged is replaced by the next write."""
+        world, tier = self.world, self.store._assembly.tiers[-1]
+        if not isinstance(tier, ShareTier):
+            return
+        every = [key for prompt in range(world.prompts) for key in world.keys(prompt)]
+        damaged = [key for key in tier.damaged(every) if self.store.contains([key]) == [False]]
+        if not damaged or world.troubled:
+            return
+        key = world.rng.choice(sorted(damaged))
+        before = self.resets, world.happened("trouble", "net")
+        if await self.store.resolve([key]) or not tier.met(key):
+            return
+        world.are_put([key])
+        await self.store.put([key], [content(key, self.label)])
+        there = self.store.contains([key]) == [True] and await self.store.flush()
+        world.act("heal", repr(key))
+        if (
+            there
+            and before == (self.resets, world.happened("trouble", "net"))
+            and tier.damaged([key])
+            and not self.stopping
+        ):
+            raise BrokenError(f"the value of {key!r} was found damaged, put, and is damaged still")
+
     async def _windows(self, keys: list[bytes]) -> None:
         count, era = 0, self.resets
         async with self.store.windows(keys, self.world.rng.randrange(1, 4)) as windows:
@@ -611,6 +703,9 @@ class Server:
             world.forget(keys)
         elif command == "reset" and not dry:
             self._new_weights()
+        capacity = body.get("tiers", {}).get("0", {}).get("capacity_bytes")
+        self.sizes += capacity is not None and not dry
+        sizes, resets = self.sizes, self.resets
         told = await self._commands().run(command, body | ({"dry_run": True} if dry else {}))
         job = self._commands().job(told.get("job", -1))
         if job is None:
@@ -629,6 +724,10 @@ class Server:
             world.forget(keys)
             if job.state == "done":
                 world.are_removed(before)
+        # Another client may have asked for another size meanwhile.
+        latest = (sizes, resets) == (self.sizes, self.resets)
+        if capacity is not None and job.state == "done" and latest:
+            self._check_size(capacity)
         world.act("control", f"{command}: {job.told()}")
 
     def _settings(self) -> dict[str, Any]:
@@ -667,12 +766,13 @@ class Enemy:
 
     def main(self) -> None:
         world, rng, kernel = self.world, self.world.rng, self.world.kernel
+        sound = world.calm or world.only is not None
         acts = {
             self._start: 30, self._kill: 6, self._end: 6, self._freeze: 3, self._operate: 8,
             self._trouble: 0 if world.calm else 5, self._relieve: 6, self._jump: 1,
-            self._rot: 0 if world.calm else 1, self._litter: 0 if world.calm else 0.5,
+            self._rot: 0 if sound else 1, self._litter: 0 if sound else 0.5,
             self._net: 0 if world.calm or world.server is None else 5,
-            self._cut_power: 0 if world.calm else 1.5,
+            self._cut_power: 0 if sound else 1.5,
         }  # fmt: skip
         names, weights = world.chosen(acts)
         self._start()
@@ -730,12 +830,26 @@ class Enemy:
         damage = world.files.damage
         kind = rng.choice([
             "read", "write", "sync", "open", "full", "short", "slow", "rename", "list", "lock",
-            "stat", "unlink", "allocate", "utime", "threads",
+            "stat", "unlink", "allocate", "utime", "threads", "bad", "descriptors",
         ])  # fmt: skip
+        kind = world.only or kind
         if kind == "full":
             world.files.size = world.files.used + rng.randrange(0, 4 * world.segment_bytes)
         elif kind == "short":
             damage.short = 0.3
+        elif kind == "bad":
+            its = [one for path, one in world.files.walk() if path.endswith(".safetensors")]
+            blocks = world.segment_bytes - CHUNK * world.slots_of_segment
+            # Those that are written next, rather than some that hold a chunk already.
+            free = [
+                (inode, first, first + CHUNK)
+                for inode in its
+                for first in range(blocks, world.segment_bytes, CHUNK)
+                if not any(inode.data[first : first + CHUNK])
+            ]
+            damage.bad = rng.sample(free, min(2, len(free)))
+        elif kind == "descriptors":
+            damage.fails["open"] = (0.1, errno.EMFILE)
         elif kind == "threads":
             world.kernel.threads_fail = rng.choice([0.05, 0.3, 1.0])
         elif kind == "slow":
@@ -762,6 +876,7 @@ class Enemy:
             setattr(server, kind, True)
         elif kind == "amnesia":
             server.values.clear()
+            server.rotted.clear()
         elif kind == "rot":
             for name in rng.sample(sorted(server.values), min(3, len(server.values))):
                 value, since = server.values[name]
@@ -769,6 +884,7 @@ class Enemy:
                 if damaged:
                     damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
                 server.values[name] = (bytes(damaged), since)
+                server.rotted.add(name)
         else:
             setattr(server, kind, rng.choice([0.1, 0.5, 2.0]) if kind != "lost" else 0.2)
         world.act("net", kind)
@@ -804,7 +920,8 @@ class Enemy:
         world = self.world
         if world.server is not None:
             world.server.heal()
-        if world.troubled:
+        # Blocks that are bad stay so for longer.
+        if world.troubled and not (world.wears_out and world.rng.random() < 0.8):
             self._mend()
             world.act("relieve")
             world.forget()
@@ -933,12 +1050,7 @@ class Enemy:
         world = self.world
         if world.littered:
             return
-        lanes: dict[str, int] = {}
-        for path, inode in world.files.walk():
-            if path.endswith(".safetensors"):
-                lane = path.rpartition("/")[0]
-                lanes[lane] = lanes.get(lane, 0) + len(inode.data)
-        for lane, size in lanes.items():
+        for lane, size in world.lane_bytes().items():
             if size > world.capacity:
                 raise BrokenError(f"{lane} has {size} bytes of {world.capacity}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -104,63 +106,63 @@ def recover(
     """
     removed = remove_leftovers(folder)
     found: dict[int, _Found] = {}
-    foreign = [Fault(str(path), None, "no file of a lane") for path in _other_files(folder)]
-    unusable: list[Fault] = []
-    by_warmth: list[tuple[int, int]] = []
-    for number, path in segment_files(folder):
-        try:
-            segment = Segment.open(path, namespace, geometry, backend, trust)
-            found[number] = _Found.of(segment, epoch)
-        except (ForeignFileError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
-                for one in found.values():
-                    one.segment.close()
-                raise
-            unusable.append(Fault.of(path, error))
-            continue
-        heappush(by_warmth, (found[number].warmth, number))
-        # One by one, so that no more of them are ever open than may stay.
-        if len(found) * geometry.file_bytes > capacity_bytes:
-            segment = found.pop(heappop(by_warmth)[1]).segment
+    with ExitStack() as opened:
+        opened.callback(_close, found)
+        foreign = [Fault(str(path), None, "no file of a lane") for path in _other_files(folder)]
+        unusable: list[Fault] = []
+        by_warmth: list[tuple[int, int]] = []
+        for number, path in segment_files(folder):
             try:
-                segment.remove()
-            finally:
-                segment.close()
-            removed.append(segment.path.name)
-    newest = max((one.newest for one in found.values()), default=0)
-    if epoch is not None and newest > epoch:
-        for one in found.values():
-            one.segment.close()
-        raise ForeignFileError(
-            f"{folder}: has chunks of epoch {newest}, and its namespace is of epoch {epoch}: the "
-            f"file {folder.parent / 'epoch'} was lost, so nobody can tell which chunks are still "
-            f"right; remove the folder {folder.parent}"
+                segment = Segment.open(path, namespace, geometry, backend, trust)
+                found[number] = _Found.of(segment, epoch)
+            except (ForeignFileError, OSError) as error:
+                if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+                    raise
+                unusable.append(Fault.of(path, error))
+                continue
+            heappush(by_warmth, (found[number].warmth, number))
+            # One by one, so that no more of them are ever open than may stay.
+            if len(found) * geometry.file_bytes > capacity_bytes:
+                segment = found.pop(heappop(by_warmth)[1]).segment
+                try:
+                    segment.remove()
+                finally:
+                    segment.close()
+                removed.append(segment.path.name)
+        newest = max((one.newest for one in found.values()), default=0)
+        if epoch is not None and newest > epoch:
+            raise ForeignFileError(
+                f"{folder}: has chunks of epoch {newest}, and its namespace is of epoch {epoch}: "
+                f"the file {folder.parent / 'epoch'} was lost, so nobody can tell which chunks are "
+                f"still right; remove the folder {folder.parent}"
+            )
+        faults: list[Fault] = []
+        room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
+        room -= sum(one.held_bytes for one in found.values())
+        for number, one in list(found.items()):
+            try:
+                room -= one.make_whole(room)
+            except (ForeignFileError, OSError) as error:
+                unusable.append(Fault.of(one.segment.path, error))
+                found.pop(number).segment.close()
+            else:
+                one.erase_damaged()
+                faults += one.faults
+        entries, sequences = _entries(found, geometry.slots)
+        # No lane ever comes near the limit: a sequence beyond it is not counted on from.
+        sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
+        recovered = Recovered(
+            {number: one.segment for number, one in found.items()},
+            entries,
+            sequences,
+            sequence,
+            foreign + unusable,
+            _bytes_of(foreign + unusable, geometry.file_bytes),
+            unusable + faults,
+            removed,
         )
-    faults: list[Fault] = []
-    room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
-    room -= sum(one.held_bytes for one in found.values())
-    for number, one in list(found.items()):
-        try:
-            room -= one.make_whole(room)
-        except (ForeignFileError, OSError) as error:
-            unusable.append(Fault.of(one.segment.path, error))
-            found.pop(number).segment.close()
-        else:
-            one.erase_damaged()
-            faults += one.faults
-    entries, sequences = _entries(found, geometry.slots)
-    # No lane ever comes near the limit: a sequence beyond it is not counted on from.
-    sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
-    return Recovered(
-        {number: one.segment for number, one in found.items()},
-        entries,
-        sequences,
-        sequence,
-        foreign + unusable,
-        _bytes_of(foreign + unusable, geometry.file_bytes),
-        unusable + faults,
-        removed,
-    )
+        opened.pop_all()
+    return recovered
 
 
 @dataclass(slots=True)
@@ -232,6 +234,11 @@ class _Found:
         # What stays is never served, and the rest of the segment is as good as any.
         with contextlib.suppress(OSError):
             self.segment.index.erase_slots(self.records.damaged)
+
+
+def _close(found: Mapping[int, _Found]) -> None:
+    for one in found.values():
+        one.segment.close()
 
 
 def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:
