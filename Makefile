@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
+.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache libcachesim vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -36,10 +36,10 @@ help:
 	    /^[a-z0-9-]+:/ {if (text) printf "%-14s%s\n", substr($$1, 1, index($$1, ":") - 1), text} \
 	    /^$$/ {text = ""}' Makefile
 
-# Every check and test, on vLLM 0.32 and 0.33, and below SGLang and LMCache.
+# Every check and test, on vLLM 0.32 and 0.33, below SGLang and LMCache, and beside libCacheSim.
 test: check
 	@$(TESTS) -m "not slow"
-	@$(MAKE) --no-print-directory sglang lmcache vllm33
+	@$(MAKE) --no-print-directory sglang lmcache libcachesim vllm33
 
 # What starts no engine and no server: some minutes.
 QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
@@ -73,6 +73,11 @@ sglang: $(READY)
 # LMCache's prefetch and store of its second level over kvstore: downloads 17 MB, once.
 lmcache: $(READY)
 	@$(OF_PEER)
+
+# Policies beside those of libCacheSim, a simulator of others: downloads 10 MB, once.
+libcachesim: $(READY)
+	@test -d .libcachesim || $(PIP) install --no-deps --only-binary :all: --target .libcachesim libcachesim==0.3.5
+	@PYTHONPATH=$(CURDIR)/.libcachesim $(BIN)/python -m pytest tests/simulation/test_independent.py
 
 # Older releases over their own scheduler and connector: downloads 120 MB for each, once.
 vllm-versions: $(READY) $(OLDER:%=vllm-%)

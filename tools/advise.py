@@ -18,13 +18,15 @@ from kvstore.config import Config
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
-from kvstore.simulation import Outcome, Setup, Trace, read_trace, replay, sample
+from kvstore.simulation import Costs, Outcome, Setup, Trace, read_trace, replay, sample
 from kvstore.sizes import format_size
 from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
     about,
+    add_costs,
     chunk_bytes_of,
     chunks_of,
+    costs_of,
     note,
     print_trace,
     progress_of,
@@ -57,28 +59,6 @@ MOST_CHUNKS = 10**10
 """More than any trace has, and than any disk holds."""
 
 
-@dataclass(frozen=True)
-class Paces:
-    """Seconds to compute a chunk and to read it from disk; None where nobody knows."""
-
-    compute: float | None = None
-    read: float | None = None
-
-    @property
-    def pays(self) -> bool | None:
-        """Whether reading a chunk from disk is sooner than computing it."""
-        if self.compute is None or self.read is None:
-            return None
-        return self.read < self.compute
-
-    def saved(self, outcome: Outcome) -> float | None:
-        """Seconds of computing that the hits save, less what the reads take."""
-        if self.compute is None:
-            return None
-        read = self.read or 0.0
-        return self.compute * outcome.hits - read * outcome.disk_hits
-
-
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
@@ -96,10 +76,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server", metavar="URL", help="its metrics, for the seconds to compute and read a chunk"
     )
-    for name, text in (("compute", "compute"), ("read", "read from disk")):
-        parser.add_argument(
-            f"--{name}-ms", type=_milliseconds, metavar="N", help=f"milliseconds to {text} a chunk"
-        )
+    add_costs(parser)
     parser.add_argument("--limit", type=whole_number, help="use the first N requests only")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -111,14 +88,14 @@ def run_advise(options: argparse.Namespace) -> int:
         KVStoreError: if the trace cannot be read, the server does not answer, or a size is wrong.
     """
     from_url = is_url(options.where)
-    paces = _paces(options, options.where if from_url else options.server)
+    costs = _costs(options, options.where if from_url else options.server)
     if from_url:
-        return _of_server(options, paces)
+        return _of_server(options, costs)
     trace = read_trace(Path(options.where), limit=options.limit)
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")
     size = chunk_bytes_of(options.chunk_bytes, trace)
-    tried = _Trial(trace, size, paces)
+    tried = _Trial(trace, size, costs)
     host, disk = (
         min(MOST_CHUNKS, chunks_of(f"--{name}", getattr(options, name), trace, size))
         for name in ("host", "disk")
@@ -133,8 +110,9 @@ def run_advise(options: argparse.Namespace) -> int:
             {
                 "trace": about(trace, tried.part),
                 "chunk_bytes": size,
-                "compute_s": paces.compute,
-                "read_s": paces.read,
+                "compute_s": costs.compute,
+                "deeper_s": costs.deeper,
+                "read_s": costs.read,
                 "tried": [tried.told(outcome) for outcome in tried.outcomes.values()],
                 "best": tried.told(best),
                 "config": tried.config(best.setup) if size is not None and best.hits else None,
@@ -164,11 +142,11 @@ class _Advice:
 class _Trial:
     """Replays of one trace, in the order in which they were made."""
 
-    def __init__(self, trace: Trace, size: int | None, paces: Paces) -> None:
+    def __init__(self, trace: Trace, size: int | None, costs: Costs) -> None:
         rate = min(1.0, REPLAYED / max(1, trace.accesses))
         self.part = trace if rate == 1 else sample(trace, rate, 0)
         self.outcomes: dict[Setup, Outcome] = {}
-        self._trace, self._size, self._paces = trace, size, paces
+        self._trace, self._size, self._costs = trace, size, costs
         self._whole = trace.accesses / max(1, self.part.accesses)
         """What a sum over the part is multiplied with for the whole trace."""
 
@@ -182,12 +160,14 @@ class _Trial:
             "hits; the others are asked for once, or follow one that is."
         ]
         best = alone = self._better(Setup(host), Setup(host, host_policy=DENSITY))
-        if self._paces.pays is False:
-            assert self._paces.compute is not None
-            assert self._paces.read is not None
+        depth = whole.depths / whole.accesses
+        if self._costs.pays(depth) is False:
+            computing, reading = self._costs.computing(1, depth), self._costs.read
+            assert computing is not None
+            assert reading is not None
             sentences.append(
-                f"A disk does not pay: reading a chunk takes {1000 * self._paces.read:.3g} ms, and "
-                f"computing it {1000 * self._paces.compute:.3g} ms."
+                f"A disk does not pay: reading a chunk takes {1000 * reading:.3g} ms, and "
+                f"computing it {1000 * computing:.3g} ms."
             )
         elif disk:
             best = self._with_disk(host, disk, alone, sentences)
@@ -199,7 +179,7 @@ class _Trial:
                 "part of it that fits, as for vLLM. Where prompts are streamed through host memory "
                 "(get_into, windows, SGLang, LMCache) a disk brings more than is said here."
             )
-        if (saved := self._paces.saved(best)) is not None:
+        if (saved := self._costs.saved(best)) is not None:
             per = 1000 * saved / max(1, best.requests)  # Both of the part.
             sentences.append(f"It saves {per:.3g} s of computing per 1,000 requests.")
         return _Advice(best, sentences)
@@ -231,7 +211,7 @@ class _Trial:
             replace(demoting, disk_policy=DENSITY),
         )
         pays = "A disk pays"
-        if self._paces.pays is None:
+        if self._costs.pays() is None:
             pays += " where a chunk is read sooner than it is computed"
         sentences.append(
             f"{pays}: with {self._shown(size)} of it hits are {_percent(best.hit_ratio)}, without "
@@ -299,7 +279,7 @@ class _Trial:
     def row(self, outcome: Outcome, best: Outcome) -> Sequence[str]:
         """A row of the table; the one to take is marked."""
         setup, asked = outcome.setup, max(1, outcome.accesses)
-        saved = self._paces.saved(outcome)
+        saved = self._costs.saved(outcome)
         disk = setup.disk > 0
         return (
             ("* " if outcome is best else "") + self._shown(setup.host + setup.reserve),
@@ -317,7 +297,7 @@ class _Trial:
     def told(self, outcome: Outcome) -> dict[str, Any]:
         """An outcome for programs."""
         setup = outcome.setup
-        saved = self._paces.saved(outcome)
+        saved = self._costs.saved(outcome)
         whole = self._whole
         return {
             "host_chunks": setup.host + setup.reserve,
@@ -361,44 +341,41 @@ class _Trial:
         return values
 
 
-def _of_server(options: argparse.Namespace, paces: Paces) -> int:
+def _of_server(options: argparse.Namespace, costs: Costs) -> int:
     """Judge a server by its metrics alone."""
     sentences = []
-    if paces.pays is None:
+    if costs.pays() is None:
         sentences.append("The server has not yet computed and read enough to tell what each takes.")
     else:
-        assert paces.compute is not None
-        assert paces.read is not None
-        verdict = "pays" if paces.pays else "does not pay"
+        assert costs.compute is not None
+        assert costs.read is not None
+        verdict = "pays" if costs.pays() else "does not pay"
         sentences.append(
-            f"A disk {verdict}: a chunk is computed in {1000 * paces.compute:.3g} ms, and read "
-            f"in {1000 * paces.read:.3g} ms."
+            f"A disk {verdict}: a chunk is computed in {1000 * costs.compute:.3g} ms, and read "
+            f"in {1000 * costs.read:.3g} ms."
         )
     sentences.append(
         "Sizes, policies and flow need what was asked for: set record_trace to a file, let it "
         f"serve for a day, then: kvstore advise FILE --server {options.where}"
     )
     if options.json:
-        print_json({"compute_s": paces.compute, "read_s": paces.read, "advice": sentences})
+        print_json({"compute_s": costs.compute, "read_s": costs.read, "advice": sentences})
     else:
         print("\n".join(sentences))
     return 0
 
 
-def _paces(options: argparse.Namespace, url: str | None) -> Paces:
+def _costs(options: argparse.Namespace, url: str | None) -> Costs:
     """What is known of a chunk's cost; what is given counts for more than what is measured."""
-    paces = Paces()
+    costs = Costs()
     if url is not None:
         now = scrape(url)
         disks = [tier for tier in now.tiers if tier.partition("-")[0] == "disk"]
         reads = [now.mean("tier_seconds_per_chunk", tier) for tier in disks]
         known = [each for each in reads if each > 0]
-        paces = Paces(now.mean("compute_seconds_per_chunk") or None, min(known, default=None))
-    if options.compute_ms is not None:
-        paces = replace(paces, compute=options.compute_ms / 1000)
-    if options.read_ms is not None:
-        paces = replace(paces, read=options.read_ms / 1000)
-    return paces
+        computed = now.mean("compute_seconds_per_chunk") or None
+        costs = Costs(computed, read=min(known, default=None))
+    return costs_of(options, costs)
 
 
 def _toml(values: dict[str, Any]) -> Iterator[str]:
@@ -413,16 +390,6 @@ def _toml(values: dict[str, Any]) -> Iterator[str]:
                 yield f"{key} = {{{pairs}}}"
                 continue
             yield f"{key} = {json.dumps(value)}"
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be milliseconds, a number above 0")
-    return value
 
 
 def _percent(share: float) -> str:

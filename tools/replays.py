@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
@@ -10,13 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.simulation import Setup, Trace
+from kvstore.simulation import Costs, Setup, Trace
 from kvstore.sizes import parse_size
 
 __all__ = [
     "about",
+    "add_costs",
     "chunk_bytes_of",
     "chunks_of",
+    "costs_of",
     "note",
     "print_trace",
     "progress_of",
@@ -70,6 +73,44 @@ def chunk_bytes_of(text: str | None, trace: Trace) -> int | None:
     if size < 1:
         raise ConfigError(f"--chunk-bytes {text}: must be at least 1 byte")
     return size
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell what a chunk costs."""
+    parser.add_argument(
+        "--compute-ms", type=_costs, metavar="N[,N@DEPTH]",
+        help="milliseconds to compute a chunk: the first of a prompt, and one behind DEPTH others",
+    )  # fmt: skip
+    parser.add_argument(
+        "--read-ms", type=_milliseconds, metavar="N", help="milliseconds to read a chunk from disk"
+    )
+
+
+def costs_of(options: argparse.Namespace, known: Costs | None = None) -> Costs:
+    """What a chunk costs: what is given counts for more than what is `known`."""
+    costs = Costs() if known is None else known
+    if options.compute_ms is not None:
+        costs = replace(options.compute_ms, read=costs.read)
+    if options.read_ms is not None:
+        costs = replace(costs, read=options.read_ms / 1000)
+    return costs
+
+
+def _costs(text: str) -> Costs:
+    try:
+        return Costs.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be milliseconds, a number above 0")
+    return value
 
 
 def scaled(setup: Setup, scale: float) -> Setup:

@@ -14,6 +14,7 @@ from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, build_filters, build_policy
 from kvstore.simulation import (
     ROUTERS,
+    Costs,
     LRUCurve,
     Outcome,
     Setup,
@@ -32,8 +33,10 @@ from kvstore.tools.fleets import replay_fleets
 from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
     about,
+    add_costs,
     chunk_bytes_of,
     chunks_of,
+    costs_of,
     note,
     print_trace,
     progress_of,
@@ -56,6 +59,9 @@ HEADER = (
     "host", "policy", "admission", "disk", "policy", "admission", "flow", "hints",
     "hits %", "host %", "disk %", "disk writes", "written/hit", "evicted host", "disk", "s",
 )  # fmt: skip
+
+SAVED = ("s saved", "saved %")
+"""More columns, where it is known what a chunk costs."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -91,6 +97,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--chunk-bytes",
         help="size of a chunk, such as 2MiB; sizes in bytes need it if the trace does not give it",
     )  # fmt: skip
+    add_costs(command)
     command.add_argument("--limit", type=whole_number, help="replay the first N requests only")
     command.add_argument("--sample", type=float, help="replay this part of the conversations")
     command.add_argument("--seed", type=int, default=0, help="seed of the sample")
@@ -111,6 +118,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     policies = _choices("--policy", options.policy)
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
     size = chunk_bytes_of(options.chunk_bytes, trace)
+    costs = costs_of(options)
+    if options.read_ms is not None and costs.compute is None:
+        raise ConfigError("--read-ms says what is saved only with --compute-ms")
+    if costs.compute is not None and (options.curve or options.replicas is not None):
+        raise ConfigError("--compute-ms cannot be combined with --curve or --replicas")
     if options.curve:
         return _curve(options, trace, policies)
     setups = _setups(options, trace, policies, size)
@@ -127,7 +139,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
             bounds.append((capacity, optimum(part, max(1, round(capacity * scale)))))
     note("")
-    rows = [_row(setup, outcome) for setup, outcome in zip(setups, outcomes, strict=True)]
+    rows = [_row(setup, outcome, costs) for setup, outcome in zip(setups, outcomes, strict=True)]
     best = [
         {"chunks": capacity, "hits": bound.hits, "hit_ratio": bound.hit_ratio,
          "inserts": bound.inserts}
@@ -139,6 +151,9 @@ def run_simulate(options: argparse.Namespace) -> int:
         report = {
             "trace": about(trace, part),
             "chunk_bytes": size or DEFAULT_CHUNK_BYTES,
+            "compute_s": costs.compute,
+            "deeper_s": costs.deeper,
+            "read_s": costs.read,
             "replays": rows,
         }
         if options.optimum:
@@ -146,7 +161,8 @@ def run_simulate(options: argparse.Namespace) -> int:
         print_json(report)
         return 0
     print_trace(trace, part)
-    print_table([f">{name}" for name in HEADER], (_shown(row, size) for row in rows))
+    header = HEADER if costs.compute is None else HEADER + SAVED
+    print_table([f">{name}" for name in header], (_shown(row, size) for row in rows))
     for bound in best:
         print(
             f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
@@ -271,8 +287,9 @@ def _filters(option: str, text: str) -> tuple[Choice, ...]:
 # -- output --------------------------------------------------------------------------------
 
 
-def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:
+def _row(setup: Setup, outcome: Outcome, costs: Costs) -> dict[str, Any]:
     accesses = outcome.accesses or 1
+    computed = costs.computing(outcome.accesses, outcome.depths)
     return {
         "host_chunks": setup.host,
         "host_policy": str(setup.host_policy),
@@ -295,6 +312,8 @@ def _row(setup: Setup, outcome: Outcome) -> dict[str, Any]:
         "host_evictions": outcome.host_evictions,
         "disk_evictions": outcome.disk_evictions,
         "declined": outcome.declined,
+        "saved_s": costs.saved(outcome),
+        "computed_without_s": computed,
         "seconds": outcome.seconds,
         "accesses_per_second": outcome.accesses / outcome.seconds if outcome.seconds else 0.0,
     }
@@ -324,7 +343,15 @@ def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
         str(row["host_evictions"]),
         str(row["disk_evictions"]),
         f"{row['seconds']:.1f}",
+        *_shown_savings(row),
     )
+
+
+def _shown_savings(row: dict[str, Any]) -> tuple[str, ...]:
+    saved, computed = row["saved_s"], row["computed_without_s"]
+    if saved is None:
+        return ()
+    return f"{saved:.0f}", f"{100 * saved / (computed or 1.0):.2f}"
 
 
 def _draw_rows(

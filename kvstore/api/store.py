@@ -308,6 +308,8 @@ class Store:
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. A chunk that the
         tier cannot take at present, or does not admit, does not count, nor do those that follow it.
+        A later process is of the newest epoch: where others that share the path were reset since,
+        it finds none.
 
         Returns:
             How many leading keys the store has now; with `durable`, its first tier.

@@ -1,5 +1,6 @@
 """Simulation: replay traces through the core with other sizes, policies and flows."""
 
+from kvstore.simulation.costs import Costs
 from kvstore.simulation.curve import LRUCurve, sizes_between
 from kvstore.simulation.fleet import ROUTERS, Fleet, FleetOutcome, replay_fleet
 from kvstore.simulation.optimum import Optimum, optimum
@@ -10,6 +11,7 @@ from kvstore.simulation.trace import Trace, read_trace
 
 __all__ = [
     "ROUTERS",
+    "Costs",
     "Fleet",
     "FleetOutcome",
     "LRUCurve",

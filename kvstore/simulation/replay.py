@@ -100,6 +100,8 @@ class Outcome:
     Attributes:
         requests, accesses: number of requests, and of the chunks they looked up.
         host_hits, disk_hits: chunks loaded, by where they were found.
+        depths, hit_depths: how many chunks come before each that was looked up, and before each
+            hit, in their prompts, added up.
         host_writes: chunks copied into host memory, by stores and promotions.
         disk_writes: chunks written to disk.
         host_evictions, disk_evictions: chunks evicted to make room.
@@ -113,6 +115,8 @@ class Outcome:
     accesses: int = 0
     host_hits: int = 0
     disk_hits: int = 0
+    depths: int = 0
+    hit_depths: int = 0
     host_writes: int = 0
     disk_writes: int = 0
     host_evictions: int = 0
@@ -217,8 +221,10 @@ def replay(
     requests = zip(trace.times, trace.requests, hints, strict=True)
     for number, (seconds, request, hint) in enumerate(requests):
         server.now = seconds
-        server.serve([keys[chunk] for chunk in request], str(number), hint)
+        count = server.serve([keys[chunk] for chunk in request], str(number), hint)
         outcome.accesses += len(request)
+        outcome.depths += len(request) * (len(request) - 1) // 2
+        outcome.hit_depths += count * (count - 1) // 2
         if progress is not None and not number % 256:
             progress(number)
     outcome.seconds = time.perf_counter() - began

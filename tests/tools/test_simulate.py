@@ -60,6 +60,28 @@ def test_json_tells_the_same_and_more(trace: Path, capsys: pytest.CaptureFixture
     assert found["optimum"][0]["hits"] == 7
 
 
+def test_what_hits_save_is_told_where_costs_are_given(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # With room for all the hits are the first 2 of three prompts of three chunks, and all of one.
+    costs = ("--host", 7, "--compute-ms", "1000,3000@2", "--read-ms", 5)
+    (row,) = told(capsys, trace, *costs)["replays"]
+    hits = 2 + 2 + 3
+    assert row["hits"] == hits
+    assert row["saved_s"] == pytest.approx(hits + 3 * 1.0 + 2.0)
+    assert row["computed_without_s"] == pytest.approx(14 + 4 * 3.0 + 1.0)
+    assert main(["simulate", str(trace), *map(str, costs)]) == 0
+    _, names, shown = capsys.readouterr().out.splitlines()
+    assert names.endswith("s saved  saved %")
+    assert shown.split()[-2:] == ["12", "44.44"]
+    assert told(capsys, trace, "--host", 7)["replays"][0]["saved_s"] is None
+    with pytest.raises(SystemExit):
+        main(["simulate", str(trace), "--compute-ms", "12@3"])
+    assert "--compute-ms: must be milliseconds, a number above 0, or such as 12,30@60" in (
+        capsys.readouterr().err
+    )
+
+
 def test_two_tiers_filters_and_flows(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = told(
         capsys, trace, "--host", 3, "--disk", 7, "--flow", "write-through,demote,exclusive",
@@ -122,6 +144,8 @@ def test_a_picture_is_drawn(
         (["--disk", "5,1TiB"], "--disk 1TiB: a size in bytes needs --chunk-bytes"),
         (["--replicas", "2", "--store", "1GiB"], "--store 1GiB: a size in bytes needs --chunk-b"),
         (["--chunk-bytes", "big"], "--chunk-bytes big: "),
+        (["--read-ms", "3"], "--read-ms says what is saved only with --compute-ms"),
+        (["--compute-ms", "3", "--curve"], "--compute-ms cannot be combined with --curve"),
         (["--picture", "x.jpg"], "x.jpg: a picture must end in one of: .png, .svg"),
     ],
 )
