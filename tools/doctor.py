@@ -135,7 +135,7 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
                 f"{format_size(size)}: kvstore purge {folder} --namespace {held.name} --all, then "
                 f"kvstore compact {folder}."
             )
-        elif len(segments) > 1 and useful < GAP * size:
+        elif len(segments) > 1 and useful < GAP * size and held.lost is None:
             found.advice.append(
                 f"{format_size(int(useful))} of {format_size(size)} are chunks that can be found: "
                 f"kvstore compact {folder}."

@@ -20,7 +20,7 @@ from kvstore.maintenance.offline import (
     namespaces_to_change,
     purge,
 )
-from kvstore.maintenance.survey import NamespaceSurvey, survey
+from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, counted, print_json, show_progress
@@ -104,7 +104,7 @@ def run_purge(options: argparse.Namespace) -> int:
     if _asks(options):
         would = forget(dry_run=True)
         chunks, size = sum(one.chunks for one in would), sum(one.bytes for one in would)
-        if chunks:
+        if chunks or any(one.outdated for one in would):
             _confirm(f"forget {counted(chunks, 'chunk')}, {format_size(size)}, in {options.path}?")
     done = forget(dry_run=options.dry_run)
     if options.json:
@@ -129,7 +129,11 @@ def run_gc(options: argparse.Namespace) -> int:
     kept = [each for each, used in found if used][: options.keep]
     kept += [each for each, _ in found if each not in kept and _is_open(each)]
     # Of one that was emptied before, files may be left.
-    old = [each for each, used in found if each not in kept and (used or _file_bytes(each))]
+    old = [each for each, used in found if each not in kept and (used or _segments(each))]
+    # Of no other files is known whose they are.
+    foreign = [
+        each for each, _ in found if each not in kept and each not in old and _file_bytes(each)
+    ]
     links = [each for each, _ in found if Path(each.path).is_symlink()]
     if not options.json:
         for each, used in found:
@@ -137,8 +141,9 @@ def run_gc(options: argparse.Namespace) -> int:
             if what:
                 ago = f"used {age(used)} ago" if used else "no chunks"
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
-        for each in unknown:
-            print(f"leave {each.name}, {format_size(_file_bytes(each))}: {each.faults[0].what}")
+        for each in (*unknown, *foreign):
+            why = each.faults[0].what if each.faults else "holds no file of a lane"
+            print(f"leave {each.name}, {format_size(_file_bytes(each))}: {why}")
     if old and _asks(options):
         _confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
     modes, dry_run = options.strict_modes, options.dry_run
@@ -167,8 +172,11 @@ def _last_use(namespace: NamespaceSurvey) -> int:
     """When a chunk of it was last stored or read, in milliseconds; 0 if it holds none."""
     if _is_open(namespace):
         return int(time.time() * 1000)
-    segments = [segment for lane in namespace.lanes for segment in lane.segments]
-    return max((segment.used_ms for segment in segments), default=0)
+    return max((segment.used_ms for segment in _segments(namespace)), default=0)
+
+
+def _segments(namespace: NamespaceSurvey) -> list[SegmentSurvey]:
+    return [segment for lane in namespace.lanes for segment in lane.segments]
 
 
 def _is_open(namespace: NamespaceSurvey) -> bool:
@@ -176,7 +184,8 @@ def _is_open(namespace: NamespaceSurvey) -> bool:
 
 
 def _file_bytes(namespace: NamespaceSurvey) -> int:
-    return sum(segment.file_bytes for lane in namespace.lanes for segment in lane.segments)
+    others = sum(lane.other_bytes for lane in namespace.lanes)
+    return others + sum(segment.file_bytes for segment in _segments(namespace))
 
 
 def _asks(options: argparse.Namespace) -> bool:
@@ -239,7 +248,8 @@ def _print_purged(one: PurgedLane, dry_run: bool) -> None:
         _print_not_done(one)
     if one.chunks or not (one.refused or one.failed):
         what = "would forget" if dry_run else "forgot"
-        print(f"{one.lane}: {what} {counted(one.chunks, 'chunk')}, {format_size(one.bytes)}")
+        more = f", and {one.outdated:,} that nobody would find" if one.outdated else ""
+        print(f"{one.lane}: {what} {counted(one.chunks, 'chunk')}, {format_size(one.bytes)}{more}")
     for fault in one.faults:
         print(f"WRONG {fault}")
 

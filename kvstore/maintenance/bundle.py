@@ -406,13 +406,14 @@ def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
 
 
 def _files_at(path: str | os.PathLike[str]) -> list[int]:
-    """The sizes of all segments at `path`."""
+    """The sizes of all files in the lanes at `path`."""
     try:
         found = survey(path)
     except PathUnusableError:
         return []  # Nothing is there yet.
     lanes = [lane for namespace in found for lane in namespace.lanes]
-    return [segment.file_bytes for lane in lanes for segment in lane.segments]
+    sizes = [segment.file_bytes for lane in lanes for segment in lane.segments]
+    return [*sizes, *(lane.other_bytes for lane in lanes)]
 
 
 def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None) -> Config:

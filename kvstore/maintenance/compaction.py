@@ -83,7 +83,7 @@ def compact_lane(
     described = read_namespace(folder.parent)
     namespace = Namespace(folder.parent.name, described["identity"])
     geometry = held_geometry(folder, described["digest"])
-    before = lane_layout(folder, read_epoch(folder.parent))
+    before = lane_layout(folder, described["digest"], (read_epoch(folder.parent),))
     if geometry is None:
         faults = _unusable(folder)
         return Compaction(before, before, 0, 0, faults) if faults else None

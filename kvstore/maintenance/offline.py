@@ -86,6 +86,7 @@ class PurgedLane:
         lane: folder of the lane, or of its namespace if that could not be read.
         chunks: number of chunks forgotten.
         bytes: bytes of their payloads.
+        outdated: number of others that were erased: nobody would have found them.
         refused: why nothing was done, or None.
         failed: what went wrong, or None; work done until then is kept.
         faults: segments that could not be purged.
@@ -97,6 +98,7 @@ class PurgedLane:
     refused: str | None = None
     failed: str | None = None
     faults: list[Fault] = field(default_factory=list)
+    outdated: int = 0
 
 
 def layouts(path: PathLike) -> list[Layout]:
@@ -112,7 +114,7 @@ def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
             occupancy = [0] * 10
             for segment in lane.segments:
                 occupancy[min(9, 10 * segment.counted // segment.slots)] += 1
-            layout = lane_layout(Path(lane.path), lane.current_epoch)
+            layout = lane_layout(Path(lane.path), namespace.digest, namespace.epochs)
             result.append(Layout(lane.path, layout, occupancy))
     return result
 
@@ -148,6 +150,9 @@ def compact(
         for lane in its.lanes:
             folder, one = Path(lane.path), CompactedLane(lane.path, None)
             done.append(one)
+            if its.lost is not None:
+                one.failed = str(its.lost)
+                continue
             try:
                 if dry_run:
                     _check_lane(folder, lane, trust)
@@ -201,13 +206,16 @@ def purge(
         for lane in its.lanes:
             folder, one = Path(lane.path), PurgedLane(lane.path, 0, 0)
             done.append(one)
+            if its.lost is not None:
+                one.failed = str(its.lost)
+                continue
             try:
                 if dry_run:
                     _check_lane(folder, lane, trust)
-                    _purge_lane(folder, one, key, since, None, its.epoch)
+                    _purge_lane(folder, one, key, since, None, its)
                 else:
                     with _owned(folder, lane.number, trust):
-                        _purge_lane(folder, one, key, since, trust, its.epoch)
+                        _purge_lane(folder, one, key, since, trust, its)
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
@@ -272,7 +280,7 @@ def _purge_lane(
     key: bytes | None,
     unused_since_ms: float | None,
     trust: Trust | None,
-    epoch: int,
+    namespace: NamespaceSurvey,
 ) -> None:
     """Count chunks into `done`; unless `trust` is None, also erase them."""
     for _, path in segment_files(folder):
@@ -280,6 +288,9 @@ def _purge_lane(
             header, live, _ = read_index(path)
         except (ForeignFileError, OSError) as error:
             done.faults.append(Fault.of(path, error))
+            continue
+        if namespace.digest is not None and header.namespace != namespace.digest:
+            done.faults.append(Fault(str(path), None, "belongs to another namespace"))
             continue
         geometry = header.geometry
         used_ms = [
@@ -301,9 +312,10 @@ def _purge_lane(
                 done.faults.append(Fault.of(path, error))
                 continue
         # What is from before a reset is erased, too, but nobody would have found it.
-        counted = {*live.of_epoch(epoch).slots}
+        counted = {*live.of_epoch(*namespace.epochs).slots}
         count = sum(slot in counted for slot in slots)
         done.chunks += count
+        done.outdated += len(slots) - count
         done.bytes += count * geometry.chunk_bytes
 
 

@@ -6,9 +6,10 @@ self-validating, so a lane may be read while a process writes to it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from typing import Any
 from xxhash import xxh3_128
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
-from kvstore.tiers.disk.epoch import EPOCH_NAME, read_epoch
+from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index
-from kvstore.tiers.disk.lane import lane_folders, lane_owner
+from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner
 from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
-from kvstore.tiers.disk.segment import segment_files
+from kvstore.tiers.disk.segment import is_probe, segment_files
 
 __all__ = [
     "Fault",
@@ -45,8 +46,8 @@ class SegmentSurvey:
 
     `reads` counts reads of the live chunks, as far as their owner has noted them; `reused` is how
     many of the chunks were read at all, `used_ms` when one was last stored or read.
-    `outdated` of the `live` chunks are of another epoch than the lane's current one: nobody finds
-    them. `epoch` is the newest of all, 0 when there are none.
+    `outdated` of the `live` chunks are from before a reset: of none of the `epochs` of their
+    namespace, so that nobody finds them. `epoch` is the newest of all, 0 when there are none.
     """
 
     path: str
@@ -75,27 +76,34 @@ class SegmentSurvey:
 class LaneSurvey:
     """One lane.
 
-    `epoch` is the newest of its chunks, or None when it has none. `current_epoch` is that of its
-    owner, older than the namespace's if only others were reset; a lane that nobody owns is of
-    the namespace's when it is opened next.
+    `epoch` is the newest of its chunks, or None when it has none. `other_bytes` are those of
+    files that a server leaves alone there, and counts against its capacity.
     """
 
     number: int
     path: str
     owner: int | None
-    current_epoch: int
     epoch: int | None = None
+    other_bytes: int = 0
     segments: list[SegmentSurvey] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class NamespaceSurvey:
-    """One namespace with its newest epoch, its lanes, and the faults found in it."""
+    """One namespace with its newest epoch, its lanes, and the faults found in it.
+
+    `epochs` are those in which somebody is: the newest, in which who opens it next will be, and
+    older ones of processes that were not reset since. `lost` is the fault of a file `epoch` that
+    is older than chunks are.
+    """
 
     name: str
     path: str
     identity: dict[str, Any]
     epoch: int = 0
+    epochs: list[int] = field(default_factory=list)
+    digest: str | None = None
+    lost: Fault | None = None
     lanes: list[LaneSurvey] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -173,7 +181,7 @@ def _holds_namespace(folder: Path) -> bool:
 
 
 def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
-    """Check every payload at `path` against its digest.
+    """Check every payload at `path` that somebody may find against its digest.
 
     Yields faults as they are found, and progress in between. A chunk that a
     running server replaces meanwhile is not a fault.
@@ -189,7 +197,7 @@ def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
         yield from namespace.faults
         for lane in namespace.lanes:
             for segment in lane.segments:
-                yield from _verify_segment(Path(segment.path), progress, lane.current_epoch)
+                yield from _verify_segment(Path(segment.path), progress, namespace.epochs)
     progress.total_bytes = progress.done_bytes
     yield progress
 
@@ -199,10 +207,9 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     if folder.is_symlink():
         found.faults.append(Fault(str(folder), None, "is a symbolic link; it is not followed"))
         return found
-    digest: str | None = None
     try:
         described = read_namespace(folder)
-        found.identity, digest = described["identity"], described["digest"]
+        found.identity, found.digest = described["identity"], described["digest"]
     except KVStoreError as error:
         found.faults.append(Fault.of(folder / FILE_NAME, error))
     try:
@@ -214,28 +221,50 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     except OSError as error:
         found.faults.append(Fault.of(folder, error))
         return found
+    epochs = {found.epoch}
     for number, lane_folder in lanes:
         owner = lane_owner(lane_folder)
-        pid, epoch = owner if owner is not None else (None, None)
-        lane = LaneSurvey(number, str(lane_folder), pid, found.epoch if epoch is None else epoch)
-        found.lanes.append(lane)
-        found.faults += _lane(lane, digest)
+        found.lanes.append(LaneSurvey(number, str(lane_folder), owner and owner.pid))
+        if owner is not None:
+            # One that has not told it is of the newest of its chunks.
+            told = _newest(lane_folder) if owner.epoch is None else owner.epoch
+            epochs.add(found.epoch if told is None else told)
+    found.epochs = sorted(epochs)
+    for lane in found.lanes:
+        found.faults += _lane(lane, found)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
+    newest = max((lane.epoch for lane in found.lanes if lane.epoch is not None), default=0)
+    with contextlib.suppress(KVStoreError):
+        # There may have been a reset meanwhile.
+        if newest > found.epoch and newest > (epoch := read_epoch(folder)):
+            found.lost = Fault(str(folder), None, lost_epoch(folder, newest, epoch))
+            found.faults.append(found.lost)
     return found
 
 
-def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
+def _newest(folder: Path) -> int | None:
+    """The newest epoch of the chunks of a lane, None if it has none."""
+    epochs: list[int] = []
+    with contextlib.suppress(OSError):
+        for _, path in segment_files(folder):
+            with contextlib.suppress(ForeignFileError, OSError):
+                epochs += read_index(path)[1].records["epoch"].tolist()
+    return max(epochs, default=None)
+
+
+def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:
     """Look at every segment of a lane; returns what is wrong with them."""
+    folder = Path(lane.path)
     try:
-        paths = [path for _, path in segment_files(Path(lane.path))]
+        paths = [path for _, path in segment_files(folder)]
     except FileNotFoundError:
         return []
     except OSError as error:
-        return [Fault.of(Path(lane.path), error)]
+        return [Fault.of(folder, error)]
     faults: list[Fault] = []
     for path in paths:
         try:
-            segment, its_faults = _segment(path, namespace, lane.current_epoch)
+            segment, its_faults = _segment(path, namespace.digest, namespace.epochs)
         except FileNotFoundError:
             continue  # A running server removed it meanwhile.
         except (ForeignFileError, OSError) as error:
@@ -243,10 +272,26 @@ def _lane(lane: LaneSurvey, namespace: str | None) -> list[Fault]:
             continue
         lane.segments.append(segment)
         faults += its_faults
+    lane.other_bytes = _other_bytes(folder, {Path(each.path).name for each in lane.segments})
     return faults
 
 
-def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurvey, list[Fault]]:
+def _other_bytes(folder: Path, segments: set[str]) -> int:
+    """Bytes of the files in a lane but its lock and these segments."""
+    size = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name in segments or path.name == LOCK_NAME or is_probe(path):
+                continue
+            with contextlib.suppress(OSError):
+                found = path.lstat()
+                size += max(found.st_size, 512 * found.st_blocks)
+    return size
+
+
+def _segment(
+    path: Path, namespace: str | None, epochs: Collection[int]
+) -> tuple[SegmentSurvey, list[Fault]]:
     header, live, size = read_index(path)
     geometry = header.geometry
     if namespace is not None and header.namespace != namespace:
@@ -274,17 +319,19 @@ def _segment(path: Path, namespace: str | None, epoch: int) -> tuple[SegmentSurv
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
-        outdated=int((live.records["epoch"] != epoch).sum()),
+        outdated=count - len(live.of_epoch(*epochs).slots),
         reused=int((live.records["reads"] > 0).sum()),
         used_ms=max(int(stored.max()), int(live.records["read_ms"].max())) if count else 0,
     ), faults
 
 
-def _verify_segment(path: Path, progress: Progress, epoch: int) -> Iterator[Fault | Progress]:
+def _verify_segment(
+    path: Path, progress: Progress, epochs: Collection[int]
+) -> Iterator[Fault | Progress]:
     suspects: list[tuple[int, bytes, str]] = []
     try:
         header, live, _ = read_index(path)
-        live = live.of_epoch(epoch)
+        live = live.of_epoch(*epochs)
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (ForeignFileError, OSError) as error:
         if os.path.lexists(path):

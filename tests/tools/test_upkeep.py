@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -18,8 +19,12 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, layouts, purge
 from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.tiers.disk.lane import PID_BYTES
+from kvstore.tools.cli import main
+from tests.patience import until_async
 from tests.tools.support import command
 from tests.tools.test_command import CHUNK
 
@@ -159,6 +164,7 @@ SLOW_COMPACTION = """
 import sys, time
 from pathlib import Path
 from kvstore.tiers.disk.index import IndexFile
+from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact
 write = IndexFile.write
 def slow(self, first, records):
@@ -276,8 +282,8 @@ async def test_a_purge_does_not_write_into_a_file_that_others_may_write_to(tmp_p
     assert KEYS[0] in await survivors(tmp_path)
 
 
-def counted(path: Path) -> list[tuple[int, int]]:
-    """Of each lane the chunks that somebody may find, and those that `verify` has read."""
+def counted(path: Path) -> list[int]:
+    """Of each lane the chunks that somebody may find, which are those that `verify` reads."""
     told = [one for one in verify(path) if isinstance(one, Progress)]
     its = [
         sum(segment.counted for segment in lane.segments)
@@ -285,38 +291,129 @@ def counted(path: Path) -> list[tuple[int, int]]:
         for lane in namespace.lanes
     ]
     assert [one.layout.live for one in layouts(path)] == its
-    return [(live, told[-1].chunks) for live in its]
+    assert told[-1].chunks == sum(its)
+    return its
 
 
-async def test_beside_a_server_that_was_reset_only_its_new_chunks_count(tmp_path: Path) -> None:
+async def test_chunks_count_that_somebody_may_find_over_resets(tmp_path: Path) -> None:
     payloads = [payload(key) for key in KEYS[:8]]
     async with kvstore.open(config(tmp_path)) as store:
         await store.put(KEYS[:8], payloads, durable=True)
-        assert counted(tmp_path) == [(8, 8)]
+        assert counted(tmp_path) == [8]
         await store.reset()
         # Nobody finds the old ones, and it has stored nothing since.
-        assert counted(tmp_path) == [(0, 0)]
+        assert counted(tmp_path) == [0]
         await store.put(KEYS[:2], payloads[:2], durable=True)
-        assert counted(tmp_path) == [(2, 2)]
+        assert counted(tmp_path) == [2]
         async with kvstore.open(config(tmp_path)) as neighbour:
             await neighbour.put(KEYS[4:8], payloads[4:8], durable=True)
-            # It goes on in its own epoch, in which it has two chunks.
+            await until_async(lambda: store.contains_prefix(KEYS[4:8]) == 4)
             await neighbour.reset()
-            await neighbour.put(KEYS[5:6], payloads[5:6], durable=True)
-            assert counted(tmp_path) == [(2, 3), (1, 3)]
-    assert counted(tmp_path) == [(0, 1), (1, 1)]
+            assert counted(tmp_path) == [2, 4]
+            # Whoever was not reset goes on with what the neighbour had.
+            assert store.contains(KEYS[4:8]) == [True] * 4
+            async with store.get(KEYS[4:8]) as chunks:
+                assert [bytes(one) for one in chunks] == payloads[4:8]
+            await neighbour.put(KEYS[20:21], [payload(KEYS[20])], durable=True)
+            # The new one may lie in the place of one of those.
+            assert counted(tmp_path)[1] in (4, 5)
+    assert counted(tmp_path) == [0, 1]
+    # An owner that does not say in which epoch it is, as older versions: that of its newest chunks.
+    async with kvstore.open(config(tmp_path)) as store:
+        lock = next(tmp_path.glob("*/lane-0/lock"))
+        os.truncate(lock, PID_BYTES)
+        async with kvstore.open(config(tmp_path)) as neighbour:
+            await store.put(KEYS[:3], payloads[:3], durable=True)
+            await neighbour.reset()
+            assert counted(tmp_path)[0] == 3
 
 
-async def test_chunks_of_a_segment_that_strayed_in_are_not_counted(tmp_path: Path) -> None:
+async def strays(tmp_path: Path) -> Path:
+    """A cache of four chunks, and a segment of another namespace that lies in it."""
     await fill(tmp_path / "here", KEYS[:4])
     async with kvstore.open(
         {**config(tmp_path / "there"), "identity": {"model": "other"}}
     ) as store:
-        await store.put(KEYS[:4], [payload(key) for key in KEYS[:4]], durable=True)
+        await store.put(KEYS[:60], [payload(key) for key in KEYS[:60]], durable=True)
     (lane,) = (tmp_path / "here").glob("*/lane-0")
     (stray,) = (tmp_path / "there").glob("*/lane-0/segment-0.*")
     shutil.copy(stray, lane / "segment-7.safetensors")
-    told = list(verify(tmp_path / "here"))
+    return lane / "segment-7.safetensors"
+
+
+async def test_a_segment_that_strayed_in_is_told_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stray = await strays(tmp_path)
+    before, here = stray.read_bytes(), tmp_path / "here"
+    told = list(verify(here))
     (fault,) = (one for one in told if not isinstance(one, Progress))
     assert fault.what == "belongs to another namespace"
-    assert [one.chunks for one in told if isinstance(one, Progress)][-1] == 4
+    assert counted(here) == [4]
+    (lane,) = survey(here)[0].lanes
+    assert lane.other_bytes >= stray.stat().st_size
+    for forgotten in (4, 0):
+        (done,) = purge(here)
+        assert (done.chunks, [fault.what for fault in done.faults]) == (
+            forgotten, ["belongs to another namespace"]
+        )  # fmt: skip
+    compact(here)
+    # Nobody knows whose it is.
+    assert main(["gc", str(here), "--keep", "1"]) == 0
+    assert ": belongs to another namespace" in capsys.readouterr().out
+    assert stray.read_bytes() == before
+
+
+async def test_an_import_beside_files_that_are_left_alone_displaces_nothing(
+    tmp_path: Path,
+) -> None:
+    await strays(tmp_path)
+    here = tmp_path / "here"
+    await fill(tmp_path / "more", KEYS[60:100])
+    (namespace,) = (tmp_path / "more").iterdir()
+    export_bundle(namespace, tmp_path / "bundle")
+    (lane,) = here.glob("*/lane-0")
+    (lane / "core.123").write_bytes(bytes(3 * 2**20))
+    done = import_bundle(tmp_path / "bundle", here)
+    assert done.stored == 40
+    assert counted(here) == [44]
+
+
+async def test_a_cache_whose_epoch_was_lost_is_told_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    async with kvstore.open(config(cache)) as store:
+        await store.reset()
+        await store.put(KEYS[:8], [payload(key) for key in KEYS[:8]], durable=True)
+    (epoch,) = cache.glob("*/epoch")
+    kept = epoch.read_bytes()
+    epoch.unlink()
+    for words, status in (("inspect", 1), ("verify", 1), ("compact", 2), ("purge --all", 2)):
+        for more in ([], ["--dry-run"]) if status == 2 else ([],):
+            name, *rest = words.split()
+            assert main([name, str(cache), *rest, *more]) == status, words
+            told = capsys.readouterr()
+            assert (
+                "was lost, so nobody can tell which chunks are still right" in told.out + told.err
+            )
+    epoch.write_bytes(kept)
+    assert counted(cache) == [8]
+
+
+async def test_a_person_is_asked_before_chunks_are_erased_that_nobody_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await store.put(KEYS[:8], [payload(key) for key in KEYS[:8]], durable=True)
+        await store.reset()
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    assert main(["purge", str(tmp_path), "--all"]) == 2
+    assert "forget 0 chunks, 0 B" in capsys.readouterr().err
+    assert main(["purge", str(tmp_path), "--all", "--yes"]) == 0
+    assert "forgot 0 chunks, 0 B, and 8 that nobody would find" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

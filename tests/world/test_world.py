@@ -106,7 +106,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without("records are of one epoch", seed=4)
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LiveRecords, "of_epoch", lambda self, epoch: self)
+    patch.setattr(LiveRecords, "of_epoch", lambda self, *epochs: self)
     chunks = IndexFile.chunks
 
     def any_epoch(self: IndexFile, first: int, raw: bytes, epoch: int) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
 
-__all__ = ["EPOCH_NAME", "MAX_EPOCH", "raise_epoch", "read_epoch"]
+__all__ = ["EPOCH_NAME", "MAX_EPOCH", "lost_epoch", "raise_epoch", "read_epoch"]
 
 EPOCH_NAME = "epoch"
 MAX_EPOCH = 2**32 - 2
@@ -57,6 +57,15 @@ def read_epoch(folder: Path) -> int:
             f"remove the folder {folder}"
         )
     return int(digits)
+
+
+def lost_epoch(folder: Path, newest: int, epoch: int) -> str:
+    """What is wrong where the namespace in `folder` is of `epoch`, and chunks are of `newest`."""
+    return (
+        f"has chunks of epoch {newest}, and its namespace is of epoch {epoch}: the file "
+        f"{folder / EPOCH_NAME} was lost, so nobody can tell which chunks are still right; remove "
+        f"the folder {folder}"
+    )
 
 
 def raise_epoch(folder: Path, epoch: int) -> int:

@@ -360,9 +360,9 @@ class LiveRecords:
     records: Records
     damaged: list[int]
 
-    def of_epoch(self, epoch: int) -> LiveRecords:
-        """Return the records of `epoch`."""
-        same = self.records["epoch"] == epoch
+    def of_epoch(self, *epochs: int) -> LiveRecords:
+        """Return the records of these epochs."""
+        same = np.isin(self.records["epoch"], epochs)
         if same.all():
             return self
         slots = np.array(self.slots, np.int64)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import LaneBusyError, PathUnusableError
+from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 from kvstore.types import about
 
@@ -139,6 +140,8 @@ def lane_owner(folder: Path) -> Owner | None:
             if not _locked(fd, fcntl.LOCK_SH):
                 told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
                 pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
+                if epoch is not None and epoch > MAX_EPOCH:
+                    epoch = None
                 return Owner(pid, epoch) if pid else None
         finally:
             os.close(fd)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +61,14 @@ def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLa
     )
 
 
-def lane_layout(folder: Path, epoch: int) -> LaneLayout:
+def lane_layout(folder: Path, namespace: str | None, epochs: Collection[int]) -> LaneLayout:
     """The layout of a lane, read without taking it: it may be in use.
 
-    Segments that cannot be read are left out.
+    Segments that cannot be read, or are of another namespace, are left out.
 
     Args:
-        epoch: chunks of other epochs do not count.
+        namespace: its digest, None if that is not known.
+        epochs: chunks of others do not count.
     """
     geometry: Geometry | None = None
     found: list[tuple[int, LiveRecords]] = []
@@ -76,6 +77,8 @@ def lane_layout(folder: Path, epoch: int) -> LaneLayout:
         try:
             header, live, _ = read_index(path)
         except (ForeignFileError, OSError):
+            continue
+        if namespace is not None and header.namespace != namespace:
             continue
         geometry = geometry or header.geometry
         segments += 1
@@ -86,7 +89,7 @@ def lane_layout(folder: Path, epoch: int) -> LaneLayout:
     slots: list[int] = []
     sequences: list[int] = []
     for first, live in found:
-        counted = live.of_epoch(epoch)
+        counted = live.of_epoch(*epochs)
         slots += [first + slot for slot in counted.slots]
         sequences += counted.records["sequence"].tolist()
     order = np.argsort(np.array(sequences, np.uint64), kind="stable").tolist()

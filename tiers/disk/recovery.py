@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.errors import ForeignFileError
 from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
+from kvstore.tiers.disk.epoch import lost_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import ALIGN, Geometry, LiveRecords
 from kvstore.tiers.disk.io import IOBackend
@@ -131,11 +132,7 @@ def recover(
                 removed.append(segment.path.name)
         newest = max((one.newest for one in found.values()), default=0)
         if epoch is not None and newest > epoch:
-            raise ForeignFileError(
-                f"{folder}: has chunks of epoch {newest}, and its namespace is of epoch {epoch}: "
-                f"the file {folder.parent / 'epoch'} was lost, so nobody can tell which chunks are "
-                f"still right; remove the folder {folder.parent}"
-            )
+            raise ForeignFileError(f"{folder}: {lost_epoch(folder.parent, newest, epoch)}")
         faults: list[Fault] = []
         room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
         room -= sum(one.held_bytes for one in found.values())
@@ -185,7 +182,7 @@ class _Found:
         try:
             records = segment.index.live()
             missing = segment.missing_bytes
-        except OSError:
+        except BaseException:
             segment.close()
             raise
         newest = int(records.records["epoch"].max()) if len(records.slots) else 0
@@ -238,7 +235,8 @@ class _Found:
 
 def _close(found: Mapping[int, _Found]) -> None:
     for one in found.values():
-        one.segment.close()
+        with contextlib.suppress(OSError):
+            one.segment.close()
 
 
 def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:

@@ -233,8 +233,10 @@ def _check(path: Path, fd: int, trust: Trust, *, written: bool) -> None:
 
 
 def _close_both(backend: IOBackend, data: int, index: IndexFile) -> None:
-    backend.close(data)
-    index.close()
+    try:
+        backend.close(data)
+    finally:
+        index.close()
 
 
 def read_header(path: Path) -> Header:
