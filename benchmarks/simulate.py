@@ -74,17 +74,11 @@ def one_tier(name: str, trace: Trace, sizes: tuple[int, ...]) -> Iterator[dict[s
                 "policy": policy,
                 "hits": outcome.hits,
                 "hit_ratio": outcome.hit_ratio,
-                "saved": share_saved(outcome, costs),
+                "saved": costs.share_saved(outcome),
                 "writes": outcome.host_writes,
                 "writes_per_hit": outcome.host_writes / max(1, outcome.hits),
                 "accesses_per_second": outcome.accesses / outcome.seconds,
             }
-
-
-def share_saved(outcome: Outcome, costs: Costs) -> float:
-    """The part of all computing that the hits save."""
-    saved, whole = costs.saved(outcome), costs.computing(outcome.accesses, outcome.depths)
-    return saved / whole if saved and whole else 0.0
 
 
 def two_tiers(name: str, trace: Trace, policies: list[str]) -> Iterator[dict[str, Any]]:

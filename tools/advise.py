@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,14 +161,12 @@ class _Trial:
             "hits; the others are asked for once, or follow one that is."
         ]
         best = alone = self._better(Setup(host), Setup(host, host_policy=DENSITY))
-        depth = whole.depths / whole.accesses
-        if self._costs.pays(depth) is False:
-            computing, reading = self._costs.computing(1, depth), self._costs.read
-            assert computing is not None
-            assert reading is not None
+        if self._costs.pays_from == math.inf:
+            assert self._costs.compute is not None
+            assert self._costs.read is not None
             sentences.append(
-                f"A disk does not pay: reading a chunk takes {1000 * reading:.3g} ms, and "
-                f"computing it {1000 * computing:.3g} ms."
+                f"A disk does not pay: reading a chunk takes {1000 * self._costs.read:.3g} ms, and "
+                f"computing it {1000 * self._costs.compute:.3g} ms."
             )
         elif disk:
             best = self._with_disk(host, disk, alone, sentences)
@@ -190,17 +189,17 @@ class _Trial:
         if alone.setup.host_policy == DENSITY:
             dense = Setup(host, host_policy=DENSITY, disk_policy=DENSITY)
             others = [self._replayed(replace(dense, disk=size)) for size in sizes]
-            if others[-1].hit_ratio > by_size[-1].hit_ratio + WORTH:
+            if self._worth(others[-1]) > self._worth(by_size[-1]) + WORTH:
                 by_size = others
-        most = by_size[-1].hit_ratio
-        if most < alone.hit_ratio + WORTH:
-            more = max(0.0, most - alone.hit_ratio)
+        most = max(map(self._worth, by_size))
+        if most < self._worth(alone) + WORTH:
+            more = max(0.0, most - self._worth(alone))
             sentences.append(
-                f"A disk does not pay: the largest brings {_points(more)} more than host memory "
-                "alone."
+                f"A disk does not pay: at best it brings {self._points(more)} more than host "
+                "memory alone."
             )
             return alone
-        plain = next(one for one in by_size if one.hit_ratio > most - WORTH)
+        plain = next(one for one in by_size if self._worth(one) > most - WORTH)
         size, ahead = plain.setup.disk, int(host * AHEAD)
         demoting = replace(plain.setup, host=host - ahead, flow=Flow.DEMOTE, reserve=ahead)
         best = self._better(
@@ -211,7 +210,7 @@ class _Trial:
             replace(demoting, disk_policy=DENSITY),
         )
         pays = "A disk pays"
-        if self._costs.pays() is None:
+        if self._costs.pays_from is None:
             pays += " where a chunk is read sooner than it is computed"
         sentences.append(
             f"{pays}: with {self._shown(size)} of it hits are {_percent(best.hit_ratio)}, without "
@@ -220,9 +219,9 @@ class _Trial:
         if plain is not by_size[-1]:
             sentences.append(
                 f"More than {self._shown(size)} of disk, up to {self._shown(sizes[-1])}, brings "
-                f"less than {_points(WORTH)}."
+                f"less than {self._points(WORTH)}."
             )
-        elif most < self._limit - WORTH:
+        elif by_size[-1].hit_ratio < self._limit - WORTH:
             sentences.append("More disk than there is would bring more hits.")
         if best.setup.flow is Flow.DEMOTE:
             sentences.append(
@@ -257,13 +256,22 @@ class _Trial:
         return self.outcomes[setup]
 
     def _better(self, first: Setup, *others: Setup) -> Outcome:
-        """The first, or another that hits so much more that it is worth a change."""
+        """The first, or another that brings so much more that it is worth a change."""
         best = start = self._replayed(first)
         for setup in others:
             one = self._replayed(setup)
-            if one.hit_ratio > max(best.hit_ratio, start.hit_ratio + WORTH):
+            if self._worth(one) > max(self._worth(best), self._worth(start) + WORTH):
                 best = one
         return best
+
+    def _worth(self, outcome: Outcome) -> float:
+        """What an outcome is chosen by: computing saved where all costs are known, else hits."""
+        known = self._costs.compute is not None and self._costs.read is not None
+        return self._costs.share_saved(outcome) if known else outcome.hit_ratio
+
+    def _points(self, share: float) -> str:
+        known = self._costs.compute is not None and self._costs.read is not None
+        return f"{100 * share:.2g} points of {'computing saved' if known else 'hits'}"
 
     def _shown(self, chunks: int) -> str:
         return f"{chunks} chunks" if self._size is None else format_size(chunks * self._size)
@@ -344,12 +352,15 @@ class _Trial:
 def _of_server(options: argparse.Namespace, costs: Costs) -> int:
     """Judge a server by its metrics alone."""
     sentences = []
-    if costs.pays() is None:
+    depth = costs.pays_from
+    if depth is None:
         sentences.append("The server has not yet computed and read enough to tell what each takes.")
     else:
         assert costs.compute is not None
         assert costs.read is not None
-        verdict = "pays" if costs.pays() else "does not pay"
+        verdict = "does not pay" if depth == math.inf else "pays"
+        if 0 < depth < math.inf:
+            verdict += f" for chunks behind {math.ceil(depth)} others or more"
         sentences.append(
             f"A disk {verdict}: a chunk is computed in {1000 * costs.compute:.3g} ms, and read "
             f"in {1000 * costs.read:.3g} ms."
@@ -359,7 +370,8 @@ def _of_server(options: argparse.Namespace, costs: Costs) -> int:
         f"serve for a day, then: kvstore advise FILE --server {options.where}"
     )
     if options.json:
-        print_json({"compute_s": costs.compute, "read_s": costs.read, "advice": sentences})
+        told = {"compute_s": costs.compute, "deeper_s": costs.deeper, "read_s": costs.read}
+        print_json({**told, "advice": sentences})
     else:
         print("\n".join(sentences))
     return 0
@@ -394,7 +406,3 @@ def _toml(values: dict[str, Any]) -> Iterator[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.2g} points of hits"

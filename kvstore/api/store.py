@@ -468,7 +468,10 @@ class Store:
             ConfigError: if there is no such command.
             KVStoreError: on another loop, or when the store is closed.
         """
+        from kvstore.control.commands import check_command
+
         self._driver.check()
+        check_command(command)
         if self._assembly.commands is not None:
             self._assembly.commands.refuse(command, reason)
 

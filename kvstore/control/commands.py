@@ -23,7 +23,7 @@ from kvstore.plugins import Choice, build_policy, check_policy
 from kvstore.tiers import Tier
 from kvstore.types import MAX_KEY_BYTES, about
 
-__all__ = ["FORMAT", "Commands", "KeysOf"]
+__all__ = ["FORMAT", "Commands", "KeysOf", "check_command"]
 
 logger = logging.getLogger("kvstore")
 
@@ -99,7 +99,7 @@ class Commands:
         Raises:
             ConfigError: if there is no such command.
         """
-        _check_command(command)
+        check_command(command)
         self._refused[command] = reason
 
     async def status(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Commands:
         Raises:
             KVStoreError: if the command, or a field of it, cannot be used. Nothing is done then.
         """
-        _check_command(command)
+        check_command(command)
         if command in self._refused:
             raise KVStoreError(f"this server takes no {command}: {self._refused[command]}")
         given = dict(body)
@@ -364,7 +364,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """Fields of commands, beside those that name chunks and ``dry_run``."""
 
 
-def _check_command(command: str) -> None:
+def check_command(command: str) -> None:
+    """
+    Raises:
+        ConfigError: if there is no such command.
+    """
     known = [*ACTIONS, "reset", "settings"]
     if command not in known:
         raise ConfigError(f"unknown command {command!r}; known are: {', '.join(known)}")

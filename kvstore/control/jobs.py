@@ -193,6 +193,7 @@ class Remove(Action):
         self._uncleared: list[str] = []
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        # Looked at every so often: a reset that comes after the end, and before a look, counts too.
         self._removal, self._era = core.remove(keys), core.era
         self.affected += self._removal.found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -61,7 +62,19 @@ class Costs:
         computing = self.computing(outcome.hits, outcome.hit_depths)
         return None if computing is None else computing - (self.read or 0.0) * outcome.disk_hits
 
-    def pays(self, depth: float = 0.0) -> bool | None:
-        """Whether it is sooner to read a chunk than to compute it behind `depth` others."""
-        computing = self.computing(1, depth)
-        return None if computing is None or self.read is None else self.read < computing
+    def share_saved(self, outcome: Outcome) -> float:
+        """The part of all computing that the hits save; of all chunks, where no cost is known."""
+        saved, whole = self.saved(outcome), self.computing(outcome.accesses, outcome.depths)
+        return outcome.hit_ratio if saved is None or not whole else saved / whole
+
+    @property
+    def pays_from(self) -> float | None:
+        """How many chunks have to come before one that is read sooner than it is computed.
+
+        None where that is not known, infinite where no chunk is.
+        """
+        if self.compute is None or self.read is None:
+            return None
+        if self.read < self.compute:
+            return 0.0
+        return (self.read - self.compute) / self.deeper if self.deeper else math.inf

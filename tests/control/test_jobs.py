@@ -11,13 +11,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+import kvstore
 from kvstore.api.store import Store
 from kvstore.control.commands import MOST_RUNNING
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk import DiskTier
 from tests.control.test_server import at_path
 from tests.patience import until_async
-from tests.store.support import CHUNK, keys_of, payload, payloads
+from tests.store.support import CHUNK, keys_of, payload, payloads, small
 
 A, B = keys_of("a", 4), keys_of("b", 4)
 
@@ -99,6 +100,10 @@ async def test_a_server_may_refuse_a_command_and_name_its_own_way(tmp_path: Path
         assert store.contains_prefix(A) == 4
         assert (await ask(session, "remove", **named(A)))["affected"] == 4
         with pytest.raises(ConfigError, match="unknown command 'rest'; known are: .*reset"):
+            store.refuse_command("rest", "")
+    async with kvstore.open(small(tmp_path / "none")) as store:
+        store.refuse_command("reset", "where there is no socket, nothing is to be refused")
+        with pytest.raises(ConfigError, match="unknown command 'rest'"):
             store.refuse_command("rest", "")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvstore.plugins import Choice
@@ -22,6 +24,8 @@ def test_a_deeper_hit_saves_more_and_a_read_takes_the_same() -> None:
     read = Costs(costs.compute, costs.deeper, read=0.003)
     assert read.saved(outcome) == pytest.approx(0.052 - 0.006)
     assert Costs().saved(outcome) is None
+    assert read.share_saved(outcome) == pytest.approx(0.046 / 0.140)
+    assert Costs().share_saved(outcome) == outcome.hit_ratio
 
 
 @pytest.mark.parametrize("policy", ["lru", "hit-density"])
@@ -34,10 +38,11 @@ def test_where_depth_costs_nothing_savings_are_hits(policy: str) -> None:
 
 
 def test_a_disk_pays_from_a_depth_on() -> None:
-    costs = Costs(compute=0.002, deeper=0.0001, read=0.003)
-    assert [costs.pays(depth) for depth in (0, 10, 11)] == [False, False, True]
-    assert Costs(compute=0.002).pays() is None
-    assert Costs(read=0.002).pays() is None
+    assert Costs(compute=0.002, deeper=0.0001, read=0.003).pays_from == pytest.approx(10)
+    assert Costs(compute=0.002, read=0.003).pays_from == math.inf
+    assert Costs(compute=0.004, read=0.003).pays_from == 0
+    assert Costs(compute=0.002).pays_from is None
+    assert Costs(read=0.002).pays_from is None
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "12@4", "12,30", "12,6@4", "12,30@0", "1e99",
