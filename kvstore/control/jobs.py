@@ -193,7 +193,6 @@ class Remove(Action):
         self._uncleared: list[str] = []
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
-        # Looked at every so often: a reset that comes after the end, and before a look, counts too.
         self._removal, self._era = core.remove(keys), core.era
         self.affected += self._removal.found
 
@@ -201,7 +200,7 @@ class Remove(Action):
         if not self._removal.done:
             return False
         if core.era != self._era:
-            # A reset has taken it over.
+            # A reset has taken it over, or came before this was looked at.
             if core.clearing:
                 return False
             self._uncleared = core.uncleared

@@ -104,7 +104,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(extents, "_verified", verified)
 
 
-@without("records are of one epoch", seed=4)
+@without("records are of one epoch", seed=5)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRecords, "of_epoch", lambda self, *epochs: self)
     chunks = IndexFile.chunks
@@ -126,7 +126,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane, "_locked", lambda fd, kind: True)
 
 
-@without("the capacity is a limit")
+@without("the capacity is a limit", seed=1)
 def _(patch: pytest.MonkeyPatch) -> None:
     forget = Volume.forget_recovered
 
@@ -166,7 +166,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.namespace._remove_leftovers", listed)
 
 
-@without("a lock that cannot be had is an error of the path", seed=11)
+@without("a lock that cannot be had is an error of the path", seed=2)
 def _(patch: pytest.MonkeyPatch) -> None:
     def plain(folder: Path, trust: Any) -> int | None:
         fd = os.open(folder / lane.LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -194,7 +194,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a durable put waits for the disk", seed=39)
+@without("a durable put waits for the disk", seed=33)
 def _(patch: pytest.MonkeyPatch) -> None:
     async def save(self: Puts, keys: Any) -> int:
         return len(keys)
@@ -202,7 +202,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a record that is moved keeps its epoch", seed=7)
+@without("a record that is moved keeps its epoch", seed=4)
 def _(patch: pytest.MonkeyPatch) -> None:
     place = IndexFile.place
 
@@ -214,7 +214,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "place", newer)
 
 
-@without("a store's value is compared with its record", seed=10)
+@without("a store's value is compared with its record", seed=17)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.remote.tier.digest", lambda payload: bytes(16))
 
@@ -222,7 +222,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 # -- faults that there were, put back -------------------------------------------------------
 
 
-@without("compact knows the epoch of its namespace", seed=60)
+@without("compact knows the epoch of its namespace", seed=5)
 def _(patch: pytest.MonkeyPatch) -> None:
     real = recovery.recover
 
@@ -235,7 +235,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.disk.volume.recover", recover)
 
 
-@without("a lane without threads is let go of", seed=10)
+@without("a lane without threads is let go of", seed=49)
 def _(patch: pytest.MonkeyPatch) -> None:
     close_files = Volume.close_files
 
@@ -246,7 +246,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Volume, "close_files", close)
 
 
-@without("a slot that cannot be written is set aside", seed=1109)
+@without("a slot that cannot be written is set aside", seed=493)
 def _(patch: pytest.MonkeyPatch) -> None:
     set_aside = Slots.set_aside
 
@@ -257,7 +257,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "set_aside", at_once)
 
 
-@without("a value that was found damaged is written anew", seed=1)
+@without("a value that was found damaged is written anew", seed=10)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.remote.tier.MOST_BAD", 0)
 

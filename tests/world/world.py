@@ -409,6 +409,7 @@ class Server:
                 raise
             return
         self.store = store
+        self._hear_resets()
         if fine and before == world.happened("trouble", "relieve"):
             self._check_size(config["tiers"][0]["capacity_bytes"])
         epoch = self._epoch()
@@ -622,6 +623,18 @@ class Server:
     async def _flush(self, keys: list[bytes]) -> None:
         self.world.act("flush", str(await self.store.flush(self._timeout())))
 
+    def _hear_resets(self) -> None:
+        """What a control server resets is of other weights from then on, and not before."""
+        commands = self._commands()
+        forget = commands._reset
+
+        def reset() -> None:
+            assert forget is not None
+            self._new_weights()
+            forget()
+
+        commands._reset = reset
+
     def _new_weights(self) -> int:
         """The server has other weights from now on; returns their label."""
         world = self.world
@@ -701,8 +714,6 @@ class Server:
         before = world.puts_of(keys)
         if command == "remove" and not dry:
             world.forget(keys)
-        elif command == "reset" and not dry:
-            self._new_weights()
         capacity = body.get("tiers", {}).get("0", {}).get("capacity_bytes")
         self.sizes += capacity is not None and not dry
         sizes, resets = self.sizes, self.resets
