@@ -76,8 +76,9 @@ lmcache: $(READY)
 
 # Policies beside those of libCacheSim, a simulator of others: downloads 10 MB, once.
 libcachesim: $(READY)
-	@test -d .libcachesim || $(PIP) install --no-deps --only-binary :all: --target .libcachesim libcachesim==0.3.5
-	@PYTHONPATH=$(CURDIR)/.libcachesim $(BIN)/python -m pytest tests/simulation/test_independent.py
+	@test -d .libcachesim || $(PIP) install --no-deps --only-binary :all: --target .libcachesim libcachesim==0.3.5 || \
+	    echo "libCacheSim cannot be installed on this machine: policies are not compared with its own"
+	@! test -d .libcachesim || PYTHONPATH=$(CURDIR)/.libcachesim $(BIN)/python -m pytest tests/simulation/test_independent.py
 
 # Older releases over their own scheduler and connector: downloads 120 MB for each, once.
 vllm-versions: $(READY) $(OLDER:%=vllm-%)

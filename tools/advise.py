@@ -148,6 +148,8 @@ class _Trial:
         self.part = trace if rate == 1 else sample(trace, rate, 0)
         self.outcomes: dict[Setup, Outcome] = {}
         self._trace, self._size, self._costs = trace, size, costs
+        self._priced = costs.pays_from is not None
+        """Whether both costs are known, so that outcomes are compared by the computing saved."""
         self._whole = trace.accesses / max(1, self.part.accesses)
         """What a sum over the part is multiplied with for the whole trace."""
 
@@ -210,7 +212,7 @@ class _Trial:
             replace(demoting, disk_policy=DENSITY),
         )
         pays = "A disk pays"
-        if self._costs.pays_from is None:
+        if not self._priced:
             pays += " where a chunk is read sooner than it is computed"
         sentences.append(
             f"{pays}: with {self._shown(size)} of it hits are {_percent(best.hit_ratio)}, without "
@@ -266,12 +268,10 @@ class _Trial:
 
     def _worth(self, outcome: Outcome) -> float:
         """What an outcome is chosen by: computing saved where all costs are known, else hits."""
-        known = self._costs.compute is not None and self._costs.read is not None
-        return self._costs.share_saved(outcome) if known else outcome.hit_ratio
+        return self._costs.share_saved(outcome) if self._priced else outcome.hit_ratio
 
     def _points(self, share: float) -> str:
-        known = self._costs.compute is not None and self._costs.read is not None
-        return f"{100 * share:.2g} points of {'computing saved' if known else 'hits'}"
+        return f"{100 * share:.2g} points of {'computing saved' if self._priced else 'hits'}"
 
     def _shown(self, chunks: int) -> str:
         return f"{chunks} chunks" if self._size is None else format_size(chunks * self._size)

@@ -130,7 +130,7 @@ def places_of(
         KVStoreError: if what the namespace is of cannot be read.
     """
     wanted = None if only is None else frozenset(only)
-    digest_of_it = read_namespace(Path(namespace.path))["digest"]
+    digest_of_it = namespace.digest or read_namespace(Path(namespace.path))["digest"]
     found: dict[bytes, Place] = {}
     for lane in namespace.lanes:
         for segment in lane.segments:
