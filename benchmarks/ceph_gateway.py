@@ -14,6 +14,7 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Sequence
 from email.utils import formatdate
+from http.client import HTTPException
 from pathlib import Path
 from uuid import uuid4
 
@@ -137,7 +138,7 @@ class CephGateway(ServerProcess):
             urllib.request.urlopen(f"{self.endpoint}/{self.bucket}", timeout=5).close()
         except urllib.error.HTTPError as answer:
             return answer.code < 500
-        except OSError:
+        except (OSError, HTTPException):
             return False
         return False
 

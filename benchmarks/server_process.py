@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,12 +16,29 @@ from pathlib import Path
 __all__ = ["ServerProcess", "free_port"]
 
 
+PORTS = range(12_000, 32_000)
+"""Below those that Linux gives to whoever names none: a client gets no port of a server to come."""
+
+_taken: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback that nobody listens on, and that no other process is given here.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        # A name without a file, which this process has until it ends.
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0kvstore-port-{port}")
+            with socket.create_server(("127.0.0.1", port)):
+                _taken.append(name)
+                return port
+        except OSError:
+            name.close()
+    raise RuntimeError(f"each port of {PORTS.start} to {PORTS.stop - 1} is taken")
 
 
 class ServerProcess(ABC):

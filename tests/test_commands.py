@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from benchmarks.server_process import free_port
 from tests.commands import ROOT, commands_of, documents, flags_of
 from tests.store.support import keys_of, payloads, small
 from tests.tools.test_top import served
@@ -350,8 +350,7 @@ async def run_ctl(arguments: list[str], folder: Path) -> None:
     token.chmod(0o600)
     where = str(folder / "ctl.sock")
     if arguments[1].startswith("http:"):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            where = f"127.0.0.1:{free.getsockname()[1]}"
+        where = f"127.0.0.1:{free_port()}"
     here = {
         "FILE": str(token),
         "KEY...": keys[0].hex(),

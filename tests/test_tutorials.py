@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server_process import free_port
 from examples.tiny_model import CONFIG
 from tests.patience import PATIENCE
 
@@ -104,12 +104,6 @@ class Server:
             assert "kvstore: closed, 0 chunks not copied" in self._told()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def alike(line: str) -> str:

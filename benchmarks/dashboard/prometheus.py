@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -12,6 +11,8 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from benchmarks.server_process import free_port
 
 __all__ = ["Prometheus"]
 
@@ -28,9 +29,7 @@ class Prometheus:
     def __init__(self, folder: Path, target: str | None = None) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         jobs = []
         if target is not None:
             jobs.append({"job_name": "vllm", "static_configs": [{"targets": [target]}]})

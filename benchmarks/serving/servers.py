@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from benchmarks.server_process import free_port
 
 __all__ = ["NAMES", "Server", "cached_by_source", "counters", "offload"]
 
@@ -87,7 +88,7 @@ class Server:
     ) -> None:
         self.name = name
         self.log = log
-        self.port = _free_port()
+        self.port = free_port()
         self._engine_id = uuid.uuid4().hex
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "tiny"]
@@ -202,9 +203,3 @@ def counters(metrics: str) -> dict[str, int]:
         # One line for each tier.
         found[match[1]] = found.get(match[1], 0) + int(float(match[2]))
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

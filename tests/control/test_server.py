@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 import kvstore
+from benchmarks.server_process import free_port
 from kvstore.api.store import Store, start
 from kvstore.control.commands import MOST_KEYS
 from kvstore.errors import ConfigError
@@ -37,8 +38,7 @@ async def at_path(folder: Path, **more: Any) -> AsyncIterator[tuple[Store, aioht
 
 @asynccontextmanager
 async def at_port(folder: Path, token: str | None) -> AsyncIterator[aiohttp.ClientSession]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+    where = f"127.0.0.1:{free_port()}"
     more: dict[str, Any] = {}
     if token is not None:
         more["control_token_file"] = token_file(folder, token)
