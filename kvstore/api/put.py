@@ -202,19 +202,27 @@ class Puts:
         era = self._core.era
         if not await self._turns.take(self._ceiling if wait else 0.0):
             return False
-        mine, again = True, False
+        mine, again, told = True, False, False
         try:
             while True:
                 now = self._driver.begin()
                 if era != self._core.era:
                     return False
                 left = {key: None for key in left if key not in withdrawn}
+                if told:
+                    left = dict.fromkeys(key for key in left if not self.has(key))
                 if not left:
                     return True
                 # Chunks that this call has stored and others have displaced are not stored again.
                 pool = self._core.chunks
                 offered = [k for k in chunks if (k in left or k in pool) and k not in withdrawn]
-                grant = self._core.prepare_store(offered, name)
+                if told and all(key in pool for key in left):
+                    # They are removed when the last lease ends. To be offered is a use, and what
+                    # is used again and again is written to an exclusive tier again and again.
+                    grant = None
+                else:
+                    grant = self._core.prepare_store(offered, name)
+                    told = told or grant is not None
                 self._driver.flush()
                 if grant is not None:
                     ended = {*grant.keys, *grant.declined}

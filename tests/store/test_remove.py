@@ -98,7 +98,7 @@ async def test_a_displaced_copy_does_not_come_back(open_store: Open, tmp_path: P
     """An exclusive tier leaves the record where it was when the chunk goes to host memory."""
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
-    async with open_store(rows=8, **flowing(tmp_path, "exclusive")) as store:
+    async with open_store(rows=6, **flowing(tmp_path, "exclusive")) as store:
         assert await contents(store, A) == payloads(A)
         assert store.stats().tiers[0].chunks == 0
         assert await store.remove(A) == 6
@@ -402,3 +402,18 @@ async def test_a_prefetch_goes_on_when_the_last_lease_ends(open_store: Open) -> 
             assert store.prefetch(A[:2]) == 2
             await asyncio.sleep(0.05)
         await until_async(lambda: A[0] in store._core.chunks)
+
+
+async def test_a_put_of_chunks_that_leave_when_a_lease_ends_writes_no_other_again_and_again(
+    tmp_path: Path, open_store: Open
+) -> None:
+    async with open_store(rows=6, **flowing(tmp_path, "exclusive")) as store:
+        await store.put(A, payloads(A))
+        async with store.get(A[:3]):
+            await store.remove(A[:3])
+            putting = asyncio.create_task(store.put(A, payloads(A)))
+            await asyncio.sleep(0.3)
+            assert not putting.done()
+            assert store.stats().tiers[0].written <= len(A)
+        assert await putting == len(A)
+        await sound(store)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import errno
 import gc
 import hashlib
+import json
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +29,7 @@ from kvstore.tiers import Tier
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tools.upkeep import run_gc
 from tests.world.files import PAGE, Damage, Files
 from tests.world.kernel import DeadlockError, Kernel, Loop, Process
 from tests.world.machine import alive
@@ -45,6 +48,9 @@ ACTS = (
     "rot", "litter", "net", "cut_power",
 )  # fmt: skip
 """The names of all acts that a world can do without."""
+
+NET_TROUBLES = ("away", "frozen", "lost", "delay", "later", "amnesia", "rot")
+"""What happens to stores."""
 
 MOST_SECONDS, MOST_SWITCHES = 600.0, 2_000_000
 """In so many seconds of the world, and switches of threads, something is done."""
@@ -72,6 +78,9 @@ class World:
 
     Args:
         without: acts that nobody does, by their names: "reset", "kill", "rot" and so on.
+        often: acts that are done ten times as often.
+        only: the one kind of trouble that there is; by default the seed says.
+        shape: attributes that the seed does not decide: "server", "roomy" and so on.
 
     Attributes:
         acts: how many there were.
@@ -82,13 +91,21 @@ class World:
         stored: keys that are promised to be found, with their label; see `Server._put`.
     """
 
-    def __init__(self, seed: int, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        without: Collection[str] = (),
+        *,
+        often: Collection[str] = (),
+        only: str | None = None,
+        shape: Mapping[str, bool] = {},
+    ) -> None:
         # Imported before anything is replaced: what it imports would keep the replacements.
         from tests.world.scheduler import Scheduler
 
         self.scheduler: type[Server] = Scheduler
         self.seed = seed
-        self.without = frozenset(without)
+        self.without, self.often = frozenset(without), frozenset(often)
         self.rng = rng = random.Random(seed)
         self.kernel = Kernel(rng)
         self.files = Files(self.kernel, rng)
@@ -105,14 +122,20 @@ class World:
         self.story: deque[str] = deque(maxlen=STORY)
         self._moved = (self.kernel.now, 0)
         self.counts: dict[str, int] = {}
+
+        def likely(name: str, chance: float) -> bool:
+            return shape.get(name, rng.random() < chance)
+
         self.slots = rng.choice([1, 1, 2, 3])
+        if shape.get("alone"):
+            self.slots = 1
         self.servers: list[Server | None] = [None] * self.slots
-        self.roomy = rng.random() < 0.4
-        self.share = rng.random() < 0.8
-        self.server = ShareServer(rng) if rng.random() < 0.35 else None
-        self.hosts = self.server is not None and rng.random() < 0.5
+        self.roomy = likely("roomy", 0.4)
+        self.share = likely("share", 0.8)
+        self.server = ShareServer(rng) if likely("server", 0.35) else None
+        self.hosts = self.server is not None and likely("hosts", 0.5)
         """Each server has a disk of its own."""
-        self.alone = self.slots == 1 and self.server is None and rng.random() < 0.8
+        self.alone = self.slots == 1 and self.server is None and likely("alone", 0.8)
         """One server at a time, always with the same lane."""
         self.prompts = rng.randrange(3, 12)
         self.depth = rng.randrange(2, 14)
@@ -148,13 +171,16 @@ class World:
         """How many of the servers are driven as vLLM drives them."""
         self.bundles: dict[Path, int] = {}
         """Files that operators have exported, and the label of what is in them."""
+        self.printed: dict[int, Any] = {}
+        """By process, what a command has told in JSON."""
         self.importing: dict[int, tuple[int, int]] = {}
         """By process, whose disk it imports to, and chunks of which label."""
         self.inline = rng.choice([0, 2 * CHUNK, 256 * 1024])
         """Copies up to this size are made without a thread."""
-        self.only = rng.choice([None] * 6 + ["bad", "descriptors"])
-        """The one kind of trouble that there is with disks in this world."""
-        self.calm = rng.random() < 0.25 and self.only is None
+        some = ("bad", "descriptors", "lock", "list", "threads", "short", "rot")
+        self.only = only or (rng.choice(some) if rng.random() < 0.33 else None)
+        """The one kind of trouble that there is in this world."""
+        self.calm = self.only is None and likely("calm", 0.25)
         """Nothing goes wrong in this world but kills."""
 
     # -- what others tell --------------------------------------------------------------------
@@ -182,9 +208,9 @@ class World:
     def chosen(self, acts: Mapping[_Act, float]) -> tuple[list[_Act], list[float]]:
         """Acts and their weights, without those that this world does without."""
         kept = {
-            act: weight
+            act: weight * (10 if name in self.often else 1)
             for act, weight in acts.items()
-            if getattr(act, "__name__", "").strip("_") not in self.without
+            if (name := getattr(act, "__name__", "").strip("_")) not in self.without
         }
         return list(kept), list(kept.values())
 
@@ -281,6 +307,9 @@ class World:
             raise KVStoreError("the bundle is of other weights")
         return store
 
+    def _print(self, report: Any) -> None:
+        self.printed[self.kernel.process.pid] = report
+
     def place(self, server: Server, epoch: int) -> tuple[int, int, int]:
         """What servers have in common that share chunks."""
         return (server.generation, server.slot if self.hosts and epoch else 0, epoch)
@@ -330,6 +359,7 @@ class World:
                 patch("kvstore.maintenance.bundle.open_sync", self._open_for_import)
             )
             stack.enter_context(patch("kvstore.maintenance.bundle.HOST_BYTES", 8 * CHUNK))
+            stack.enter_context(patch("kvstore.tools.upkeep.print_json", self._print))
             self.kernel.on_exit = self.files.leave_process
             listener.tell = self.tell
             try:
@@ -670,6 +700,7 @@ class Server:
         if await self.store.resolve([key]) or not tier.met(key):
             return
         world.are_put([key])
+        refused = self._refused()
         await self.store.put([key], [content(key, self.label)])
         there = self.store.contains([key]) == [True] and await self.store.flush()
         world.act("heal", repr(key))
@@ -677,9 +708,15 @@ class Server:
             there
             and before == (self.resets, world.happened("trouble", "net"))
             and tier.damaged([key])
+            and refused == self._refused()
             and not self.stopping
         ):
             raise BrokenError(f"the value of {key!r} was found damaged, put, and is damaged still")
+
+    def _refused(self) -> int:
+        """Chunks that the last tier did not take, as it rests for a while after it has failed."""
+        last = self.store.stats().tiers[-1]
+        return last.refused + last.failed_writes
 
     async def _windows(self, keys: list[bytes]) -> None:
         count, era = 0, self.resets
@@ -778,12 +815,13 @@ class Enemy:
     def main(self) -> None:
         world, rng, kernel = self.world, self.world.rng, self.world.kernel
         sound = world.calm or world.only is not None
+        of_net = world.only in NET_TROUBLES
         acts = {
             self._start: 30, self._kill: 6, self._end: 6, self._freeze: 3, self._operate: 8,
-            self._trouble: 0 if world.calm else 5, self._relieve: 6, self._jump: 1,
+            self._trouble: 0 if world.calm or of_net else 5, self._relieve: 6, self._jump: 1,
             self._rot: 0 if sound else 1, self._litter: 0 if sound else 0.5,
-            self._net: 0 if world.calm or world.server is None else 5,
-            self._cut_power: 0 if sound else 1.5,
+            self._net: 0 if world.server is None or (sound and not of_net) else 5,
+            self._cut_power: 0 if sound else 1.5, self._remove_old: 0.5 if world.server else 0,
         }  # fmt: skip
         names, weights = world.chosen(acts)
         self._start()
@@ -851,14 +889,15 @@ class Enemy:
         elif kind == "bad":
             its = [one for path, one in world.files.walk() if path.endswith(".safetensors")]
             blocks = world.segment_bytes - CHUNK * world.slots_of_segment
-            # Those that are written next, rather than some that hold a chunk already.
-            free = [
+            # Sometimes those that are written next, rather than some that hold a chunk already.
+            free = rng.random() < 0.5
+            slots = [
                 (inode, first, first + CHUNK)
                 for inode in its
                 for first in range(blocks, world.segment_bytes, CHUNK)
-                if not any(inode.data[first : first + CHUNK])
+                if not (free and any(inode.data[first : first + CHUNK]))
             ]
-            damage.bad = rng.sample(free, min(2, len(free)))
+            damage.bad = rng.sample(slots, min(2, len(slots)))
         elif kind == "descriptors":
             damage.fails["open"] = (0.1, errno.EMFILE)
         elif kind == "threads":
@@ -882,7 +921,8 @@ class Enemy:
         world, rng = self.world, self.world.rng
         server = world.server
         assert server is not None
-        kind = rng.choice(["away", "frozen", "lost", "delay", "later", "amnesia", "rot"])
+        kind = rng.choice(NET_TROUBLES)
+        kind = world.only if world.only in NET_TROUBLES else kind
         if kind in ("away", "frozen"):
             setattr(server, kind, True)
         elif kind == "amnesia":
@@ -932,7 +972,8 @@ class Enemy:
         if world.server is not None:
             world.server.heal()
         # Blocks that are bad stay so for longer.
-        if world.troubled and not (world.wears_out and world.rng.random() < 0.8):
+        stays = world.wears_out and world.rng.random() < (0.95 if world.only == "bad" else 0.8)
+        if world.troubled and not stays:
             self._mend()
             world.act("relieve")
             world.forget()
@@ -976,7 +1017,7 @@ class Enemy:
         world, rng = self.world, self.world.rng
         what = rng.choice([
             self._verify, self._verify, self._survey, self._compact, self._purge, self._export,
-            self._import,
+            self._import, self._gc,
         ])  # fmt: skip
         world.kernel.spawn("operator", lambda: self._operator(what))
 
@@ -1029,6 +1070,51 @@ class Enemy:
         done = purge(self._disk(), key=rng.choice(keys))
         self.world.forget(keys)
         self.world.act("purge", f"{sum(each.chunks for each in done)} chunks")
+
+    def _gc(self) -> None:
+        """Empty all namespaces but two, and those that a server has open."""
+        world, rng = self.world, self.world.rng
+        troubled, slot = world.troubled, rng.randrange(world.slots)
+        keepers = self._keepers(slot)
+        if not keepers:
+            world.forget()
+        options = {"path": world.disk_of(slot), "keep": 2, "dry_run": rng.random() < 0.1}
+        run_gc(argparse.Namespace(**options, yes=True, json=True, strict_modes=False))
+        if not keepers & self._keepers(slot):
+            world.forget()
+        report = world.printed.pop(world.kernel.process.pid)
+        world.act("gc", f"{len(report['emptied'])} emptied, {len(keepers)} open")
+        faults = [fault for lane in report["lanes"] for fault in lane["faults"]]
+        if faults and not (troubled or world.troubled or world.hurt):
+            raise BrokenError(f"gc finds {faults[0]} on a sound disk")
+
+    def _remove_old(self) -> None:
+        """Remove the folders of namespaces that nobody opens again, as operators do with `rm`."""
+        world = self.world
+        if world.troubled or any(one.name == "operator" for one in world.kernel.processes):
+            return
+        least = min((one.generation for one in self._living()), default=world.generation)
+        tree = list(world.files.walk())
+        old = [
+            path.removesuffix("/namespace.json")
+            for path, inode in tree
+            if path.endswith("/namespace.json")
+            and json.loads(bytes(inode.data))["identity"]["generation"] < least
+        ]
+        for path, inode in reversed(tree):
+            if any(path == folder or path.startswith(folder + "/") for folder in old):
+                (world.files.rmdir if inode.is_dir else world.files.unlink)(path)
+        world.act("rm", f"{len(old)} namespaces before generation {least}")
+
+    def _keepers(self, slot: int) -> set[Process]:
+        """Who has the newest namespace of a disk open."""
+        world = self.world
+        return {
+            one.process
+            for one in self._living()
+            if one.opened and not one.stopping and one.generation == world.generation
+            if not world.hosts or one.slot == slot
+        }
 
     def _export(self) -> None:
         """Write a bundle, and note of which weights it is."""

@@ -274,14 +274,21 @@ class StoreTier(Tier):
         ]
         names = self._names(keys)
 
+        replaced = False
+
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
-            if any(key in self._bad for key in keys):
+            nonlocal replaced
+            replaced = any(key in self._bad for key in keys)
+            if replaced:
                 return client.put(names, records, payloads, replace=True)
             return client.put(names, records, payloads)
 
         errors = await self._in_turn(self._writing, order, payloads, put)
+        if not replaced and any(key in self._bad for key in keys):
+            # A value was found invalid in the meantime, and this call left it as it was.
+            errors = await self._in_turn(self._writing, order, payloads, put)
         for key, error in zip(keys, errors, strict=True):
-            if error is None:
+            if error is None and replaced:
                 self._bad.pop(key, None)
         return errors
 

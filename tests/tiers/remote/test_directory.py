@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import stat
@@ -208,3 +209,32 @@ async def test_a_value_is_read_whole_by_calls_that_return_less(
     found = memoryview(bytearray(8192))
     assert await client.get(names, [found]) == [record]
     assert found == payload
+
+
+async def test_a_value_found_damaged_while_it_is_written_is_replaced(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stored(share)
+    path = value_of(share, KEYS[1])
+    value = path.read_bytes()
+    path.write_bytes(value[:-1] + bytes([value[-1] ^ 1]))
+    begun, read = threading.Event(), threading.Event()
+    put = DirectoryClient.put
+
+    async def late(client: DirectoryClient, *args: Any, **named: Any) -> list[str | None]:
+        begun.set()
+        while not read.is_set():
+            await asyncio.sleep(0.001)
+        return await put(client, *args, **named)
+
+    monkeypatch.setattr(DirectoryClient, "put", late)
+    bench = opened(share)
+    writing = asyncio.create_task(bench.store(KEYS, [0] * 4))
+    await until_async(begun.is_set)
+    found = await bench.tier.read(KEYS, [0] * 4, range(8, 12))
+    assert found.ok == [True, False, True, True]
+    read.set()
+    assert (await writing).ok == [True] * 4
+    assert path.read_bytes() == value
+    assert await bench.fetch(KEYS, [0] * 4) == [True] * 4
+    await bench.close()
