@@ -101,10 +101,11 @@ class Imported:
 
 
 def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
-    """The only namespace at `path`.
+    """The only namespace at `path`, and what it is of.
 
     Raises:
         PathUnusableError: as `survey`, and if there are several.
+        KVStoreError: if what it is of cannot be read.
     """
     found = survey(path)
     if len(found) > 1:
@@ -112,7 +113,12 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
             f"{path} holds {len(found)} namespaces: name the path of one of "
             f"{', '.join(each.name for each in found)}"
         )
-    return found[0]
+    (namespace,) = found
+    if namespace.digest is None:
+        described = read_namespace(Path(namespace.path))
+        # The survey could not read it, and it can be read by now.
+        namespace.identity, namespace.digest = described["identity"], described["digest"]
+    return namespace
 
 
 def places_of(
@@ -125,12 +131,8 @@ def places_of(
 
     Args:
         only: of these keys alone.
-
-    Raises:
-        KVStoreError: if what the namespace is of cannot be read.
     """
     wanted = None if only is None else frozenset(only)
-    digest_of_it = namespace.digest or read_namespace(Path(namespace.path))["digest"]
     found: dict[bytes, Place] = {}
     for lane in namespace.lanes:
         for segment in lane.segments:
@@ -139,7 +141,7 @@ def places_of(
                 header, live, _ = read_index(path)
             except (ForeignFileError, OSError):
                 continue  # A running server removed it, or the survey has told the fault.
-            if header.namespace != digest_of_it:
+            if header.namespace != namespace.digest:
                 continue  # A stray file, perhaps of another model: no server takes it either.
             live = live.of_epoch(namespace.epoch)
             geometry = header.geometry
@@ -389,8 +391,7 @@ def import_bundle(
         os.close(fd)
     if read_epoch(folder) != epoch:
         raise KVStoreError(f"{folder} was reset meanwhile: import the bundle again, or not at all")
-    its = [each for each in survey(path) if each.name == bundle.namespace]
-    done.stored = sum(len(places_of(each, good)) for each in its)
+    done.stored = len(places_of(the_namespace(folder), good))
     return done
 
 

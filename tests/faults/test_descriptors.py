@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,28 @@ async def test_a_lane_with_more_segments_than_may_be_open_is_no_lane_of_foreign_
     (done,) = compact(folder)
     assert done.result is not None
     assert not done.result.faults
+    async with calling(folder, capacity_bytes=8 * CAPACITY) as caller:
+        caller.capacity *= 8
+        assert caller.on_disk == kept
+
+
+async def test_a_lane_that_lacks_descriptors_and_cannot_be_listed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await large_lane(folder)
+    listed = os.listdir
+
+    def fails(*where: Any) -> list[str]:
+        if sys.exc_info()[1] is not None and "lane-" in str(where[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(where[0]))
+        return listed(*where)
+
+    monkeypatch.setattr("kvstore.tiers.disk.volume.allow_descriptors", lambda more, what: None)
+    with monkeypatch.context() as patch, descriptors_left(48):
+        patch.setattr(os, "listdir", fails)
+        with pytest.raises(PathUnusableError, match="open files; raise the limit"):
+            async with kvstore.open(config_of(folder, capacity_bytes=8 * CAPACITY)):
+                pass
     async with calling(folder, capacity_bytes=8 * CAPACITY) as caller:
         caller.capacity *= 8
         assert caller.on_disk == kept

@@ -746,8 +746,8 @@ FAULTS = (
         ),
         (
             "a damaged value is never replaced",
-            "if any(key in self._bad for key in keys):",
-            "if any(key in () for key in keys):",
+            "replaced = any(key in self._bad for key in keys)",
+            "replaced = False",
         ),
         (
             "chunks that a store did not answer for count as lost",

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import kvstore
-from kvstore.errors import KVStoreError
-from kvstore.maintenance.bundle import export_bundle, places_of, the_namespace
+from kvstore.errors import KVStoreError, PathUnusableError
+from kvstore.maintenance.bundle import export_bundle, import_bundle, places_of, the_namespace
 from kvstore.tiers.disk.epoch import raise_epoch
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tools.support import command
@@ -107,6 +107,20 @@ async def test_of_what_no_server_would_open_there_is_no_bundle(tmp_path: Path, n
     assert done.returncode == 2
     assert name in done.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
+
+
+async def test_what_it_is_of_is_known_although_it_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = await fill(tmp_path / "here")
+
+    def fails(folder: Path) -> Any:
+        raise PathUnusableError("Too many open files")
+
+    monkeypatch.setattr("kvstore.maintenance.survey.read_namespace", fails)
+    export_bundle(namespace, tmp_path / "bundle")
+    monkeypatch.undo()
+    assert import_bundle(tmp_path / "bundle", tmp_path / "there").stored == len(KEYS)
 
 
 async def test_an_import_displaces_nothing_that_is_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import json
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from kvstore import plugins
 from kvstore.config import Config
 from kvstore.control.commands import Commands
 from kvstore.core.statistics import Ages
+from kvstore.engine.engine import Engine
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, purge
@@ -30,6 +31,7 @@ from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tools.upkeep import run_gc
+from kvstore.types import Completion, Move, Op
 from tests.world.files import PAGE, Damage, Files
 from tests.world.kernel import DeadlockError, Kernel, Loop, Process
 from tests.world.machine import alive
@@ -45,7 +47,7 @@ DISK = Path("/sim/kv")
 ACTS = (
     "put", "get", "get_into", "look", "prefetch", "pin", "demote", "remove", "flush", "reset",
     "windows", "control", "heal", "kill", "end", "freeze", "operate", "trouble", "relieve", "jump",
-    "rot", "litter", "net", "cut_power",
+    "rot", "litter", "net", "cut_power", "remove_old",
 )  # fmt: skip
 """The names of all acts that a world can do without."""
 
@@ -56,7 +58,7 @@ MOST_SECONDS, MOST_SWITCHES = 600.0, 2_000_000
 """In so many seconds of the world, and switches of threads, something is done."""
 
 NOTHING_TO_DO = (
-    "no namespace", "no chunk to export", "reset meanwhile", "is of other weights",
+    "no namespace", "no kvstore namespace", "no chunk to export", "reset meanwhile", "is of other weights",
 )  # fmt: skip
 """What operators may be told where nothing is wrong."""
 
@@ -117,6 +119,9 @@ class World:
         self.stored: dict[bytes, int] = {}
         self.removed: set[bytes] = set()
         self.puts: dict[bytes, int] = {}
+        # By process and key.
+        self._uses: Counter[tuple[int, bytes]] = Counter()
+        self._writes: Counter[tuple[int, bytes]] = Counter()
         self.hurt = self.littered = False
         """Bytes on disk were damaged by other hands than those of a server."""
         self.story: deque[str] = deque(maxlen=STORY)
@@ -216,7 +221,18 @@ class World:
 
     def keys(self, prompt: int) -> list[bytes]:
         """The keys of a prompt, in order."""
-        return [b"prompt-%03d-%03d" % (prompt, at) for at in range(self.depth)]
+        keys = [b"prompt-%03d-%03d" % (prompt, at) for at in range(self.depth)]
+        self._uses.update((self.kernel.process.pid, key) for key in keys)
+        return keys
+
+    def _count_writes(self, keys: Sequence[bytes]) -> None:
+        """A process writes a chunk to its tiers when it was used, and not for ever."""
+        pid = self.kernel.process.pid
+        self._writes.update((pid, key) for key in keys)
+        for key in keys:
+            writes, uses = self._writes[pid, key], self._uses[pid, key]
+            if writes > 8 + 2 * uses:
+                raise BrokenError(f"{key!r} was used {uses} times and written {writes} times")
 
     def disk_of(self, slot: int) -> Path:
         """Where a server has its disk tier."""
@@ -350,6 +366,14 @@ class World:
                 self.forget(keys)
                 leave(ages, keys)
 
+            perform = Engine._perform
+
+            async def performed(engine: Engine, move: Move) -> Completion:
+                if move.op is Op.CASCADE:
+                    self._count_writes(move.keys)
+                return await perform(engine, move)
+
+            stack.enter_context(patch.object(Engine, "_perform", performed))
             stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
             stack.enter_context(patch("kvstore.assembly.control_of", _controlled))
             stack.enter_context(patch.object(Ages, "leave", evicted))

@@ -134,11 +134,14 @@ class Volume:
         except BaseException as error:
             self.close_files()
             if isinstance(error, OSError) and not isinstance(error, KVStoreError):
-                where = error.filename or self.lane.folder
+                own = self.lane.folder
+                where = error.filename or own
                 told = f"{where}: {error.strerror or error}"
                 if error.errno in NO_DESCRIPTORS:
-                    told += f": {len(segment_files(self.lane.folder))} segments need two each; "
-                    told += "raise the limit (ulimit -n)"
+                    # The folder may be one that cannot be listed now, either.
+                    with contextlib.suppress(OSError):
+                        told += f": {len(segment_files(own))} segments need two each"
+                    told += "; raise the limit (ulimit -n)"
                 raise PathUnusableError(told) from error
             if isinstance(error, RuntimeError):
                 told = f"{self.lane.folder}: no I/O thread can be started: {error}"
