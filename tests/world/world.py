@@ -58,7 +58,8 @@ MOST_SECONDS, MOST_SWITCHES = 600.0, 2_000_000
 """In so many seconds of the world, and switches of threads, something is done."""
 
 NOTHING_TO_DO = (
-    "no namespace", "no kvstore namespace", "no chunk to export", "reset meanwhile", "is of other weights",
+    "no namespace", "no kvstore namespace", "no chunk to export", "reset meanwhile",
+    "is of other weights",
 )  # fmt: skip
 """What operators may be told where nothing is wrong."""
 
