@@ -280,6 +280,9 @@ def _status_lines(told: dict[str, Any]) -> list[str]:
         lines.append(line)
     if told["changing"]:
         lines.append(f"{told['changing']} keys, rows and segments still to change")
+    # A server of an older version does not tell them.
+    for command, reason in told.get("refused", {}).items():
+        lines.append(f"takes no {command}: {reason}")
     for job in told["jobs"]:
         lines += _job_lines(job)
     return lines

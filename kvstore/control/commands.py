@@ -132,6 +132,7 @@ class Commands:
             "pid": os.getpid(),
             "description": self._description,
             "takes_tokens": self._keys_of is not None,
+            "refused": dict(self._refused),
             "host": host,
             "tiers": tiers,
             "changing": left,

@@ -92,6 +92,8 @@ async def test_a_server_may_refuse_a_command_and_name_its_own_way(tmp_path: Path
     async with at_path(tmp_path) as (store, session):
         await store.put(A, payloads(A))
         store.refuse_command("reset", "POST /clear forgets everything")
+        told = (await (await session.get("/v1/status")).json())["refused"]
+        assert told == {"reset": "POST /clear forgets everything"}
         for body in ({}, {"dry_run": True}):
             response = await session.post("/v1/reset", json=body)
             told = await response.json()
