@@ -216,9 +216,10 @@ class Puts:
                 # Chunks that this call has stored and others have displaced are not stored again.
                 pool = self._core.chunks
                 offered = [k for k in chunks if (k in left or k in pool) and k not in withdrawn]
-                if told and all(key in pool for key in left):
-                    # They are removed when the last lease ends. To be offered is a use, and what
-                    # is used again and again is written to an exclusive tier again and again.
+                hidden = self._core.hidden
+                if told and all(key in pool or key in hidden for key in left):
+                    # They are still being removed. To be offered is a use, and what is used
+                    # again and again is written to an exclusive tier again and again.
                     grant = None
                 else:
                     grant = self._core.prepare_store(offered, name)

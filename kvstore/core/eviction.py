@@ -281,8 +281,8 @@ class Room:
         self, count: int, now: float, *, shed_unsaved: bool, incoming: Sequence[bytes]
     ) -> None:
         pool = self._pool
-        # Rows of leaving chunks will be free soon.
-        short = count - pool.free - pool.leaving
+        short = count - pool.free
+        short -= pool.leaving_soon(short)
         victims = self._victims.choose(short, shed_unsaved=shed_unsaved, incoming=incoming)
         if not self.demotes:
             pool.leave(victims)

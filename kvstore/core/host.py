@@ -405,6 +405,22 @@ class HostPool:
         self.leaving -= len(keys)
         self.leave(keys)
 
+    def leaving_soon(self, most: int) -> int:
+        """How many chunks leave as soon as their rows are needed and their copies have ended.
+
+        Those that are kept in this step are not counted: they may be in the next one, too.
+
+        Args:
+            most: no more are counted.
+        """
+        soon = self.leaving - self.soon_free
+        for those in (self._copied, self._uncopied):
+            for chunk in those.values():
+                if soon >= most:
+                    return most
+                soon += chunk.step != self.step
+        return soon
+
     def take_released(self) -> list[Chunk]:
         """Return the chunks that were set aside and may have become free to leave."""
         released, self._released = self._released, []

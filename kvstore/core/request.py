@@ -108,6 +108,7 @@ class Request:
         asked: when it last asked. asked_step: the step of its last lookup.
         deferring: it got "ask again" in this step, and begins to wait when the step ends.
         store_deferred: when its last store was deferred, to be offered again; or None.
+        admitted: until then, what the admission filter has said of each key of it.
         needs_rows: whether some keys that are not granted have no row yet.
         waits_for: the tier whose limit of promotions under way holds it up, or -1.
         awaits_answer: a store is being asked about the first key that is not granted.
@@ -132,6 +133,7 @@ class Request:
     """
 
     __slots__ = (
+        "admitted",
         "answer_by",
         "asked",
         "asked_step",
@@ -185,6 +187,7 @@ class Request:
         self.asked_step = -1
         self.deferring = False
         self.store_deferred: float | None = None
+        self.admitted: dict[bytes, bool] = {}
         self.waits_for = -1
         self.awaits_answer = False
         self.answer_by = math.inf
@@ -247,9 +250,9 @@ class Request:
         """Forget the keys it has asked for."""
         self.keys = []
 
-    def defer_store(self, when: float | None) -> None:
+    def defer_store(self, when: float | None, admitted: dict[bytes, bool] | None = None) -> None:
         """Note when its last store was deferred; None: no store of it is deferred."""
-        self.store_deferred = when
+        self.store_deferred, self.admitted = when, admitted or {}
 
     def enqueue(self, keys: Iterable[bytes]) -> None:
         """Begin to be queued in the server, with these keys in prompt order."""

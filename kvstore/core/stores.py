@@ -117,10 +117,15 @@ class Stores:
         new = [key for key in offered if key not in pool.chunks]
         self._tell_uses(request, offered, again)
         unwanted: list[bytes] = []
+        answers: dict[bytes, bool] = {}
         if new and pool.admission is not None:
-            answers = pool.admission.admit(new, now)
-            unwanted = [key for key, answer in zip(new, answers, strict=True) if not answer]
-            new = [key for key, answer in zip(new, answers, strict=True) if answer]
+            # To admit may spend a budget, which a store that is offered again has paid.
+            told = request.admitted
+            unasked = [key for key in new if key not in told]
+            said = pool.admission.admit(unasked, now) if unasked else []
+            answers = {**told, **dict(zip(unasked, said, strict=True))}
+            unwanted = [key for key in new if not answers[key]]
+            new = [key for key in new if answers[key]]
         before = len(pool.left)
         # Pinned chunks are not among the new ones, and stay.
         may_fit = len(new) <= pool.rows - self._pins.rows and (
@@ -132,7 +137,7 @@ class Stores:
             # A search that was cut short goes on in the next step; the store is not cut for it.
             wait = chunks is None and ((may_fit and not again) or self._budget.cut_short)
             if room == 0 or wait:
-                self._defer(request, now)
+                self._defer(request, now, answers)
                 return None
             self.refused += len(new) - room
         self.forget_deferred(request)
@@ -202,9 +207,9 @@ class Stores:
         self._deferred.clear()
         self._waiting = 0
 
-    def _defer(self, request: Request, now: float) -> None:
+    def _defer(self, request: Request, now: float, answers: dict[bytes, bool]) -> None:
         self._waiting += request.store_deferred is None
-        request.defer_store(now)
+        request.defer_store(now, answers)
         self._deferred.append((request, now))
         if len(self._deferred) > 2 * self._waiting + MOST_REPEATED:
             # Most of them were offered again since.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore.core import Core, Flow, HostPool, OwnedTier
 from kvstore.policies import create_policy
 from kvstore.types import Op, RecoveredTier
@@ -174,3 +176,58 @@ def test_the_row_of_a_chunk_that_was_just_given_up_is_waited_for() -> None:
     # The tail answers "hit" at first, and then leaves for the middle.
     assert rig.resolve([head, middle, tail]) == 2
     assert rig.stats.truncations == 1
+
+
+def test_chunks_that_are_asked_for_in_each_step_are_not_waited_for() -> None:
+    """They have been copied ahead of need, and would leave if they were not kept."""
+    for flow in (Flow.DEMOTE, Flow.EXCLUSIVE):
+        rig, old, young, new = (
+            demoting(flow, 8, reserve=2),
+            chain("a", 2),
+            chain("b", 6),
+            chain("c", 2),
+        )
+        store(rig, old)
+        store(rig, young)
+        rig.settle()
+        assert on_disk(rig) == set(old)
+        for _ in range(5):
+            assert rig.ask(old, "waits") == 2
+            grant = rig.core.prepare_store(new, "writer")
+            rig.settle()
+            if grant is not None:
+                break
+        assert grant is not None, "six others may leave"
+        assert grant.keys == new
+        assert rig.ask(old, "waits") == 2
+
+
+class Budget(Gate):
+    """Counts what it admits."""
+
+    spent = 0
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        self.spent += len(keys)
+        return [True] * len(keys)
+
+
+def test_a_store_that_is_offered_again_is_admitted_once() -> None:
+    gate, keys, new = Budget(), chain("a", 4), chain("b", 2)
+    rig = Rig(rows=4, on=())
+    rig.core = Core(HostPool(4, create_policy("lru", 4), gate), [], deadline=1.0, lease=3.0)
+    rig.core.poll(rig.now)
+    store(rig, keys)
+    assert rig.ask(keys, "reader") == 4
+    rig.core.prepare_load(keys, "reader")
+    before = gate.spent
+    for _ in range(10):
+        assert rig.core.prepare_store(new, "writer") is None
+        rig.step()
+    rig.core.complete_load(keys, "reader")
+    rig.step()
+    assert store(rig, new) == new
+    assert gate.spent - before == 2
+    rig.core.on_request_finished("writer")
+    store(rig, chain("c", 1))
+    assert gate.spent - before == 3

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -416,4 +417,32 @@ async def test_a_put_of_chunks_that_leave_when_a_lease_ends_writes_no_other_agai
             assert not putting.done()
             assert store.stats().tiers[0].written <= len(A)
         assert await putting == len(A)
+        await sound(store)
+
+
+async def test_a_put_of_what_is_still_being_erased_writes_no_other_again_and_again(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, erase = asyncio.Event(), DiskTier.erase
+
+    async def late(tier: DiskTier, keys: Sequence[bytes]) -> str | None:
+        await goes_on.wait()
+        return await erase(tier, keys)
+
+    monkeypatch.setattr(DiskTier, "erase", late)
+    keys = keys_of("a", 8)
+    async with open_store(rows=8, **flowing(tmp_path, "exclusive")) as store:
+        await store.put(keys, payloads(keys))
+        removing = asyncio.create_task(store.remove(keys[:1]))
+        await until_async(lambda: keys[0] not in store._core.chunks)
+        # What is copied ahead of need is on disk.
+        await asyncio.sleep(0.05)
+        putting = asyncio.create_task(store.put(keys, payloads(keys)))
+        await asyncio.sleep(0.3)
+        done, written = putting.done(), store.stats().tiers[0].written
+        goes_on.set()
+        await removing
+        assert not done
+        assert written <= len(keys)
+        assert await putting == len(keys)
         await sound(store)

@@ -454,6 +454,7 @@ def test_a_run_that_fails_fails_alone(
             if n % 3 == 1:
                 assert isinstance(outcome, OSError)
                 assert outcome.errno == errno.EBADF
+                assert outcome.__traceback__ is None, "its frames keep the memory"
             else:
                 assert lengths([outcome]) == [PAGE]
     backend.close(fd)

@@ -170,7 +170,7 @@ def _read_records(extents: Sequence[Extent]) -> list[bytes | OSError]:
         raw = first.segment.index.read(first.first, last.first + len(last.keys) - first.first)
     except OSError as error:
         if len(extents) == 1:
-            return [error]
+            return [error.with_traceback(None)]
         return [record for extent in extents for record in _read_records([extent])]
     begins = [(extent.first - first.first) * RECORD_BYTES for extent in extents]
     return [
@@ -202,7 +202,7 @@ class Writing:
                 extent.segment.index.erase(extent.first, len(extent.keys))
                 self._erased.append(None)
             except OSError as refused:
-                self._erased.append(refused)
+                self._erased.append(refused.with_traceback(None))
         requests = [
             extent.request
             for extent, refused in zip(extents, self._erased, strict=True)
@@ -222,7 +222,7 @@ class Writing:
                 try:
                     _write_records(extent, sequence, done.digests)
                 except OSError as refused:
-                    done = refused
+                    done = refused.with_traceback(None)
             if isinstance(done, OSError):
                 outcomes.append(_write_failed(self._backend, extent, sequence, done))
             else:

@@ -123,14 +123,16 @@ class IOBackend(ABC):
         try:
             return moved(request, self.read(request.fd, request.buffers, request.offset), hashed)
         except OSError as error:
-            return error
+            # Its frames refer to the memory, and their callers to it: a cycle.
+            return error.with_traceback(None)
 
     def write_one(self, request: IORequest, hashed: int = 0) -> Moved | OSError:
         """`write` for one request, in plain calls."""
         try:
             self.write(request.fd, request.buffers, request.offset)
         except OSError as error:
-            return error
+            # Its frames refer to the memory, and their callers to it: a cycle.
+            return error.with_traceback(None)
         return moved(request, sum(map(len, request.buffers)), hashed)
 
 

@@ -98,7 +98,10 @@ class PortableIO(IOBackend):
         )
         told: list[int | OSError] = []
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, OSError):
+            if isinstance(outcome, OSError):
+                # Its frames refer to the memory.
+                outcome = outcome.with_traceback(None)
+            elif isinstance(outcome, BaseException):
                 raise outcome
             told.append(outcome)
         return told
