@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core.residency.base import TierView
+from kvstore.core.residency.health import FIRST_PAUSE
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies.lru import LRU
 from kvstore.types import Op
@@ -249,6 +250,7 @@ def test_a_tier_that_is_not_read_for_a_while_costs_no_place_in_the_queue() -> No
     queue(rig, "b", B)
     rig.flush()
     assert fetched(rig) == []
+    assert health.calls.probe(rig.now + FIRST_PAUSE)
     health.went_well()
     rig.step()
     rig.settle()

@@ -305,6 +305,23 @@ def test_a_store_that_answers_again_is_used_again() -> None:
     assert told(rig, chain("b", 3), has=chain("b", 3), request="s") == 3
 
 
+def test_a_call_that_was_begun_before_a_store_went_away_does_not_bring_it_back() -> None:
+    rig = with_store(rows=16)
+    for name in ("a", "b", "c"):
+        assert rig.ask(chain(name, 2), name) is None
+        rig.step()
+    first, second, third = questions(rig)
+    for move in (first, second, third):
+        rig.moves.remove(move)
+    nothing = [False] * 2
+    rig.ended.append(Completion(first.id, nothing, error="away", unread=range(2)))
+    rig.ended.append(Completion(second.id, nothing))
+    rig.ended.append(Completion(third.id, nothing, error="away", unread=range(2)))
+    rig.step()
+    assert rig.stats.tiers[0].away
+    assert len([line for line in rig.log if "is away" in line or "is back" in line]) == 1
+
+
 def test_one_that_fails_again_later_is_left_alone_for_as_long_as_at_first() -> None:
     rig = with_store()
     for time in range(3):

@@ -191,7 +191,8 @@ class Health:
 
     def went_well(self) -> LogLine | None:
         """Take in a call that succeeded; returns a log line, if there is one."""
-        if not self.calls.close():
+        # As with `failed`: what was begun before does not tell whether the tier is back.
+        if self.calls.state is State.OPEN or not self.calls.close():
             return None
         self._sum_up()
         return self._line("back", "is back")
