@@ -429,6 +429,8 @@ class Server:
         self.stopping = False
         self.resets = self.sizes = 0
         """How often it was reset, and its disk got another size."""
+        self.sizing = 0
+        """Commands under way that give its disk another size."""
         self.opened = False
         self.expected: dict[bytes, int] = {}
         world.servers[slot] = self
@@ -612,7 +614,8 @@ class Server:
             world.are_put([key])
             done = await self.store.put([key], [content(key, self.label)], durable=True)
             world.act("put again", f"{done}, {key!r}")
-            if done or self.resets != resets or not world.wears_out:
+            # While a lane becomes smaller, what it moves may meet the bad blocks, too.
+            if done or self.resets != resets or self.sizing or not world.wears_out:
                 return
         raise BrokenError(f"{len(world.files.damage.bad)} bad blocks keep {key!r} from the disk")
 
@@ -773,13 +776,23 @@ class Server:
         elif command == "reset":
             body = {}
         dry = rng.random() < 0.2
-        before = world.puts_of(keys)
         if command == "remove" and not dry:
             world.forget(keys)
         capacity = body.get("tiers", {}).get("0", {}).get("capacity_bytes")
-        self.sizes += capacity is not None and not dry
+        sized = capacity is not None and not dry
+        self.sizes += sized
+        self.sizing += sized
+        try:
+            await self._command(command, keys, body | ({"dry_run": True} if dry else {}))
+        finally:
+            self.sizing -= sized
+
+    async def _command(self, command: str, keys: list[bytes], body: dict[str, Any]) -> None:
+        world, rng = self.world, self.world.rng
+        before = world.puts_of(keys)
+        capacity = body.get("tiers", {}).get("0", {}).get("capacity_bytes")
         sizes, resets = self.sizes, self.resets
-        told = await self._commands().run(command, body | ({"dry_run": True} if dry else {}))
+        told = await self._commands().run(command, body)
         job = self._commands().job(told.get("job", -1))
         if job is None:
             world.act("control", f"{command}: {told}")
