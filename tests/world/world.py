@@ -783,14 +783,16 @@ class Server:
         self.sizes += sized
         self.sizing += sized
         try:
-            await self._command(command, keys, body | ({"dry_run": True} if dry else {}))
+            told = body | ({"dry_run": True} if dry else {})
+            await self._carry_out(command, keys, told, capacity)
         finally:
             self.sizing -= sized
 
-    async def _command(self, command: str, keys: list[bytes], body: dict[str, Any]) -> None:
+    async def _carry_out(
+        self, command: str, keys: list[bytes], body: dict[str, Any], capacity: int | None
+    ) -> None:
         world, rng = self.world, self.world.rng
         before = world.puts_of(keys)
-        capacity = body.get("tiers", {}).get("0", {}).get("capacity_bytes")
         sizes, resets = self.sizes, self.resets
         told = await self._commands().run(command, body)
         job = self._commands().job(told.get("job", -1))
