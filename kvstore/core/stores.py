@@ -66,7 +66,8 @@ class Stores:
     """Reserves rows for stores, and takes in their ends.
 
     Attributes:
-        stored: chunks that were stored. deferred: stores that were to be offered again.
+        stored: chunks that were stored. deferred: stores that were to be offered again,
+            once each.
         refused: chunks that found no room. declined: chunks that were not wanted.
         stray: keys that were reported but were not being stored.
     """
@@ -208,13 +209,14 @@ class Stores:
         self._waiting = 0
 
     def _defer(self, request: Request, now: float, answers: dict[bytes, bool]) -> None:
-        self._waiting += request.store_deferred is None
+        again = request.store_deferred is not None
+        self._waiting += not again
+        self.deferred += not again
         request.defer_store(now, answers)
         self._deferred.append((request, now))
         if len(self._deferred) > 2 * self._waiting + MOST_REPEATED:
             # Most of them were offered again since.
             self._deferred = deque(each for each in self._deferred if _is_deferred(*each))
-        self.deferred += 1
 
     # -- entering --------------------------------------------------------------------------
 

@@ -245,13 +245,13 @@ def test_stores_get_rows_of_queued_requests_where_all_others_are_pinned() -> Non
 def test_a_tier_that_is_not_read_for_a_while_costs_no_place_in_the_queue() -> None:
     rig = Rig(rows=64, on=[[*A, *B]])
     health = rig.core.tiers[0].health
-    health.failed(rig.now, "no route")
+    health.failed(Op.ASK, rig.now, "no route")
     queue(rig, "a", A)
     queue(rig, "b", B)
     rig.flush()
     assert fetched(rig) == []
     assert health.calls.probe(rig.now + FIRST_PAUSE)
-    health.went_well()
+    health.went_well(Op.ASK)
     rig.step()
     rig.settle()
     assert fetched(rig) == [*"aaaa", *"bbbb"]

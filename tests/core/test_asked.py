@@ -335,6 +335,29 @@ def test_one_that_fails_again_later_is_left_alone_for_as_long_as_at_first() -> N
         rig.step()
 
 
+def test_a_store_that_answers_and_fails_every_read_is_left_alone_for_longer_and_longer() -> None:
+    rig = with_store()
+    pauses: list[float] = []
+    for time in range(7):
+        keys, request = chain(f"{time}", 3), f"{time}"
+        while rig.ask(keys, request) is None:
+            rig.step(0.01)
+            answer(rig, keys)
+            for move in rig.under_way(Op.PROMOTE):
+                rig.end(move, failed=move.keys, unread=move.keys)
+        rig.core.on_request_finished(request)
+        assert rig.stats.tiers[0].away
+        waited = 0.0
+        while rig.stats.tiers[0].away:
+            rig.step(0.5)
+            waited += 0.5
+            answer(rig)
+        pauses.append(waited)
+    assert pauses[0] == pytest.approx(FIRST_PAUSE, abs=1.0)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LAST_PAUSE, abs=1.0)
+
+
 def test_a_reset_while_a_store_is_tried_does_not_end_the_tries() -> None:
     rig = with_store()
     rig.ask(KEYS)

@@ -71,6 +71,18 @@ def test_pauses_double_with_each_failed_attempt_up_to_the_longest() -> None:
     assert it.ready(now + FIRST), "a success makes the next pause the first one again"
 
 
+def test_a_success_of_another_kind_does_not_make_the_next_pause_the_first_one_again() -> None:
+    it = breaker(HALF)
+    assert it.close(proved=False)
+    assert it.trip(1.0)
+    assert not it.ready(1.0 + FIRST)
+    assert it.ready(1.0 + 2 * FIRST)
+    it.close(proved=False)
+    it.close()
+    it.trip(5.0)
+    assert it.ready(5.0 + FIRST)
+
+
 def test_a_failure_amid_a_pause_does_not_make_it_longer() -> None:
     it = breaker(OPEN)
     it.trip(0.9)

@@ -35,6 +35,19 @@ def test_what_is_being_stored_is_not_stored_twice() -> None:
     assert again.keys == []
 
 
+def test_a_store_that_is_offered_again_and_again_counts_as_one_deferred_store() -> None:
+    rig = Rig(rows=4)
+    assert rig.core.prepare_store(chain("a", 4), "fills") is not None
+    for _ in range(5):
+        assert rig.core.prepare_store(chain("b", 2), "waits") is None
+        rig.step(0.01)
+    assert rig.stats.stores_deferred == 1
+    rig.core.complete_store(chain("a", 4), "fills")
+    rig.settle()
+    assert rig.core.prepare_store(chain("b", 2), "waits") is not None
+    assert rig.stats.stores_deferred == 1
+
+
 def test_a_key_given_twice_is_stored_once() -> None:
     rig = Rig(rows=8)
     keys = chain("a", 2)

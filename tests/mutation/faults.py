@@ -336,7 +336,7 @@ FAULTS = (
         "kvstore/core/residency/breaker.py",
         (
             "what fails is tried again as often as at first",
-            "self._first if closed else min(2 * self._pause, self._last)",
+            "self._first if self._proved else min(2 * self._pause, self._last)",
             "self._first",
         ),
         (

@@ -34,12 +34,13 @@ class Breaker:
         last_pause: the longest pause; as `first_pause` by default.
     """
 
-    __slots__ = ("_first", "_last", "_pause", "_retry_at", "state")
+    __slots__ = ("_first", "_last", "_pause", "_proved", "_retry_at", "state")
 
     def __init__(self, first_pause: float, last_pause: float | None = None) -> None:
         self._first = self._pause = first_pause
         self._last = first_pause if last_pause is None else last_pause
         self._retry_at = 0.0
+        self._proved = True
         self.state = State.CLOSED
 
     @property
@@ -59,7 +60,8 @@ class Breaker:
         if self.state is State.OPEN and now < self._retry_at:
             return False
         closed = self.state is State.CLOSED
-        self._pause = self._first if closed else min(2 * self._pause, self._last)
+        self._pause = self._first if self._proved else min(2 * self._pause, self._last)
+        self._proved = False
         self._retry_at = now + self._pause
         self.state = State.OPEN
         return closed
@@ -76,8 +78,14 @@ class Breaker:
         if self.state is State.HALF_OPEN:
             self.state = State.OPEN
 
-    def close(self) -> bool:
-        """Take in a success, and close; returns whether it was not closed."""
+    def close(self, *, proved: bool = True) -> bool:
+        """Take in a success, and close; returns whether it was not closed.
+
+        Args:
+            proved: whether this success is of the kind that had failed. Until there is one, the
+                next failure counts as another try that failed: its pause is twice as long.
+        """
         was_open = self.state is not State.CLOSED
+        self._proved |= proved
         self.state = State.CLOSED
         return was_open

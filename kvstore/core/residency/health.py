@@ -124,6 +124,8 @@ class Health:
         self.pace = Average()
         self.calls = Breaker(FIRST_PAUSE, LAST_PAUSE)
         self.copies = Breaker(STORE_PAUSE)
+        # What kind of call opened `calls`.
+        self._failing: Op | None = None
         self._heard = False
         # Seconds without an answer, as far as steps were taken in that time.
         self._silent = 0.0
@@ -179,20 +181,25 @@ class Health:
         self._sum_up()
         return self._line("answers", "answers again")
 
-    def failed(self, now: float, error: str | None) -> LogLine | None:
+    def failed(self, op: Op, now: float, error: str | None) -> LogLine | None:
         """Take in a call that failed as a whole; returns a log line, if there is one."""
         # While it is open, only the call that tests whether the tier is back counts: others were
         # begun before.
-        if self.calls.state is State.OPEN or not self.calls.trip(now):
+        if self.calls.state is State.OPEN:
+            return None
+        self._failing = op
+        if not self.calls.trip(now):
             return None
         self._sum_up()
         text = f"is away: {error}; its chunks are misses until it answers"
         return self._line("away", text, error=error)
 
-    def went_well(self) -> LogLine | None:
+    def went_well(self, op: Op) -> LogLine | None:
         """Take in a call that succeeded; returns a log line, if there is one."""
-        # As with `failed`: what was begun before does not tell whether the tier is back.
-        if self.calls.state is State.OPEN or not self.calls.close():
+        # As with `failed`: what was begun before does not tell whether the tier is back. A store
+        # may answer questions and fail every read.
+        proved = self._failing in (None, op)
+        if self.calls.state is State.OPEN or not self.calls.close(proved=proved):
             return None
         self._sum_up()
         return self._line("back", "is back")

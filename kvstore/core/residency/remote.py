@@ -69,8 +69,8 @@ class AskedTier(Store):
             self._answered(move.keys, completion, now)
         if len(completion.unread) == len(move.keys) > 0:
             self._failed = move.keys[:1]
-            return self.health.failed(now, completion.error)
-        return self.health.went_well()
+            return self.health.failed(move.op, now, completion.error)
+        return self.health.went_well(move.op)
 
     def _answered(self, keys: Sequence[bytes], completion: Completion, now: float) -> None:
         answers = self.answers
