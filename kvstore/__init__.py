@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         NamespaceMismatchError,
         PathUnusableError,
     )
+    from kvstore.policies.tenants import tenant_keys
     from kvstore.types import Event
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "open",
     "open_sync",
+    "tenant_keys",
 ]
 
 
@@ -93,6 +95,7 @@ _HOMES = {
     "Windows": "kvstore.api.windows",
     "open": "kvstore.api.store",
     "open_sync": "kvstore.api.sync",
+    "tenant_keys": "kvstore.policies.tenants",
 }
 
 

@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
+from kvstore.policies.tenants import Shares
 from kvstore.sizes import format_size
 from kvstore.tiers import Tier
 from kvstore.tiers.disk import DiskTier, PeerLanes
@@ -135,7 +136,7 @@ def _assemble(
     demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
     pool = HostPool(
         region.rows,
-        build_policy(config.host_policy, region.rows),
+        build_policy(config.host_policy, region.rows, config.tenants),
         build_filters(config.host_filters, region.rows, chunk_bytes),
         int(region.rows * config.demote_ahead) if demotes else 0,
     )
@@ -151,6 +152,8 @@ def _assemble(
         chunk_bytes=chunk_bytes,
     )
     rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
+    if config.tenants is not None:
+        rules.append(f"shares of tenants: {', '.join([*config.tenants.named, 'others'])}")
     host = f"host {format_size(region.size)} ({', '.join(rules)})"
     recorder = None
     if config.record_trace is not None:
@@ -253,7 +256,7 @@ def open_tiers(
                 views.append(_asked(len(views), recovered, tier_config, in_flight, chunk_bytes))
                 parts.append(f"{_label(views)}: {tier.description}, {tier_config.flow.value}")
                 continue
-            view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes)
+            view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants)
             if isinstance(tier_config, DiskConfig):
                 view.compact_at(tier_config.compaction_rate / region.row_bytes)
             views.append(view)
@@ -356,10 +359,11 @@ def _view(
     config: DiskConfig | TierConfig,
     in_flight: int,
     chunk_bytes: int,
+    shares: Shares | None,
 ) -> OwnedTier:
     """Return the core's view of an opened tier."""
     slots = max(1, recovered.max_segments * recovered.segment_slots)
-    policy = build_policy(config.eviction_policy, slots)
+    policy = build_policy(config.eviction_policy, slots, shares)
     filters = build_filters(config.admission, slots, chunk_bytes)
     return OwnedTier(number, recovered, policy, in_flight, filters, config.flow)
 

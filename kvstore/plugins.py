@@ -26,6 +26,7 @@ from kvstore.policies import (
     policy_names,
 )
 from kvstore.policies.registry import Registry
+from kvstore.policies.tenants import Shares, Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
@@ -121,15 +122,23 @@ class Choice:
         return f"{self.name}({parameters})"
 
 
-def build_policy(choice: str | Choice, capacity: int) -> EvictionPolicy:
+def build_policy(
+    choice: str | Choice, capacity: int, shares: Shares | None = None
+) -> EvictionPolicy:
     """Create the policy for a tier of `capacity` chunks.
+
+    Args:
+        shares: of tenants; with them each tenant has such a policy of its own.
 
     Raises:
         ValueError: as `kvstore.policies.create_policy`.
     """
-    if isinstance(choice, str):
-        return create_policy(choice, capacity)
-    return create_policy(choice.name, capacity, **dict(choice.parameters))
+    chosen = Choice(choice) if isinstance(choice, str) else choice
+
+    def make(capacity: int) -> EvictionPolicy:
+        return create_policy(chosen.name, capacity, **dict(chosen.parameters))
+
+    return make(capacity) if shares is None else Tenants(capacity, make, shares)
 
 
 def build_filters(

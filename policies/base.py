@@ -25,7 +25,8 @@ The policy guarantees:
   counts as just used when the caller passes it to `release`. So eviction stays
   O(1) amortised even while nearly all keys are in use;
 * `link`, `settle`, `cool` and `incoming` are advice: without them, or with wrong
-  advice, all guarantees still hold;
+  advice, all guarantees still hold. But a policy that shares a tier among tenants may
+  evict fewer keys for one tenant than for another (see `tenants`);
 * `clear` resets the policy.
 """
 
@@ -102,6 +103,32 @@ class EvictionPolicy(ABC):
                 they will be inserted (tail first). They may be more or fewer than
                 `count`, and may not be inserted after all.
         """
+
+    def evict_up_to(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Choose and forget `count` keys, or as many as may be evicted; otherwise as `evict`."""
+        count = min(count, len(self))
+        found = self.evict(count, protected, incoming) if count > 0 else []
+        if found is not None:
+            return found
+        victims: list[bytes] = []
+        while len(victims) < count and (one := self.evict(1, protected, incoming)):
+            victims += one
+        return victims
+
+    @property
+    def excess(self) -> int:
+        """How many resident keys shall leave even if nobody needs the room.
+
+        `evict_up_to` chooses them first.
+        """
+        return 0
+
+    @property
+    def parts(self) -> Sequence[EvictionPolicy]:
+        """The policies that this one is made of."""
+        return ()
 
     def release(self, keys: Iterable[bytes]) -> None:  # noqa: B027
         """Allow `HELD` keys, tail first, to be evicted again.

@@ -34,13 +34,17 @@ class Migration(EvictionPolicy):
         self._queue: OrderedTable[bytes, None] = OrderedTable()
 
     @property
+    def excess(self) -> int:
+        return self.new.excess
+
+    @property
     def left(self) -> int:
         """How many moves of keys are still to come. With none, `new` can stand alone."""
         return 2 * len(self.old) + len(self._queue)
 
     def go_on(self, count: int) -> int:
         """Let up to `count` keys go on; returns how many did."""
-        keys = _evict(self.old, count, _nobody)
+        keys = self.old.evict_up_to(count, _nobody)
         for key in keys:
             self._queue[key] = None
         if keys:
@@ -57,6 +61,10 @@ class Migration(EvictionPolicy):
             self.new.cool((key,))
             moved += 1
         return moved
+
+    @property
+    def parts(self) -> list[EvictionPolicy]:
+        return [self.old, self.new]
 
     def insert(self, key: bytes) -> None:
         self.new.insert(key)
@@ -84,9 +92,9 @@ class Migration(EvictionPolicy):
             return answer
 
         queued = self._evict_queued(count, ask)
-        old = [] if later else _evict(self.old, count - len(queued), ask, incoming)
+        old = [] if later else self.old.evict_up_to(count - len(queued), ask, incoming)
         short = count - len(queued) - len(old)
-        new = [] if later else _evict(self.new, short, ask, incoming)
+        new = [] if later else self.new.evict_up_to(short, ask, incoming)
         if len(new) == short:
             return [*queued, *old, *new]
         for key in reversed(queued):
@@ -169,8 +177,7 @@ def dismantle(policy: EvictionPolicy, count: int) -> bool:
     Returns:
         Whether anything is left.
     """
-    policies = [policy.old, policy.new] if isinstance(policy, Migration) else []
-    for each in policies:
+    for each in policy.parts:
         if dismantle(each, count):
             return True
     for held in vars(policy).values():
@@ -183,20 +190,6 @@ def dismantle(policy: EvictionPolicy, count: int) -> bool:
                 take()
             return True
     return False
-
-
-def _evict(
-    policy: EvictionPolicy, count: int, protected: Protected, incoming: Sequence[bytes] = ()
-) -> list[bytes]:
-    """Evict `count` keys, or as many as may be."""
-    count = min(count, len(policy))
-    found = policy.evict(count, protected, incoming) if count > 0 else []
-    if found is not None:
-        return found
-    victims: list[bytes] = []
-    while len(victims) < count and (one := policy.evict(1, protected, incoming)):
-        victims += one
-    return victims
 
 
 def _nobody(key: bytes) -> bool:

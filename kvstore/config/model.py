@@ -25,6 +25,7 @@ from kvstore.config import values as check
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.plugins import Choice, check_tier, is_store
 from kvstore.policies.parameters import shown
+from kvstore.policies.tenants import Shares
 from kvstore.types import Flow
 
 __all__ = ["Config", "DiskConfig", "TierConfig", "read_environment", "read_toml"]
@@ -251,6 +252,9 @@ class Config:
             ``HOST:PORT`` of a loopback address; by default there is none. See control.md.
         control_token_file: file with the token that changes over a port must name.
         spans: whether waits and moves become OpenTelemetry spans; see watching.md.
+        tenants: shares of host memory and of each disk, by name of the tenant, and "*" for all
+            others together: `guaranteed` and `maximal` parts from 0 to 1, and a `weight`; {} for
+            equal shares. By default keys know no tenants. See tenants.md.
     """
 
     cpu_bytes_to_use: int = field(converter=check.positive_size)
@@ -276,6 +280,7 @@ class Config:
     fetch_queued: bool = field(default=True, converter=check.flag)
     control: str | None = field(default=None, converter=optional(check.socket))
     control_token_file: Path | None = field(default=None, converter=optional(check.file_path))
+    tenants: Shares | None = field(default=None, converter=optional(check.tenants))
 
     @property
     def given_identity(self) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, check_filters, check_policy
 from kvstore.policies.parameters import shown
+from kvstore.policies.tenants import Share, Shares
 from kvstore.sizes import parse_size
 from kvstore.types import Flow
 
@@ -226,6 +227,31 @@ def table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(value)
 
 
+def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
+    if isinstance(value, Shares):
+        return value
+    shares = {name: _tenant(name, share) for name, share in table(value).items()}
+    others = shares.pop("*", Share())
+    guaranteed = sum(share.guaranteed for share in [*shares.values(), others])
+    if guaranteed > 1:
+        raise ValueError(f"{guaranteed:g} is guaranteed in all: must be at most 1")
+    return Shares(shares, others)
+
+
+def _tenant(name: str, share: object) -> Share:
+    if not isinstance(share, Mapping) or not set(share) <= set(_SHARE):
+        raise ValueError(f"{name}: must be a table of {', '.join(_SHARE)}")
+    for key, each in share.items():
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each < math.inf:
+            raise ValueError(f"{name}.{key}: must be a number of at least 0")
+    made = Share(**share)
+    if not made.guaranteed <= made.maximal <= 1 or not made.maximal:
+        raise ValueError(f"{name}: guaranteed may be at most maximal, and that at most 1")
+    if not made.weight:
+        raise ValueError(f"{name}.weight: must be above 0")
+    return made
+
+
 _TEXT = {"type": "string", "minLength": 1}
 _SIZE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*$"}
 _PLUGIN = {
@@ -245,6 +271,12 @@ def _one_or_more(schema: Mapping[str, Any], least: int) -> dict[str, Any]:
 
 
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
+
+_SHARE = {
+    "guaranteed": {"type": "number", "minimum": 0, "maximum": 1},
+    "maximal": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "weight": {"type": "number", "exclusiveMinimum": 0},
+}
 
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "any_size": _bytes(0),
@@ -268,5 +300,13 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "filters": _one_or_more(_PLUGIN, 0),
     "identity": {"type": "object"},
     "table": {"type": "object"},
+    "tenants": {
+        "type": "object",
+        "additionalProperties": {
+            "type": "object",
+            "properties": _SHARE,
+            "additionalProperties": False,
+        },
+    },
 }
 """The JSON schema of what each converter accepts, by its name."""

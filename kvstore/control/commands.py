@@ -66,6 +66,7 @@ class Commands:
         self._rows = rows
         self._row_bytes = row_bytes
         self._description = description
+        self._shares = config.tenants
         self._host_policy: str | Choice = config.host_policy
         self._policies: dict[int, str | Choice] = {}
         self._capacities: dict[int, int] = {}
@@ -298,7 +299,7 @@ class Commands:
         choice = _policy("host.eviction_policy", value)
 
         def prepare(core: Core) -> Callable[[], None]:
-            policy = build_policy(choice, self._rows)
+            policy = build_policy(choice, self._rows, self._shares)
 
             def commit() -> None:
                 core.set_policy(None, policy)
@@ -339,7 +340,8 @@ class Commands:
         tier, segments = self._tiers[number], self._tiers[number].segments_in(capacity)
         # The policy of this moment: another command may have set it since.
         named = self._policies[number] if choice is None else choice
-        policy = build_policy(named, sum(segments) * core.segment_slots(number))
+        slots = sum(segments) * core.segment_slots(number)
+        policy = build_policy(named, slots, self._shares)
 
         def commit() -> None:
             tier.resize(capacity)
@@ -349,7 +351,8 @@ class Commands:
         return commit
 
     def _prepare_policy(self, number: int, choice: str | Choice, core: Core) -> Callable[[], None]:
-        policy = build_policy(choice, core.tiers[number].index.policy.capacity)
+        slots = core.tiers[number].index.policy.capacity
+        policy = build_policy(choice, slots, self._shares)
 
         def commit() -> None:
             core.set_policy(number, policy)

@@ -44,7 +44,7 @@ class Victims:
         self._met_step = -1
         self._parked: OrderedDict[bytes, Chunk] = OrderedDict()
         # A search that found nothing is not repeated until something has changed.
-        self._vain: tuple[int, bool] = (-1, False)
+        self._vain = (-1, False, b"")
 
     def reset(self) -> None:
         """Forget everything, as the policy has."""
@@ -66,21 +66,17 @@ class Victims:
         pool = self._pool
         may_leave = len(pool.chunks) - pool.busy - (0 if shed_unsaved else pool.unsaved)
         count = min(count, may_leave, len(pool.chunks) - pool.leaving)
-        if count <= 0 or self._vain == (pool.changes, shed_unsaved):
+        # A policy of several parts may find for one what it does not find for another.
+        asker = incoming[0] if incoming and pool.policy.parts else b""
+        if count <= 0 or self._vain == (pool.changes, shed_unsaved, asker):
             return []
         self.let_loose()
         if shed_unsaved:
             self._unpark(count)
         protected = self.protection(shed_unsaved=shed_unsaved, bounded=self._budget.bounded)
-        victims = self._pool.policy.evict(count, protected, incoming)
-        if victims is None:
-            victims = []
-            while len(victims) < count:
-                one = self._pool.policy.evict(1, protected, incoming)
-                if one is None:
-                    self._vain = (pool.changes, shed_unsaved)
-                    break
-                victims += one
+        victims = self._pool.policy.evict_up_to(count, protected, incoming)
+        if len(victims) < count:
+            self._vain = (pool.changes, shed_unsaved, asker)
         self.given_up(victims)
         return victims
 
@@ -202,6 +198,11 @@ class Victims:
         self._pool.policy.release(free)
 
 
+MOST_TRIMMED = 128
+"""Most chunks that a step evicts though nobody needs the room, for policies that cost as much as
+LRU."""
+
+
 class Room:
     """Makes rows free for stores and promotions.
 
@@ -267,9 +268,20 @@ class Room:
                 self._evict(count, now, shed_unsaved=True, incoming=incoming)
         return min(count, pool.free)
 
+    @property
+    def due(self) -> bool:
+        """Whether chunks are to leave though nobody asks for their rows."""
+        return self.demotes or self._pool.policy.excess > 0
+
     def make_ahead(self, now: float) -> None:
-        """Let the policy give up chunks until `pool.ahead` rows are free or soon free."""
+        """Let the policy give up chunks until `pool.ahead` rows are free or soon free.
+
+        What it holds in excess leaves, too.
+        """
         pool = self._pool
+        excess = min(pool.policy.excess, int(MOST_TRIMMED / pool.policy.effort) or 1)
+        if excess:
+            self.make(pool.free + excess, now, shed_unsaved=False)
         short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
         if short > 0:
             self._budget.give_up(short)

@@ -302,7 +302,7 @@ class CoreSteps:
         if self._demotions:
             self._lookups.keep_hits()
             self._demotions.go_on()
-        if self._room.demotes:
+        if self._room.due:
             self._lookups.keep_hits()
             self._room.make_ahead(now)
         if self._settings.under_way:

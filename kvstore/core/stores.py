@@ -275,8 +275,10 @@ class Stores:
             new = [key for key in wanted if key not in pool.chunks and key not in unwanted]
         if new and not self._victims.find_one():
             return _Entered(None, 0)
+        # Policies of several parts do not see a prompt as a whole.
+        from_head = hindered or bool(pool.policy.parts)
         chunks, all_asked = self._entrance.enter(
-            wanted, new, frozenset(unwanted), request_id, from_head=hindered
+            wanted, new, frozenset(unwanted), request_id, from_head=from_head
         )
         if not fits:
             pool.keep(wanted)

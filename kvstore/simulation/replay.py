@@ -19,6 +19,7 @@ from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
 from kvstore.core.hints import Hints
 from kvstore.core.residency.base import TierView
 from kvstore.plugins import Choice, build_filters, build_policy
+from kvstore.policies.tenants import Shares
 from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
 from kvstore.types import Completion, Move, RecoveredTier
@@ -45,6 +46,7 @@ class Setup:
         host_admission, disk_admission: filters, all of which must admit a chunk.
         flow: between host memory and disk.
         reserve: rows of host memory that demotion keeps free or about to be free.
+        tenants: shares of tenants, if keys are of several.
         hints: whether clients announce when conversations go on: see
             `kvstore.simulation.returns`.
     """
@@ -58,6 +60,7 @@ class Setup:
     flow: Flow = Flow.WRITE_THROUGH
     reserve: int = 0
     hints: bool = False
+    tenants: Shares | None = None
 
     def core(self, chunk_bytes: int, *, shares: bool = False) -> Core:
         """Create an empty core with these caches.
@@ -70,7 +73,7 @@ class Setup:
         """
         pool = HostPool(
             self.host + self.reserve,
-            build_policy(self.host_policy, self.host),
+            build_policy(self.host_policy, self.host, self.tenants),
             build_filters(self.host_admission, self.host, chunk_bytes),
             self.reserve,
         )
@@ -81,7 +84,7 @@ class Setup:
                 OwnedTier(
                     0,
                     opening,
-                    build_policy(self.disk_policy, self.disk),
+                    build_policy(self.disk_policy, self.disk, self.tenants),
                     self.host,
                     build_filters(self.disk_admission, self.disk, chunk_bytes),
                     self.flow,

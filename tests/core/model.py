@@ -25,7 +25,9 @@ from kvstore.core.request import RequestState
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.wait_queue import FORGET_AFTER
-from kvstore.policies import Protected, create_policy
+from kvstore.policies import EvictionPolicy, Protected, create_policy
+from kvstore.policies.lru import LRU
+from kvstore.policies.tenants import Share, Shares, Tenants, _Partition
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 
 __all__ = [
@@ -274,7 +276,7 @@ class World:
                 relocation_chunks=self.relocation,
                 note_chunks=2,
             )
-            policy = create_policy(self.policy, slots)
+            policy = policy_of(self.policy, slots)
             directory = OwnedTier(index, opening, policy, self.in_flight, flow=self.flow)
             directory.compact_at(1000.0 * self.relocation)
             # What is used first is written down at once, the rest after a minute.
@@ -283,7 +285,7 @@ class World:
                 # Where a policy is replaced, pinned keys leave it for the new one.
                 _watch_pins(directory)
             directories.append(directory)
-        pool = HostPool(rows, create_policy(self.policy, rows), reserve=self.reserve)
+        pool = HostPool(rows, policy_of(self.policy, rows), reserve=self.reserve)
         self.core = Core(pool, directories, pace=self.pace, **self.timing)
         self.core._spans.want()
         self.spans: dict[tuple[SpanKind, str | int], SpanBegin] = {}
@@ -536,6 +538,8 @@ class World:
             queued = any(r.granted < len(r.keys) for r in core._queue.waiting.values())
             forgotten = self.now - client.store_deferred_at >= FORGET_AFTER * core._queue.lease
             once = not client.store_deferred or forgotten or not room or queued or self.demotes
+            # It may have no room in its share.
+            once |= bool(core._pool.policy.parts)
             # A search that was broken off goes on with the next offer.
             assert once or core._budget.cut_short, "a store is deferred once"
             client.store_deferred, client.store_deferred_at = True, self.now
@@ -618,11 +622,11 @@ class World:
         """Somebody changes a policy, or a size."""
         core = self.core
         # Less is expected of these than of LRU.
-        name = self.policy = rng.choice(("arc", "hit-density"))
+        name = self.policy = rng.choice(("arc", "hit-density", "tenants"))
         owned = [tier for tier in core.tiers if isinstance(tier, OwnedTier)]
         roll = rng.random()
         if roll < 0.3 or (roll >= 0.6 and not owned):
-            core.set_policy(None, create_policy(name, len(self.rows)))
+            core.set_policy(None, policy_of(name, len(self.rows)))
         elif roll < 0.6:
             core.limit_rows(rng.choice((1, len(self.rows) // 2, len(self.rows))))
         else:
@@ -632,7 +636,7 @@ class World:
             of_each = [len(range(n, segments, self.stripes)) for n in range(self.stripes)]
             self.most_of[tier.number] = of_each
             slots = segments * core.segment_slots(tier.number)
-            core.limit_segments(tier.number, of_each, create_policy(name, slots))
+            core.limit_segments(tier.number, of_each, policy_of(name, slots))
 
     @property
     def _most_rows(self) -> int:
@@ -1267,7 +1271,9 @@ class World:
         assert answer is not None
         if not (self.demotes and evicted < sum(tier.index.evicted for tier in core.tiers)):
             # What is promoted where chunks are demoted can cost a full tier others of the prefix.
-            assert answer >= min(known, core._pool.rows), f"{answer} of {known} chunks"
+            reach = min(known, core._pool.rows)
+            # Shares of tenants may have no room for all of it.
+            assert answer >= reach or core._pool.policy.parts, f"{answer} of {known} chunks"
         self.leave(client)
         self.step(0.001)
 
@@ -1298,6 +1304,21 @@ def _watch_pins(tier: OwnedTier) -> None:
     policy.evict = watched  # type: ignore[method-assign]
 
 
+class _Several(Tenants):
+    """Parts of each prompt are of several tenants."""
+
+    def _partition(self, key: bytes) -> _Partition:
+        return self._all[key[3] % len(self._all)]
+
+
+def policy_of(name: str, capacity: int) -> EvictionPolicy:
+    """A policy by its name; "tenants" for shares of several."""
+    if name != "tenants":
+        return create_policy(name, capacity)
+    shares = Shares({"one": Share(guaranteed=0.3, maximal=0.6)}, partitions=2, idle_s=50.0)
+    return _Several(capacity, LRU, shares, itertools.count().__next__)
+
+
 def random_world(rng: random.Random) -> World:
     """A world of any shape, small enough that everything is always short."""
     # Dice of their own for what came later: the worlds of a seed are those of before.
@@ -1326,6 +1347,9 @@ def random_world(rng: random.Random) -> World:
         reports=rng.random() < 0.5,
         changes=aside.random() < 0.4,
     )
+    if aside.random() < 0.2:
+        world.policy = "tenants"
+        world.begin([{} for _ in world.slots], [{0} for _ in world.slots])
     if world.relocation:
         scatter(world, rng)
     return world

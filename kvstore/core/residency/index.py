@@ -227,7 +227,7 @@ class Index:
         return slots
 
     def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
-        """Let the policy give up `count` entries; returns the slots that become free.
+        """Let the policy give up up to `count` entries; returns the slots that become free.
 
         Args:
             incoming: the keys that the slots are for, tail first.
@@ -245,9 +245,8 @@ class Index:
                 return HELD
             return False
 
-        victims = self.policy.evict(count, protected if reading or pinned else _nobody, incoming)
-        if victims is None:
-            return []
+        asked = protected if reading or pinned else _nobody
+        victims = self.policy.evict_up_to(count, asked, incoming)
         self.read_well(victims)
         self.history.left(victims)
         self.ages.leave(victims)

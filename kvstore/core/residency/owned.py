@@ -16,6 +16,9 @@ from kvstore.types import Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["OwnedTier"]
 
+MOST_TRIMMED = 256
+"""Most chunks that a step evicts because their tenants have more than their maximum."""
+
 
 class OwnedTier(CopyTarget):
     """A tier whose slots this process assigns.
@@ -250,6 +253,9 @@ class OwnedTier(CopyTarget):
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> tuple[list[LogLine], bool]:
         self.slots.end_aside(now)
+        excess = self.index.policy.excess
+        if excess:
+            self._evict(min(excess, MOST_TRIMMED))
         if self.slots.growing:
             self.slots.watch_growth(now, deadline, max_wait)
         return super().watch(now, elapsed, deadline, max_wait, compute)

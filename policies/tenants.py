@@ -1,0 +1,332 @@
+"""Tenants: a policy that gives each tenant a share of a tier, and a policy of its own.
+
+A key begins with the tag of its tenant (`tag_of`). Each tenant that is named in `Shares` has a
+partition; the others are spread over some more by their tags, as in stochastic fair queueing
+(P. E. McKenney, 1990, section 2): who floods one of these harms only those that have the same.
+
+Room for a chunk is taken, in this order,
+
+1. from partitions that have more than their maximum,
+2. from partitions that have not been used for a while, down to what is guaranteed to them,
+3. from the others, down to what is guaranteed to them, so that what they have beyond that becomes
+   proportional to their weights (max-min fairness). The one that asks counts with what it asks for.
+
+So a tenant may fill what nobody else wants, and gives it back when they do. A partition never gives
+to one that would have more than it, by weight, nor below its guarantee to any other: rather than
+that, nothing is evicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import merge
+from itertools import groupby
+
+from kvstore.policies.base import LATER, EvictionPolicy, Protected
+
+__all__ = ["TAG_BYTES", "Share", "Shares", "Tenants", "tag_of", "tenant_keys"]
+
+TAG_BYTES = 8
+"""Length of a tag: the first bytes of each key, where there are tenants."""
+
+
+def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
+    """Return the keys of a tenant: its tag, and then each of `keys`.
+
+    Chunks of one tenant are never found by the keys of another. Keys get `TAG_BYTES` longer.
+    """
+    tag = tag_of(tenant)
+    return [tag + key for key in keys]
+
+
+def tag_of(tenant: str) -> bytes:
+    """Return the tag of the tenant of this name."""
+    return blake2b(tenant.encode(), digest_size=TAG_BYTES, person=b"kvstore tenant").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant may have of each tier.
+
+    Attributes:
+        guaranteed: part of the capacity that others do not take from it.
+        maximal: part of the capacity beyond which it has nothing for long.
+        weight: how much of the rest it gets, compared with others that want it.
+    """
+
+    guaranteed: float = 0.0
+    maximal: float = 1.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of all tenants.
+
+    Attributes:
+        named: those of the tenants that are named.
+        others: that of all others together.
+        partitions: over how many partitions the others are spread.
+        idle_s: seconds without a use after which a partition keeps only its guarantee.
+    """
+
+    named: Mapping[str, Share] = field(default_factory=dict)
+    others: Share = Share()
+    partitions: int = 8
+    idle_s: float = 600.0
+
+
+class _Partition:
+    """The chunks of one tenant, or of several."""
+
+    __slots__ = ("guaranteed", "most", "policy", "used_at", "weight")
+
+    def __init__(self, policy: EvictionPolicy, share: Share, parts: int, capacity: int) -> None:
+        self.policy = policy
+        self.guaranteed = int(share.guaranteed * capacity / parts)
+        self.most = max(1, int(share.maximal * capacity))
+        self.weight = share.weight / parts
+        self.used_at = float("-inf")
+
+
+class Tenants(EvictionPolicy):
+    """See the module's text. It is not registered: `build_policy` makes it.
+
+    Args:
+        make: makes the policy of one partition, for a capacity.
+        clock: seconds since whenever.
+    """
+
+    name = "tenants"
+
+    def __init__(
+        self,
+        capacity: int,
+        make: Callable[[int], EvictionPolicy],
+        shares: Shares,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(capacity)
+        self._clock = clock
+        self._idle = shares.idle_s
+        named = list(shares.named.values())
+        weights = sum(share.weight for share in named) + shares.others.weight
+
+        def partition(share: Share, parts: int) -> _Partition:
+            expected = max(share.guaranteed, share.weight / weights) * capacity / parts
+            return _Partition(make(max(1, round(expected))), share, parts, capacity)
+
+        self._of = {tag_of(name): partition(share, 1) for name, share in shares.named.items()}
+        spread = range(shares.partitions)
+        self._others = [partition(shares.others, shares.partitions) for _ in spread]
+        self._all = [*self._of.values(), *self._others]
+        self.effort = 1.2 * self._all[0].policy.effort
+
+    def _partition(self, key: bytes) -> _Partition:
+        tag = key[:TAG_BYTES]
+        return self._of.get(tag) or self._others[tag[0] % len(self._others)]
+
+    def _runs(self, keys: Iterable[bytes]) -> Iterator[tuple[_Partition, list[bytes]]]:
+        """Split `keys` where the partition changes."""
+        for partition, run in groupby(keys, self._partition):
+            yield partition, list(run)
+
+    @property
+    def excess(self) -> int:
+        return sum(max(0, len(each.policy) - each.most) for each in self._all)
+
+    @property
+    def parts(self) -> list[EvictionPolicy]:
+        return [each.policy for each in self._all]
+
+    # -- uses ------------------------------------------------------------------------------
+
+    def insert(self, key: bytes) -> None:
+        partition = self._partition(key)
+        partition.used_at = self._clock()
+        partition.policy.insert(key)
+
+    def touch(self, key: bytes) -> None:
+        partition = self._partition(key)
+        partition.used_at = self._clock()
+        partition.policy.touch(key)
+
+    def remove(self, key: bytes) -> None:
+        self._partition(key).policy.remove(key)
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        for partition, run in self._runs(keys):
+            partition.policy.release(run)
+
+    def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
+        for partition, run in self._runs(keys):
+            partition.policy.link(run, after)
+            after = run[-1]
+
+    def settle(self, keys: Sequence[bytes], ends: Sequence[bytes] | None = None) -> None:
+        for partition, run in self._runs(keys):
+            its = None if ends is None else [key for key in ends if key in run]
+            partition.policy.settle(run, its)
+
+    def cool(self, keys: Iterable[bytes]) -> None:
+        for partition, run in self._runs(keys):
+            partition.policy.cool(run)
+
+    # -- eviction ----------------------------------------------------------------------------
+
+    def evict(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes] | None:
+        victims = self._take(count, protected, incoming)
+        if sum(len(found) for _, found in victims) == count:
+            return [key for _, found in victims for key in found]
+        for partition, found in victims:
+            for key in found:
+                partition.policy.insert(key)
+            partition.policy.cool(found)
+        return None
+
+    def evict_up_to(
+        self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        victims = self._take(count, protected, incoming)
+        return [key for _, found in victims for key in found]
+
+    def _take(
+        self, count: int, protected: Protected, incoming: Sequence[bytes]
+    ) -> list[tuple[_Partition, list[bytes]]]:
+        """Evict up to `count` keys; returns those of each partition."""
+        of: dict[_Partition, list[bytes]] = {}
+        for key in incoming:
+            of.setdefault(self._partition(key), []).append(key)
+        if len(of) < 2:
+            asker = next(iter(of), None)
+            return self._take_for(asker, count, protected, incoming)
+        victims: list[tuple[_Partition, list[bytes]]] = []
+        short = count
+        for asker, its in of.items():
+            found = self._take_for(asker, min(short, len(its)), protected, its)
+            victims += found
+            short -= sum(len(keys) for _, keys in found)
+        return victims
+
+    def _take_for(
+        self, asker: _Partition | None, count: int, protected: Protected, incoming: Sequence[bytes]
+    ) -> list[tuple[_Partition, list[bytes]]]:
+        later = False
+
+        def ask(key: bytes) -> int:
+            nonlocal later
+            answer = LATER if later else protected(key)
+            later = answer == LATER
+            return answer
+
+        victims: list[tuple[_Partition, list[bytes]]] = []
+        exhausted: list[_Partition] = []
+        short = count
+        while short > 0 and not later:
+            # What is free is for the asker as well.
+            free = max(0, self.capacity - len(self))
+            coming = min(free + short, max(count, len(incoming)))
+            plan = self._plan(short, asker, coming, exhausted)
+            if not plan:
+                break
+            for partition, wanted in plan:
+                known = incoming if partition is asker else ()
+                found = [] if later else partition.policy.evict_up_to(wanted, ask, known)
+                victims.append((partition, found))
+                short -= len(found)
+                if len(found) < wanted:
+                    exhausted.append(partition)
+        return victims
+
+    def _plan(
+        self, short: int, asker: _Partition | None, coming: int, exhausted: Sequence[_Partition]
+    ) -> list[tuple[_Partition, int]]:
+        """Say how many of `short` chunks each partition gives; together they may be fewer.
+
+        Args:
+            coming: how many chunks the asker gets if it gets all.
+            exhausted: those that have no more to give.
+        """
+        plan: dict[_Partition, int] = {}
+
+        def give(partition: _Partition, most: int) -> None:
+            nonlocal short
+            there = len(partition.policy) - plan.get(partition, 0)
+            wanted = min(short, most, there)
+            if wanted > 0:
+                plan[partition] = plan.get(partition, 0) + wanted
+                short -= wanted
+
+        able = [each for each in self._all if each not in exhausted]
+        sizes = {each: len(each.policy) + coming * (each is asker) for each in self._all}
+        for each in able:
+            give(each, sizes[each] - each.most)
+        since = self._clock() - self._idle
+        idle = [each for each in able if each.used_at < since and each is not asker]
+        for each in sorted(idle, key=lambda each: each.used_at):
+            give(each, sizes[each] - each.guaranteed)
+        if short:
+            floor = 0.0
+            if asker is not None and asker in exhausted:
+                floor = max(0.0, (sizes[asker] - asker.guaranteed) / asker.weight)
+            spare = {each: sizes[each] - plan.get(each, 0) - each.guaranteed for each in able}
+            for each, amount in _level(spare, short, floor):
+                give(each, amount)
+        return list(plan.items())
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        for each in self._all:
+            each.policy.clear()
+
+    def __len__(self) -> int:
+        return sum(len(each.policy) for each in self._all)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self._partition(key).policy
+
+    def order(self) -> Iterable[bytes]:
+        """Coldest first within each partition; partitions are mixed evenly."""
+
+        def placed(policy: EvictionPolicy) -> Iterator[tuple[float, bytes]]:
+            most = max(1, len(policy))
+            return ((at / most, key) for at, key in enumerate(policy.order()))
+
+        return (key for _, key in merge(*map(placed, self.parts)))
+
+
+def _level(
+    spare: Mapping[_Partition, int], short: int, floor: float
+) -> Iterator[tuple[_Partition, int]]:
+    """Yield how much each gives so that what remains to them, by weight, is level.
+
+    Args:
+        spare: what each has beyond its guarantee.
+        floor: nobody gives below this, by weight.
+    """
+    richest = sorted(
+        (each for each in spare if spare[each] > floor * each.weight),
+        key=lambda each: spare[each] / each.weight,
+        reverse=True,
+    )
+    level, total, weight = floor, 0, 0.0
+    for number, each in enumerate(richest, 1):
+        total += spare[each]
+        weight += each.weight
+        level = max(floor, (total - short) / weight)
+        if number < len(richest):
+            follower = richest[number]
+            if level >= spare[follower] / follower.weight:
+                break
+    for each in richest:
+        amount = spare[each] - level * each.weight
+        if amount <= 0:
+            break
+        # Rounded up: the caller stops when it has enough, and the richest give first.
+        yield each, int(-(-amount // 1))
