@@ -130,6 +130,14 @@ class EvictionPolicy(ABC):
         """The policies that this one is made of."""
         return ()
 
+    def tenant_of(self, key: bytes) -> str:
+        """Return whose key it is: the name of a tenant, or "others"; empty without tenants."""
+        return ""
+
+    def tenants(self) -> dict[str, int]:
+        """Return how many resident keys each tenant has; nothing without tenants."""
+        return {}
+
     def release(self, keys: Iterable[bytes]) -> None:  # noqa: B027
         """Allow `HELD` keys, tail first, to be evicted again.
 

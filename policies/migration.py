@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvstore.policies.base import LATER, EvictionPolicy, Protected
@@ -36,6 +37,15 @@ class Migration(EvictionPolicy):
     @property
     def excess(self) -> int:
         return self.new.excess
+
+    def tenant_of(self, key: bytes) -> str:
+        return self.new.tenant_of(key)
+
+    def tenants(self) -> dict[str, int]:
+        found = Counter(self.new.tenants())
+        found.update(map(self.tenant_of, self._queue) if found else ())
+        found.update(self.old.tenants())
+        return dict(found)
 
     @property
     def left(self) -> int:

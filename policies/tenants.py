@@ -33,6 +33,10 @@ TAG_BYTES = 8
 """Length of a tag: the first bytes of each key, where there are tenants."""
 
 
+OTHERS = "others"
+"""What all tenants that have no name of their own in `Shares` are called in statistics."""
+
+
 def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
     """Return the keys of a tenant: its tag, and then each of `keys`.
 
@@ -119,6 +123,7 @@ class Tenants(EvictionPolicy):
             expected = max(share.guaranteed, share.weight / weights) * capacity / parts
             return _Partition(make(max(1, round(expected))), share, parts, capacity)
 
+        self._names = {tag_of(name): name for name in shares.named}
         self._of = {tag_of(name): partition(share, 1) for name, share in shares.named.items()}
         spread = range(shares.partitions)
         self._others = [partition(shares.others, shares.partitions) for _ in spread]
@@ -128,6 +133,13 @@ class Tenants(EvictionPolicy):
     def _partition(self, key: bytes) -> _Partition:
         tag = key[:TAG_BYTES]
         return self._of.get(tag) or self._others[tag[0] % len(self._others)]
+
+    def tenant_of(self, key: bytes) -> str:
+        return self._names.get(key[:TAG_BYTES], OTHERS)
+
+    def tenants(self) -> dict[str, int]:
+        found = {name: len(self._of[tag].policy) for tag, name in self._names.items()}
+        return {**found, OTHERS: sum(len(each.policy) for each in self._others)}
 
     def _runs(self, keys: Iterable[bytes]) -> Iterator[tuple[_Partition, list[bytes]]]:
         """Split `keys` where the partition changes."""

@@ -5,7 +5,7 @@ from kvstore.core.host import HostPool
 from kvstore.core.residency.owned import OwnedTier
 from kvstore.core.residency.peer import PeerTier
 from kvstore.core.residency.remote import AskedTier
-from kvstore.core.statistics import AGES, BOUNDS, CoreStats, Durations, TierStats
+from kvstore.core.statistics import AGES, BOUNDS, CoreStats, Durations, TenantStats, TierStats
 from kvstore.core.step_budget import UNBOUNDED, Pace
 from kvstore.core.stores import StoreGrant
 from kvstore.types import Flow
@@ -24,5 +24,6 @@ __all__ = [
     "Pace",
     "PeerTier",
     "StoreGrant",
+    "TenantStats",
     "TierStats",
 ]

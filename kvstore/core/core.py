@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvstore.core.chunk import FILLING
@@ -20,7 +21,7 @@ from kvstore.core.hints import Hints, read_hints
 from kvstore.core.removal import Removal
 from kvstore.core.reports import Outcome
 from kvstore.core.request import Request, RequestState
-from kvstore.core.statistics import CoreStats
+from kvstore.core.statistics import CoreStats, TenantStats
 from kvstore.core.step import MOST_HINTED, CoreSteps
 from kvstore.core.stores import StoreGrant
 from kvstore.core.transfers import Transfer
@@ -547,6 +548,7 @@ class Core(CoreSteps):
             waits=queue.waits.copy(),
             ages=pool.ages.left.copy(),
             tiers=tiers,
+            tenants=self._tenants(),
         )
 
     # -- inside --------------------------------------------------------------------------
@@ -559,6 +561,16 @@ class Core(CoreSteps):
             ended = self._overtaken.ended(Transfer(era, request_id, key, stores))
             self._stray += not ended
         self._queue.rows_moved(self.now)
+
+    def _tenants(self) -> dict[str, TenantStats]:
+        on_tiers: Counter[str] = Counter()
+        for tier in self.tiers:
+            on_tiers.update(tier.index.policy.tenants())
+        loaded, stored = self._loads.by_tenant, self._stores.by_tenant
+        return {
+            name: TenantStats(loaded[name], stored[name], chunks, on_tiers[name])
+            for name, chunks in self._pool.policy.tenants().items()
+        }
 
     def _medium(self, origin: int) -> str:
         return "host" if origin < 0 else self.tiers[origin].medium

@@ -22,6 +22,7 @@ class Loads:
             from which they came to host memory, -1 for none.
         saved: seconds of computing that these loads made unnecessary, by the same numbers, as far
             as `price` was told how long computing takes.
+        by_tenant: `loaded` by tenant, where there are some.
         stray: keys that were reported but were not being loaded.
     """
 
@@ -37,6 +38,7 @@ class Loads:
         self.loaded_from: Counter[int] = Counter()
         self.saved: dict[int, float] = {}
         self._priced: Counter[int] = Counter()
+        self.by_tenant: Counter[str] = Counter()
         self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str) -> list[int]:
@@ -78,6 +80,8 @@ class Loads:
         if len(used) < len(wanted):
             self.loaded_from.update(chunk.origin for chunk in wanted if chunk.origin >= 0)
         self.loaded += len(chunks)
+        if pool.policy.parts:
+            self.by_tenant.update(map(pool.policy.tenant_of, keys))
         self._queue.remove(request)
         # For chunks that were promoted for this load, the promotion was the use.
         self._uses.loaded(request, used, list(keys))

@@ -21,6 +21,7 @@ __all__ = [
     "Ages",
     "CoreStats",
     "Durations",
+    "TenantStats",
     "TierStats",
     "tier_names",
 ]
@@ -207,6 +208,21 @@ class TierStats:
 
 
 @dataclass(slots=True)
+class TenantStats:
+    """Statistics of one tenant, or of all that have no name in the configuration.
+
+    Attributes:
+        loaded, stored: chunks handed to the server, and taken from it.
+        host_chunks, tier_chunks: its chunks in host memory and on the tiers of this process, now.
+    """
+
+    loaded: int = 0
+    stored: int = 0
+    host_chunks: int = _now()
+    tier_chunks: int = _now()
+
+
+@dataclass(slots=True)
 class CoreStats:
     """Statistics of the core: totals since start, except where it says "now".
 
@@ -246,6 +262,7 @@ class CoreStats:
         outlived: chunks whose views were still in use when their lease ended, as counted by the
             library. watched_rows: rows that are pinned for that reason now, those included of
             which only the view object is left.
+        tenants: by name, where the configuration has `tenants`.
     """
 
     rows: int = _now()
@@ -291,6 +308,7 @@ class CoreStats:
     waits: Durations = field(default_factory=Durations)
     ages: Durations = field(default_factory=_ages)
     tiers: list[TierStats] = field(default_factory=list)
+    tenants: dict[str, TenantStats] = field(default_factory=dict)
 
 
 def tier_names(tiers: Iterable[TierStats]) -> list[str]:

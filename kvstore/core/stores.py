@@ -6,7 +6,7 @@ This module is long because a store and the admission of its chunks are one deci
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +70,7 @@ class Stores:
             once each.
         refused: chunks that found no room. declined: chunks that were not wanted.
         stray: keys that were reported but were not being stored.
+        by_tenant: `stored` by tenant, where there are some.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Stores:
         self._deferred: deque[tuple[Request, float]] = deque()
         # How many of them were not offered again since.
         self._waiting = 0
+        self.by_tenant: Counter[str] = Counter()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
     def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
@@ -167,6 +169,9 @@ class Stores:
         if ok:
             self._queue.stored(ended, now)
             self.stored += len(ended)
+            if self._pool.policy.parts:
+                owners = (self._pool.policy.tenant_of(chunk.key) for chunk in ended)
+                self.by_tenant.update(owners)
             self._cascades.stored(ended, now)
         else:
             for chunk in ended:

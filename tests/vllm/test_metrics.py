@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TierStats
-from kvstore.observe.metrics.table import METRICS
+from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TenantStats, TierStats
+from kvstore.observe.metrics.table import METRICS, Metric
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.metrics_report import Reporter, full_name, observations
 
 NOT_TOLD = {
     # What other fields are made of, or say in other words.
-    "CoreStats": {"free_rows", "chunk_bytes", "loaded", "pins", "tiers"},
+    "CoreStats": {"free_rows", "chunk_bytes", "loaded", "pins", "tiers", "tenants"},
+    "TenantStats": set[str](),
     "TierStats": {
         *("name", "medium", "owned", "store", "free", "room", "segments", "max_segments"),
     },
@@ -26,11 +27,13 @@ NOT_TOLD = {
 ELSEWHERE = {
     # vLLM counts these bytes itself: `vllm:kv_offload_load_bytes`, `vllm:kv_offload_store_bytes`.
     "CoreStats": {"loaded_bytes", "stored_bytes"},
+    "TenantStats": set[str](),
     "TierStats": set[str](),
 }
 OF_OTHER_FACES = {
     # Leases of the library; calls that matched nothing, which vLLM makes after every reset.
     "CoreStats": {"outlived", "watched_rows", "stray"},
+    "TenantStats": set[str](),
     "TierStats": set[str](),
 }
 
@@ -55,11 +58,19 @@ class Spy:
         return getattr(self._of, name)
 
 
-@pytest.mark.parametrize("of", [CoreStats(rows=1), disk()], ids=["core", "tier"])
+def source_of(metric: Metric) -> CoreStats | TierStats | TenantStats:
+    if metric.of == "core":
+        return CoreStats(rows=1)
+    return TenantStats() if metric.of == "tenant" else disk()
+
+
+@pytest.mark.parametrize(
+    "of", [CoreStats(rows=1), disk(), TenantStats()], ids=lambda of: type(of).__name__
+)
 def test_every_number_of_the_core_is_told_or_there_is_a_reason(of: Any) -> None:
     seen: set[str] = set()
     for metric in METRICS:
-        if (metric.of == "core") == isinstance(of, CoreStats):
+        if type(source_of(metric)) is type(of):
             metric.take(Spy(of, seen))
     name = type(of).__name__
     untold = {field.name for field in fields(of)} - seen
@@ -69,7 +80,7 @@ def test_every_number_of_the_core_is_told_or_there_is_a_reason(of: Any) -> None:
 def test_only_what_can_become_less_is_a_gauge() -> None:
     for metric in METRICS:
         seen: set[str] = set()
-        of: Any = CoreStats(rows=1) if metric.of == "core" else disk()
+        of: Any = source_of(metric)
         metric.take(Spy(of, seen))
         now = {field.name: "now" in field.metadata for field in fields(of)}
         assert {now[name] for name in seen} == {metric.kind == "gauge"}, metric.name
@@ -97,10 +108,12 @@ def test_vllm_is_told_of_every_metric_with_its_labels() -> None:
 
 def test_every_counter_is_told_at_first_and_then_what_has_grown() -> None:
     reporter = Reporter()
-    stats = CoreStats(rows=10, misses=3, tiers=[disk(written=5)])
+    tenants = {"alice": TenantStats(loaded=2)}
+    stats = CoreStats(rows=10, misses=3, tiers=[disk(written=5)], tenants=tenants)
     first = values(reporter.increments(stats))
     counters = [metric for metric in METRICS if metric.kind == "counter"]
     assert len(first) == sum(metric.of != "store" for metric in counters)
+    assert first["tenant_loaded_chunks", "alice"] == 2
     assert (first["missed_keys",], first["tier_written_chunks", "disk"]) == (3, 5)
     assert first["timeouts",] == 0
     assert reporter.increments(stats) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvstore.core import CoreStats, TierStats
@@ -12,14 +12,14 @@ from kvstore.observe.metrics.table import Metric
 __all__ = ["Series"]
 
 
-_Known = tuple[Metric, tuple[str, ...], int]
-"""A metric, its labels, and the index of its tier, or -1 for the core."""
+_Known = tuple[Metric, tuple[str, ...], int | str]
+"""A metric, its labels, and the index of its tier, -1 for the core, or the name of its tenant."""
 
 
 class Series:
     """The metrics of one kind, each with every set of labels that it has.
 
-    The tiers of a core are the same from its first statistics to its last.
+    The tiers and tenants of a core are the same from its first statistics to its last.
     """
 
     def __init__(self, kind: str, metrics: Iterable[Metric]) -> None:
@@ -34,15 +34,20 @@ class Series:
         """Return the current value of each series."""
         known = self._known
         if not known:
-            known = self._known = list(self._found(stats.tiers))
-        sources = [*stats.tiers, stats]
+            known = self._known = list(self._found(stats))
+        sources: dict[int | str, Any] = {-1: stats, **dict(enumerate(stats.tiers))}
+        sources.update(stats.tenants)
         return [metric.take(sources[place]) for metric, _, place in known]
 
-    def _found(self, tiers: Sequence[TierStats]) -> Iterator[_Known]:
+    def _found(self, stats: CoreStats) -> Iterator[_Known]:
+        tiers = stats.tiers
         names = tier_names(tiers)
         for metric in self._metrics:
             if metric.of == "core":
                 yield metric, (), -1
+                continue
+            if metric.of == "tenant":
+                yield from ((metric, (name,), name) for name in stats.tenants)
                 continue
             for place, tier in enumerate(tiers):
                 if metric.of in _kinds(tier):

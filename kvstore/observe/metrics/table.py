@@ -1,6 +1,7 @@
 """Table of metrics: the name, kind and help text of each.
 
-Metrics of slower tiers have a label that names the tier.
+Metrics of slower tiers have a label that names the tier, those of tenants one that names the
+tenant. There are none of tenants where the configuration has none.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvstore.core import AGES, BOUNDS, CoreStats, TierStats
+from kvstore.core import AGES, BOUNDS, CoreStats, TenantStats, TierStats
 
 __all__ = ["METRICS", "TIER_LABEL", "Metric"]
 
@@ -18,8 +19,12 @@ TIER_LABEL = "tier"
 store. `disk:others` stands for the lanes of other processes on the paths of `disk`."""
 
 
+TENANT_LABEL = "tenant"
+"""Label that names a tenant of the configuration; `others` stands for all that it does not name."""
+
+
 _Kind = Literal["counter", "gauge", "histogram"]
-_Of = Literal["core", "tier", "target", "owned tier", "store"]
+_Of = Literal["core", "tier", "target", "owned tier", "store", "tenant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Metric:
     Attributes:
         name: its name without a prefix and without Prometheus' suffixes (`_total`, `_bucket`, ...).
         of: who reports it: the core, every slower tier ("tier"), tiers that chunks are copied to
-            ("target"), tiers that this process owns, or remote stores.
+            ("target"), tiers that this process owns, remote stores, or each tenant.
         take: reads the value from the statistics. text: its help in Prometheus.
         bounds: upper bounds of a histogram's buckets.
     """
@@ -44,7 +49,7 @@ class Metric:
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of its labels."""
-        return () if self.of == "core" else (TIER_LABEL,)
+        return {"core": (), "tenant": (TENANT_LABEL,)}.get(self.of, (TIER_LABEL,))
 
 
 def _of_core(kind: _Kind) -> Callable[[str, Callable[[CoreStats], float], str], Metric]:
@@ -55,10 +60,15 @@ def _of_tier(kind: _Kind, of: _Of) -> Callable[[str, Callable[[TierStats], float
     return lambda name, take, text: Metric(name, kind, of, take, text)
 
 
+def _of_tenant(kind: _Kind) -> Callable[[str, Callable[[TenantStats], float], str], Metric]:
+    return lambda name, take, text: Metric(name, kind, "tenant", take, text)
+
+
 _core, _core_now = _of_core("counter"), _of_core("gauge")
 _tier, _tier_now = _of_tier("counter", "tier"), _of_tier("gauge", "tier")
 _target, _target_now = _of_tier("counter", "target"), _of_tier("gauge", "target")
 _owned, _owned_now = _of_tier("counter", "owned tier"), _of_tier("gauge", "owned tier")
+_tenant, _tenant_now = _of_tenant("counter"), _of_tenant("gauge")
 _store, _store_now = _of_tier("counter", "store"), _of_tier("gauge", "store")
 
 METRICS: tuple[Metric, ...] = (
@@ -400,6 +410,25 @@ METRICS: tuple[Metric, ...] = (
         "internal_errors",
         lambda s: s.illegal,
         "Internal errors of kvstore, none of which did harm; please report them.",
+    ),
+    # -- who has what? -----------------------------------------------------------------------
+    _tenant(
+        "tenant_loaded_chunks",
+        lambda t: t.loaded,
+        "Chunks of this tenant that were loaded to the device.",
+    ),
+    _tenant(
+        "tenant_stored_chunks",
+        lambda t: t.stored,
+        "Chunks of this tenant that were copied from the device to host memory.",
+    ),
+    _tenant_now(
+        "tenant_host_chunks", lambda t: t.host_chunks, "Chunks of this tenant in host memory."
+    ),
+    _tenant_now(
+        "tenant_tier_chunks",
+        lambda t: t.tier_chunks,
+        "Chunks of this tenant on the slower tiers of this process.",
     ),
 )
 """All metrics, in the order of the questions that operators ask."""
