@@ -1,28 +1,41 @@
-"""What a flood by one tenant costs another: hit ratios of a trace, over each policy and flow.
+"""What a flood by one tenant costs another: hit ratios, over each policy and flow.
 
-    python benchmarks/flood.py
-    python benchmarks/flood.py --trace agent --attack again --policies lru --guaranteed 0.9
+    python benchmarks/flood.py replay
+    python benchmarks/flood.py replay --trace agent --attack again --policies lru --guaranteed 0.9
+    python benchmarks/flood.py live --policies lru hit-density
 
-The trace of the victim is replayed through the real core with host memory and a disk. Beside it an
-attacker sends several requests for each of the victim's, each as long as the victim's are on
-average: "new" are prompts that never come again, "again" are those of a set twice as large as the
-cache, in turn, each asked for twice.
+Prints one JSON row per case with the victim's hit ratio: `alone`, beside the attacker `without`
+tenants, and `with` tenants.
 
-Prints one JSON row per case with the victim's hit ratio: `alone` in the whole cache, `share`
-alone in a cache of the size that it is guaranteed or due, `without` beside the attacker, and `with`
-beside it where each is a tenant.
+`replay` sends a trace of the victim through the real core, with host memory and a disk that takes
+no time. For each request of the victim there are several of the attacker, each as long as the
+victim's are on average: "new" are prompts that never come again, "again" are those of a set twice
+as large as the cache, in turn, each asked for twice. `share` is the hit ratio of the victim alone
+in a cache of the size that it is guaranteed or due beside the attacker.
+
+`live` is a store over a real disk. The victim asks for 16 prompts of 16 chunks, one at a time;
+eight tasks of the attacker ask for new prompts and for some of their last ones, as fast as
+computing them takes (0.5 ms a chunk). Together with the hit ratio it prints how long the victim's
+calls of `get` took, in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
+import random
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import kvstore
 from benchmarks.dry import read_options
 from benchmarks.eviction import FILES, POLICIES
 from benchmarks.traces import TRACES, Request, key_of, read_trace
@@ -30,6 +43,9 @@ from kvstore.core import Flow
 from kvstore.plugins import Choice
 from kvstore.policies.tenants import Share, Shares, tenant_keys
 from kvstore.simulation.replay import Server, Setup
+
+CHUNK = 256 * 1024
+"""Bytes of a live chunk."""
 
 
 def attack(kind: str, length: int, cache: int) -> Iterator[list[bytes]]:
@@ -57,9 +73,108 @@ def hit_ratio(
     return hits / looked_up
 
 
+class Live:
+    """A real store with a victim, and perhaps an attacker."""
+
+    def __init__(self, store: kvstore.Store, rng: random.Random) -> None:
+        self._store = store
+        self._rng = rng
+        self._chunk = bytes(CHUNK)
+        self.stop = False
+
+    async def serve(self, keys: Sequence[bytes], compute: float) -> tuple[int, float]:
+        """Get a prompt, compute and store what is missing; returns hits and seconds of `get`."""
+        begun = time.perf_counter()
+        async with self._store.get(keys) as chunks:
+            count = len(chunks)
+        seconds = time.perf_counter() - begun
+        if count < len(keys):
+            await asyncio.sleep(compute * (len(keys) - count))
+            await self._store.put(keys, [self._chunk] * len(keys))
+        return count, seconds
+
+    async def attack(self, name: str) -> None:
+        """Ask for new prompts, and for some of the last ones."""
+        for number in itertools.count():
+            if self.stop:
+                return
+            again = self._rng.randrange(max(0, number - 20), number + 1)
+            prompt = number if self._rng.random() < 0.5 else again
+            keys = [b"%s-%d-%d" % (name.encode(), prompt, at) for at in range(24)]
+            await self.serve(tenant_keys("attacker", keys), 0.0005)
+
+    async def victim(self, seconds: float) -> dict[str, float]:
+        """Ask for some prompts again and again."""
+        prompts = [
+            tenant_keys("victim", [b"%d-%d" % (prompt, at) for at in range(16)])
+            for prompt in range(16)
+        ]
+        for keys in prompts:
+            await self.serve(keys, 0.002)
+        hits, waits, end = 0, [], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            count, took = await self.serve(self._rng.choice(prompts), 0.002)
+            hits += count
+            waits.append(took * 1e3)
+            await asyncio.sleep(0.005)
+        self.stop = True
+        return {
+            "hits": round(hits / (16 * len(waits)), 3),
+            "p50": round(statistics.median(waits), 2),
+            "p99": round(sorted(waits)[len(waits) * 99 // 100], 2),
+        }
+
+
+async def live(
+    policy: str, flow: str, tenants: dict[str, Any] | None, attackers: int, seconds: float
+) -> dict[str, float]:
+    """What the victim gets of a store whose host memory just holds its prompts."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-flood-") as folder:
+        disk = {
+            "type": "disk",
+            "path": folder,
+            "capacity_bytes": 600 * CHUNK,
+            "segment_bytes": 64 * CHUNK,
+            "eviction_policy": policy,
+            "flow": flow,
+        }
+        config = {
+            "chunk_bytes": CHUNK,
+            "cpu_bytes_to_use": 256 * CHUNK,
+            "identity": {},
+            "eviction_policy": policy,
+            "tenants": tenants,
+            "tiers": [disk],
+        }
+        async with kvstore.open(config) as store:
+            beside = Live(store, random.Random(1))
+            tasks = [asyncio.create_task(beside.attack(f"{n}")) for n in range(attackers)]
+            told = await beside.victim(seconds)
+            await asyncio.gather(*tasks)
+    return told
+
+
+def run_live(options: argparse.Namespace) -> None:
+    """One store after the other."""
+    tenants = {"victim": {"guaranteed": 0.5}, "attacker": {}}
+    for policy, flow in itertools.product(options.policies, options.flows):
+        cases: dict[str, tuple[dict[str, Any] | None, int]] = {
+            "alone": (None, 0),
+            "without": (None, 8),
+            "with": (tenants, 8),
+        }
+        row = {
+            name: asyncio.run(live(policy, flow, shares, attackers, options.seconds))
+            for name, (shares, attackers) in cases.items()
+        }
+        print(json.dumps({"policy": policy, "flow": flow, **row}), flush=True)
+
+
 def main() -> None:
-    """Replay each case."""
+    """Run each case."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["replay", "live"])
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each live store")
     parser.add_argument("--trace", choices=FILES, default="conversation")
     parser.add_argument("--requests", type=int, default=2000, help="of the victim")
     parser.add_argument("--floods", type=int, default=5, help="requests for each of the victim's")
@@ -69,7 +184,12 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--flows", nargs="*", default=[flow.value for flow in Flow], metavar="FLOW")
     parser.add_argument("--guaranteed", type=float, default=0.0, help="the victim's part")
-    options = read_options(parser, requests=60, policies=["lru"], floods=2)
+    options = read_options(parser, requests=60, policies=["lru"], floods=2, seconds=0.5)
+    (run_live if options.what == "live" else run_replay)(options)
+
+
+def run_replay(options: argparse.Namespace) -> None:
+    """One replay after the other."""
     requests = list(itertools.islice(read_trace(TRACES / FILES[options.trace]), options.requests))
     unique = len({chunk for request in requests for chunk in request.hash_ids})
     length = max(1, sum(len(request.hash_ids) for request in requests) // len(requests))

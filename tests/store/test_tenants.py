@@ -1,0 +1,152 @@
+"""Tenants of a real store: whose chunks are found, and what a flood costs others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore import tenant_keys
+from kvstore.config import Config
+from kvstore.errors import BlockKeyError, ConfigError
+from kvstore.types import MAX_KEY_BYTES
+from tests.patience import PATIENCE
+from tests.store.support import CHUNK, Open, contents, keys_of, payloads
+
+EVEN: dict[str, Any] = {"alice": {}, "mallory": {}}
+
+
+async def put(store: kvstore.Store, keys: list[bytes]) -> int:
+    return await store.put(keys, payloads(keys))
+
+
+async def flood(store: kvstore.Store, tenant: str, prompts: int, length: int = 4) -> None:
+    """New prompts, each of which is asked for twice, as if it were worth something."""
+    for prompt in range(prompts):
+        keys = tenant_keys(tenant, keys_of(f"flood {prompt}", length))
+        await put(store, keys)
+        await contents(store, keys)
+        await store.flush(PATIENCE)
+
+
+async def test_what_one_has_stored_is_not_there_for_another(open_store: Open) -> None:
+    keys = keys_of("prompt", 4)
+    async with open_store(rows=16, disk=32, tenants={}) as store:
+        await put(store, tenant_keys("alice", keys))
+        assert store.contains(tenant_keys("alice", keys)) == [True] * 4
+        for others in (keys, tenant_keys("mallory", keys), tenant_keys("", keys)):
+            assert store.contains(others) == [False] * 4
+            assert await contents(store, others) == []
+
+
+async def test_what_is_public_is_stored_once_and_found_by_all(open_store: Open) -> None:
+    keys = keys_of("prompt", 6)
+    async with open_store(rows=16, disk=32, tenants=EVEN) as store:
+        for tenant in ("alice", "mallory"):
+            mixed = tenant_keys("public", keys[:3]) + tenant_keys(tenant, keys[3:])
+            assert await contents(store, mixed) == payloads(mixed)[: 3 * (tenant != "alice")]
+            assert await put(store, mixed) == 6
+            assert await contents(store, mixed) == payloads(mixed)
+        assert store.stats().stored == 9
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hit-density", "s3-fifo"])
+@pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
+async def test_a_flood_leaves_to_others_what_is_theirs(
+    open_store: Open, policy: str, flow: str, tmp_path: Any
+) -> None:
+    keys = tenant_keys("alice", keys_of("prompt", 10))
+    tier = {
+        "type": "disk",
+        "path": tmp_path / "shared",
+        "capacity_bytes": 64 * CHUNK + 2**20,
+        "segment_bytes": 16 * CHUNK + 2**14,
+        "eviction_policy": policy,
+        "flow": flow,
+    }
+    settings = {"rows": 24, "tiers": [tier], "eviction_policy": policy}
+    async with open_store(**settings, tenants=EVEN) as store:
+        await put(store, keys)
+        await store.flush(PATIENCE)
+        await flood(store, "mallory", 100)
+        assert store.contains(keys) == [True] * 10
+        told = store.stats().tenants
+        assert told["alice"].stored == 10
+        assert told["mallory"].stored >= told["mallory"].host_chunks > 0
+        assert told["mallory"].loaded > 0
+        await flood(store, "bob", 100)
+        assert store.contains(keys) == [True] * 10
+    async with open_store(**settings, tenants=EVEN) as store:
+        assert store.stats().tenants["alice"].tier_chunks >= 10 * (flow != "exclusive")
+        await flood(store, "mallory", 60)
+        assert await contents(store, keys) == payloads(keys)
+
+
+async def test_beyond_its_maximum_nobody_has_anything_for_long(open_store: Open) -> None:
+    shares = {"alice": {"maximal": 0.25}}
+    async with open_store(rows=16, disk=64, tenants=shares) as store:
+        await put(store, tenant_keys("alice", keys_of("prompt", 12)))
+        await store.flush(PATIENCE)
+        await put(store, tenant_keys("bob", keys_of("prompt", 4)))
+        assert store.stats().tenants["alice"].host_chunks <= 4
+        most = store._core.tiers[0].index.policy.capacity // 4
+        for prompt in range(20):
+            await put(store, tenant_keys("alice", keys_of(f"{prompt}", 4)))
+            await store.flush(PATIENCE)
+        await put(store, tenant_keys("bob", keys_of("other", 1)))
+        assert store.stats().tenants["alice"].tier_chunks <= most
+
+
+async def test_shares_hold_for_policies_and_sizes_that_are_set_later(
+    open_store: Open, tmp_path: Any
+) -> None:
+    keys = tenant_keys("alice", keys_of("prompt", 10))
+    socket = str(tmp_path / "socket")
+    async with open_store(rows=16, disk=64, tenants=EVEN, control=socket) as store:
+        await put(store, keys)
+        commands = store._assembly.commands
+        assert commands is not None
+        told = await commands.run(
+            "settings",
+            {
+                "host": {"eviction_policy": "arc"},
+                "tiers": {"0": {"eviction_policy": "hit-density", "capacity_bytes": 2**19}},
+            },
+        )
+        job = commands.job(told.get("job", -1))
+        if job is not None:
+            await asyncio.wait_for(job.ended.wait(), PATIENCE)
+        await flood(store, "mallory", 60)
+        assert store.contains(keys) == [True] * 10
+
+
+async def test_a_key_with_a_tag_may_be_as_long_as_any(open_store: Open) -> None:
+    async with open_store(rows=16, tenants={}) as store:
+        (whole,) = tenant_keys("alice", [b"k" * (MAX_KEY_BYTES - 8)])
+        assert await put(store, [whole]) == 1
+        with pytest.raises(BlockKeyError, match=str(MAX_KEY_BYTES)):
+            store.contains(tenant_keys("alice", [b"k" * (MAX_KEY_BYTES - 7)]))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "why"),
+    [
+        ({"a": 1}, "a: must be a table of guaranteed, maximal, weight"),
+        ({"a": {"share": 1}}, "a: must be a table of guaranteed, maximal, weight"),
+        ({"a": {"weight": 0}}, "a.weight: must be above 0"),
+        ({"a": {"weight": -1}}, "a.weight: must be a number of at least 0"),
+        ({"a": {"weight": True}}, "a.weight: must be a number"),
+        ({"a": {"weight": float("nan")}}, "a.weight: must be a number"),
+        ({"a": {"maximal": 0}}, "a: guaranteed may be at most maximal"),
+        ({"a": {"maximal": 1.5}}, "and that at most 1"),
+        ({"a": {"guaranteed": 0.6, "maximal": 0.5}}, "a: guaranteed may be at most maximal"),
+        ({"a": {"guaranteed": 0.6}, "*": {"guaranteed": 0.6}}, "1.2 is guaranteed in all"),
+        ([], "must be a table"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused_by_name(tenants: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match="tenants = .*") as refused:
+        Config.from_mapping({"host": "1MiB", "tenants": tenants})
+    assert why in str(refused.value)
