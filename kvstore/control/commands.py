@@ -232,7 +232,7 @@ class Commands:
         """
         keys, tokens = given.pop("keys", None), given.pop("tokens", None)
         named: dict[str, Any] = {
-            name: given.pop(name) for name in ("model", "cache_salt") if name in given
+            name: given.pop(name) for name in ("model", "cache_salt", "tenant") if name in given
         }
         if (keys is None) == (tokens is None):
             raise ConfigError("name the chunks by keys or by tokens, one of them")

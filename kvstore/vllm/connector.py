@@ -55,6 +55,7 @@ from kvstore.vllm.engine import (
 )
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
+from kvstore.vllm.tenants import TenantOffloadingManager
 
 __all__ = ["KVStoreConnector"]
 
@@ -220,14 +221,19 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         if model is not None and model not in known:
             raise ConfigError(f"model = {model!r}: this server has {', '.join(known)}")
         salt = named.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise ConfigError("cache_salt must be text")
+        tenant = named.get("tenant", salt or "")
+        if not isinstance(salt, str | None) or not isinstance(tenant, str):
+            raise ConfigError("cache_salt and tenant must be text")
         assert self.connector_scheduler is not None
         group = self.connector_scheduler.config.kv_group_configs[0]
         request = hashed_request(
             self._vllm_config, tokens, salt, group.tokens_per_chunk // group.hashes_per_chunk
         )
-        return [key for its in self._keys(request) for key in its.keys]
+        keys = [key for its in self._keys(request) for key in its.keys]
+        manager = self._manager
+        return (
+            manager.keys_of(tenant, keys) if isinstance(manager, TenantOffloadingManager) else keys
+        )
 
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:

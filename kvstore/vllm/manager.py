@@ -259,7 +259,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     # -- requests and steps ----------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        params, envelope = req_context.kv_transfer_params, hints_of(req_context)
+        params, envelope = self._params_of(req_context), hints_of(req_context)
         name = req_context.req_id
         self._requests[name] = False
         headers = None
@@ -273,6 +273,10 @@ class KVStoreOffloadingManager(OffloadingManager):
             # Hints speak of the whole prompt, also of what the device has itself.
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
+
+    def _params_of(self, req_context: ReqContext) -> Any:
+        """The transfer parameters of a request, as far as hints may be in them."""
+        return req_context.kv_transfer_params
 
     def on_request_queued(self, name: str, groups: Sequence[QueuedKeys]) -> None:
         """Note what a request that was just opened will look up, for each KV cache group."""

@@ -132,13 +132,17 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
         for line in siblings(self.identity, paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
+        from kvstore.vllm.tenants import LoRATenantOffloadingManager, TenantOffloadingManager
+
+        tenants = self.store_config.tenants is not None
         lora_config = getattr(vllm_config, "lora_config", None)
         if lora_config is None or not self._naming.fingerprint:
-            return KVStoreOffloadingManager(self)
+            return TenantOffloadingManager(self) if tenants else KVStoreOffloadingManager(self)
         from kvstore.vllm.identity.identity import adapter_settings
         from kvstore.vllm.lora import LoRAOffloadingManager
 
-        return LoRAOffloadingManager(self, adapter_settings(lora_config))
+        lora = LoRATenantOffloadingManager if tenants else LoRAOffloadingManager
+        return lora(self, adapter_settings(lora_config))
 
     def _tell_of_others(self) -> None:
         """An operator writes down sizes once, and each data parallel engine takes them."""

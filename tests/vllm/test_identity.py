@@ -54,6 +54,7 @@ class Place:
         adapter: str = "first",
         offload: bool = True,
         launcher: int = 0,
+        tenants: dict[str, Any] | None = None,
         **engine: Any,
     ) -> Run:
         self.use(weights, adapter)
@@ -76,7 +77,9 @@ class Place:
                     "max_lora_rank": 8,
                     **engine,
                 },
-                "kvstore": {"cpu_bytes_to_use": "32MiB", "tiers": [tier]} if offload else None,
+                "kvstore": {"cpu_bytes_to_use": "32MiB", "tiers": [tier], "tenants": tenants}
+                if offload
+                else None,
                 "max_tokens": 6,
                 "rounds": rounds,
             },
@@ -188,3 +191,16 @@ def test_the_first_model_finds_its_chunks_again_and_an_adapter_may_be_replaced_w
         assert found.rounds[name].cached == NO_HIT
     assert "other files than vLLM has loaded" in found.log
     assert "was loaded in place" in found.log
+
+
+def test_an_adapter_is_one_of_a_tenant(place: Place) -> None:
+    def of(tenant: str, name: str) -> dict[str, Any]:
+        return {**adapted(name), "kv_transfer_params": {"kvstore": {"tenant": tenant}}}
+
+    run = place.run([of("a", "a"), of("b", "b"), of("a", "a again"), plain()], tenants={})
+    again = place.run([of("b", "b"), of("c", "c")], adapter="second", tenants={})
+    assert run.rounds["a"].cached == run.rounds["b"].cached == run.rounds["plain"].cached
+    assert not any(run.rounds["b"].cached)
+    assert all(run.rounds["a again"].cached)
+    assert not any([*again.rounds["b"].cached, *again.rounds["c"].cached])
+    assert run.rounds["a"].tokens == run.rounds["b"].tokens == run.rounds["a again"].tokens

@@ -1,0 +1,169 @@
+"""Tenant manager: keep each tenant's chunks under keys of its own.
+
+A request names its tenant in its transfer parameters, ``{"kvstore": {"tenant": "alice"}}``. Without
+a name its `cache_salt` is its tenant, and without that it belongs to the tenant "". It may say how
+many of its first tokens are public: ``{"kvstore": {"public_tokens": 1024}}``. Those belong to the
+tenant "public", and are found by all requests that say so, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+
+from kvstore.connector.queued import QueuedKeys
+from kvstore.core.hints import PARAMS_KEY
+from kvstore.policies.tenants import TAG_BYTES, tag_of
+from kvstore.vllm.layout import EngineShape
+from kvstore.vllm.lora import LoRAOffloadingManager
+from kvstore.vllm.manager import GROUP_BYTES, KVStoreOffloadingManager
+from kvstore.vllm.version import keep_position
+
+__all__ = ["LoRATenantOffloadingManager", "TenantOffloadingManager"]
+
+PUBLIC = "public"
+"""The tenant of what requests call public."""
+
+TENANT, PUBLIC_TOKENS = "tenant", "public_tokens"
+"""What a request may say below `PARAMS_KEY`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """Whose the chunks of a request are.
+
+    Attributes:
+        tag: of its tenant. public: hashes of the chunks that belong to all.
+    """
+
+    tag: bytes
+    public: frozenset[bytes] = frozenset()
+
+    def key(self, key: bytes) -> OffloadKey:
+        """Return the key under which the chunk that vLLM calls `key` is kept."""
+        public = bool(self.public) and key[:-GROUP_BYTES] in self.public
+        return OffloadKey((_PUBLIC_TAG if public else self.tag) + key)
+
+
+_PUBLIC_TAG = tag_of(PUBLIC)
+
+NOBODY = _Owner(tag_of(""))
+
+
+class TenantOffloadingManager(KVStoreOffloadingManager):
+    """Gives the requests of each tenant keys of their own."""
+
+    def __init__(self, spec: EngineShape) -> None:
+        super().__init__(spec)
+        self._owners: dict[str, _Owner] = {}
+
+    def keys_of(self, tenant: str, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys under which the chunks of a tenant are kept."""
+        owner = _Owner(tag_of(tenant))
+        return [owner.key(key) for key in keys]
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        name, engine = req_context.req_id, self._spec.engine
+        request = None if engine is None else engine.opened(name)
+        told = _told(req_context)
+        tenant = told.get(TENANT)
+        if tenant is None:
+            tenant = getattr(request, "cache_salt", None) or ""
+        owner = _Owner(tag_of(str(tenant)), self._public(told.get(PUBLIC_TOKENS), request))
+        self._owners[name] = owner
+        req_context.set_state(owner)
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._owners.pop(req_context.req_id, None)
+        super().on_request_finished(req_context)
+
+    def on_request_queued(self, name: str, groups: Sequence[QueuedKeys]) -> None:
+        owner = self._owners.get(name, NOBODY)
+        named = [replace(group, keys=[owner.key(key) for key in group.keys]) for group in groups]
+        super().on_request_queued(name, named)
+
+    def _params_of(self, req_context: ReqContext) -> Any:
+        params = super()._params_of(req_context)
+        told = _told(req_context)
+        if not told:
+            return params
+        rest = {key: value for key, value in told.items() if key not in (TENANT, PUBLIC_TOKENS)}
+        return {**params, PARAMS_KEY: rest}
+
+    def _public(self, tokens: Any, request: Any) -> frozenset[bytes]:
+        """Return the hashes of the chunks that end within the first `tokens` of a prompt."""
+        if request is None or isinstance(tokens, bool) or not isinstance(tokens, int):
+            return frozenset()
+        size = int(self._spec.config.cache.tokens_per_hash)
+        return frozenset(bytes(each) for each in request.block_hashes[: max(0, tokens) // size])
+
+    # -- chunks ------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return super().lookup(_named(key, req_context), req_context)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        return super().get_load_source(_named(key, req_context), req_context)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().touch([_named(key, req_context) for key in keys], req_context)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        return super().prepare_load([_named(key, req_context) for key in keys], req_context)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().complete_load([_named(key, req_context) for key in keys], req_context)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        out = super().prepare_store([_named(key, req_context) for key in keys], req_context)
+        if out is not None:
+            out.keys_to_store = [_of_vllm(key) for key in out.keys_to_store]
+            out.evicted_keys = [_of_vllm(key) for key in out.evicted_keys]
+        return out
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        named = [_named(key, req_context) for key in keys]
+        super().complete_store(named, req_context, success)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for event in super().take_events():
+            yield replace(event, keys=[_of_vllm(key) for key in event.keys])
+
+
+class LoRATenantOffloadingManager(LoRAOffloadingManager, TenantOffloadingManager):
+    """For an engine with adapters: their keys first, then those of tenants."""
+
+
+def _told(req_context: ReqContext) -> Mapping[str, Any]:
+    params = req_context.kv_transfer_params
+    told = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
+    return told if isinstance(told, Mapping) else {}
+
+
+def _named(key: OffloadKey, req_context: ReqContext) -> OffloadKey:
+    owner: _Owner | None = req_context.get_state(_Owner)
+    named = (owner or NOBODY).key(key)
+    keep_position(req_context, key, named)
+    return named
+
+
+def _of_vllm(key: bytes) -> OffloadKey:
+    return OffloadKey(key[TAG_BYTES:])
