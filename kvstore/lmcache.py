@@ -33,6 +33,7 @@ from kvstore.config import Config, DiskConfig
 from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError
 from kvstore.observe.logs import warn_with
+from kvstore.policies.tenants import tag_of
 
 __all__ = ["KVStoreL2Adapter"]
 
@@ -53,7 +54,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     An object that has not ``chunk_bytes`` bytes is not stored, and its size is logged; the others
     of its task are. kvstore keeps the disk within its limit by its own policy, so LMCache's
     eviction and quotas have nothing to do here, and it is not told what leaves. Model, rank, group
-    and salt of an object are part of its key.
+    and salt of an object are part of its key; with ``tenants`` its salt is its tenant.
 
     Raises:
         KVStoreError: for a configuration or a path that cannot be used.
@@ -77,6 +78,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
             tier.capacity_bytes for tier in config.tiers if isinstance(tier, DiskConfig)
         )
         self._timeout = config.max_wait_s
+        self._tenants = config.tenants is not None
         self._store = kvstore.open_sync(attrs.evolve(config, identity=identity))
         self._workers = ThreadPoolExecutor(TASKS_AT_ONCE, "kvstore-lmcache")
         self._lock = threading.Lock()
@@ -87,6 +89,12 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._lookups: _Tasks[Bitmap] = _Tasks()
         self._loads: _Tasks[Bitmap] = _Tasks()
         self._complaints = Complaints(warn_with(logger))
+
+    def _key(self, key: ObjectKey) -> bytes:
+        """All that names an object of LMCache; "@" is in none of the parts but the hash."""
+        name = f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@{key.cache_salt}@"
+        digest = hashlib.sha256(name.encode() + key.chunk_hash).digest()
+        return tag_of(key.cache_salt) + digest if self._tenants else digest
 
     # -- events --------------------------------------------------------------------------
 
@@ -134,7 +142,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """
         free = []
         with self._lock:
-            for name in map(_key, keys):
+            for name in map(self._key, keys):
                 self._locked[name] -= 1
                 if self._locked[name] < 1:
                     del self._locked[name]
@@ -156,7 +164,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Remove objects from host memory and every tier; waits for it."""
-        names = [_key(key) for key in keys]
+        names = [self._key(key) for key in keys]
         there = self._tried("deleted", lambda: self._store.contains(names), [False] * len(keys))
         removed = self._tried(
             "deleted", lambda: self._store.remove(names, timeout=self._timeout), None
@@ -205,7 +213,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         size = self._store.chunk_bytes
         buffers = [one.byte_array for one in objects]
         fit = [at for at, buffer in enumerate(buffers) if len(buffer) == size]
-        names = [_key(keys[at]) for at in fit]
+        names = [self._key(keys[at]) for at in fit]
         # What is there already was told when it came.
         before = self._store.contains(names)
         stored = self._store.put(
@@ -221,7 +229,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         return L2StoreResult(stored == len(keys), size * len(new))
 
     def _find(self, keys: Sequence[ObjectKey]) -> Bitmap:
-        names = [_key(key) for key in keys]
+        names = [self._key(key) for key in keys]
         there = [at for at, held in enumerate(self._store.contains(names)) if held]
         if there:
             found = [names[at] for at in there]
@@ -231,7 +239,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         return _bitmap(len(keys), there)
 
     def _read(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Bitmap:
-        names = [_key(key) for key in keys]
+        names = [self._key(key) for key in keys]
         buffers = [one.byte_array for one in objects]
         filled: list[int] = []
         at = 0
@@ -289,12 +297,6 @@ class _Tasks(Generic[_T]):
 
     def close(self) -> None:
         self._notifier.close()
-
-
-def _key(key: ObjectKey) -> bytes:
-    """All that names an object of LMCache, as a key; "@" is in none of the parts but the hash."""
-    name = f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@{key.cache_salt}@"
-    return hashlib.sha256(name.encode() + key.chunk_hash).digest()
 
 
 def _bitmap(count: int, those: Iterable[int]) -> Bitmap:

@@ -130,6 +130,10 @@ class EvictionPolicy(ABC):
         """The policies that this one is made of."""
         return ()
 
+    def reach(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the keys of one prompt may be resident together, as things are."""
+        return self.capacity
+
     def tenant_of(self, key: bytes) -> str:
         """Return whose key it is: the name of a tenant, or "others"; empty without tenants."""
         return ""

@@ -154,6 +154,18 @@ class Tenants(EvictionPolicy):
     def parts(self) -> list[EvictionPolicy]:
         return [each.policy for each in self._all]
 
+    def reach(self, keys: Sequence[bytes]) -> int:
+        # What is public comes first.
+        return sum(map(self._reach, {self._partition(key) for key in (*keys[:1], *keys[-1:])}))
+
+    def _reach(self, asker: _Partition) -> int:
+        sizes = {each: len(each.policy) for each in self._all}
+        free = max(0, self.capacity - sum(sizes.values()))
+        others = sum(sizes.values()) - sizes[asker]
+        plan = self._plan(others, asker, others + free, ())
+        given = sum(count for each, count in plan if each is not asker)
+        return max(1, min(asker.most, sizes[asker] + free + given))
+
     # -- uses ------------------------------------------------------------------------------
 
     def insert(self, key: bytes) -> None:

@@ -133,7 +133,7 @@ class Puts:
         Args:
             wait: whether to wait for room and for other puts.
         """
-        rows = self._rows_for(())
+        rows = min(self._rows_for(()), self._core.reach(keys))
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far

@@ -718,7 +718,7 @@ class Store:
         keys, request = check_keys(keys), check_request(request)
         targets = targets_of(buffers, len(keys), self.chunk_bytes)
         era, filled = self._core.era, 0
-        piece = max(1, self._core.rows // 2)
+        piece = max(1, self._core.reach(keys) // 2)
         if len(keys) <= piece:
             async with self.get(keys, request) as chunks:
                 await self._copy_out(chunks, targets)

@@ -240,6 +240,10 @@ class Core(CoreSteps):
         """Rows of host memory in use: see `limit_rows`."""
         return self._pool.rows
 
+    def reach(self, keys: Sequence[bytes]) -> int:
+        """Rows that the chunks of one prompt may have together."""
+        return self._pool.reach(keys)
+
     @property
     def loadable_rows(self) -> int:
         """Rows that one request can get at most: those that are not pinned."""

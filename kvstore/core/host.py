@@ -119,6 +119,14 @@ class HostPool:
         """Chunks that could leave now, one by one."""
         return len(self.chunks) - self.busy - self.unsaved - self.marked
 
+    def reach(self, keys: Sequence[bytes]) -> int:
+        """Return how many rows the chunks of one prompt may have together."""
+        return min(self.rows, self.policy.reach(keys)) if self.policy.parts else self.rows
+
+    def owner(self, keys: Sequence[bytes]) -> str:
+        """Return the name of the tenant of a prompt: see `EvictionPolicy.tenant_of`."""
+        return self.policy.tenant_of(keys[-1]) if self.policy.parts and keys else ""
+
     def begin_step(self) -> None:
         """Begin a step: chunks that the last step has kept may leave from now on."""
         self.step += 1

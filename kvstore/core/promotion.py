@@ -127,17 +127,23 @@ class Grants:
         pool, budget = self._pool, self._budget
         if budget.granted <= 0:
             return grants
-        blocked = for_rows = False
-        spoken_for = 0  # rows that the first request waiting for its tier will need
+        # Tenants whose requests wait for one before them, those of them where it lacks rows, and
+        # the rows that the first request of each that waits for its tier will need.
+        blocked: set[str] = set()
+        for_rows: set[str] = set()
+        spoken_for: dict[str, int] = {}
         last: Request | None = None  # of those that wait for rows, and were asked for in this step
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
+            owner = pool.owner(request.keys)
             if wanted and request.needs_rows:
-                blocked |= spoken_for > 0 and pool.obtainable - spoken_for < wanted
-                request.lack_rows(for_rows)
-            if wanted and request.needs_rows and not blocked:
+                spoken = spoken_for.get(owner, 0)
+                if spoken > 0 and pool.obtainable - spoken < wanted:
+                    blocked.add(owner)
+                request.lack_rows(owner in for_rows)
+            if wanted and request.needs_rows and owner not in blocked:
                 self._room.give_way(min(wanted, pool.rows) - pool.obtainable)
-            if wanted and not (blocked and request.needs_rows):
+            if wanted and not (owner in blocked and request.needs_rows):
                 if request.waits_for < 0 or self._may_read(request.waits_for):
                     before, awaited_answer = request.granted, request.awaits_answer
                     grants += self._grant(request, now)
@@ -151,9 +157,11 @@ class Grants:
                     pass
                 elif request.waits_for >= 0:
                     left = pool.rows - len(request.leases)
-                    spoken_for = spoken_for or min(len(request.keys) - request.granted, left)
+                    needed = min(len(request.keys) - request.granted, left)
+                    spoken_for[owner] = spoken_for.get(owner) or needed
                 elif request.granted < len(request.keys) and not self._truncate(request):
-                    blocked = for_rows = True
+                    blocked.add(owner)
+                    for_rows.add(owner)
             if request.short_of_rows and request.asked >= began:
                 last = request
             self._queue.answer_if_complete(request, now)
@@ -186,7 +194,7 @@ class Grants:
         so the rows must have been missing for two steps in a row.
         """
         pool = self._pool
-        if len(request.leases) < pool.rows:
+        if len(request.leases) < pool.reach(request.keys):
             staying = len(request.leases) + self._pins.rows
             if self._pins.rows and pool.busy <= staying:
                 staying = len(request.leases) + self._pins.rows_besides(request.leases)
@@ -241,7 +249,7 @@ class Grants:
         room = 0
         if missing:
             incoming = [keys[position] for position, _ in reversed(missing)]
-            spare = pool.obtainable - len(missing)
+            spare = min(pool.obtainable, pool.reach(keys)) - len(missing)
             if spare > 0 and pool.free < len(missing):
                 # As far as all fit, the rest's chunks that are here must not be evicted for these.
                 pool.keep(keys[reach : reach + spare])
@@ -271,7 +279,8 @@ class Grants:
 
         Chunks for a prefetch (`unasked`) may come from any tier that is alive.
         """
-        rows, leases, start = self._pool.rows, request.leases, request.granted
+        leases, start = request.leases, request.granted
+        rows = self._pool.reach(request.keys)
         chunks, obtainable = self._pool.chunks, self._pool.obtainable
         plan = _Plan(end)
         asked = request.keys[start:end]
@@ -292,7 +301,7 @@ class Grants:
         missing = plan.missing
         for position, key in enumerate(asked, start):
             if len(leases) + len(missing) >= rows and key not in leases:
-                # The prefix is longer than the pool: only its head can ever fit.
+                # The prefix is longer than what it may have: only its head can ever fit.
                 plan.reach = position
                 break
             if key in self._hidden:

@@ -261,7 +261,7 @@ class Stores:
         which one leaves.
         """
         pool, room = self._pool, self._room
-        if self._queue.starving:
+        if self._queue.starves(pool.owner(offered)):
             # Rows that a request in the queue waits for are not for stores.
             return _Entered(None, 0)
         self._lookups.keep_hits()

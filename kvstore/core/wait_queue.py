@@ -61,10 +61,12 @@ class WaitQueue:
         # The highest order of chunks whose promotion has ended since `pass_on`.
         self._passed = -1
 
-    @property
-    def starving(self) -> bool:
-        """Whether any of the waiting requests waits for rows."""
-        return any(request.short_of_rows for request in self.waiting.values())
+    def starves(self, owner: str) -> bool:
+        """Whether any of the waiting requests of this tenant waits for rows."""
+        return any(
+            request.short_of_rows and self._pool.owner(request.keys) == owner
+            for request in self.waiting.values()
+        )
 
     @property
     def has_wishes(self) -> bool:

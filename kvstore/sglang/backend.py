@@ -70,6 +70,8 @@ class HiCacheKVStore(HiCacheStorage):
             if key in values:
                 raise ConfigError(f"{OWN}.{key}: SGLang decides it; leave it out")
         self._config = Config.from_mapping(values)
+        if self._config.tenants is not None:
+            raise ConfigError(f"{OWN}.tenants: SGLang does not say whose a page is; leave it out")
         self._in_place = bool(extra.get("interface_v1"))
         self._pools: dict[str, Pool] = {}
         self._open = False

@@ -398,3 +398,19 @@ class _Listener:
 
     def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
         self._told.append(("deleted", keys))
+
+
+def test_a_salt_is_a_tenant_with_a_share(tmp_path: Path) -> None:
+    def keys(salt: str, count: int) -> list[ObjectKey]:
+        hashes = (f"{salt}{n}".encode().rjust(32) for n in range(count))
+        return [ObjectKey(each, "model", 0, 0, salt) for each in hashes]
+
+    with adapter(tmp_path, tenants={"alice": {"guaranteed": 0.5}}) as one:
+        store(one, keys("alice", 12), objects(12))
+        for first in range(0, 240, 12):
+            store(one, keys("mallory", 240)[first : first + 12], objects(12))
+        assert look_up(one, keys("alice", 12)) == list(range(12))
+        assert not look_up(one, keys("mallory", 12))
+        tenants = one._store.stats().tenants
+        assert tenants["alice"].stored == 12
+        assert tenants["others"].stored > 200

@@ -182,6 +182,20 @@ def test_rather_than_of_one_that_has_less_nothing_is_evicted() -> None:
     assert cache.has("b") == 45
 
 
+def test_how_far_a_prompt_reaches_is_what_it_can_get() -> None:
+    shares = named(a=Share(guaranteed=0.5), b=Share(), c=Share(maximal=0.1))
+    cache = Cache(100, shares)
+    assert cache.policy.reach(cache.keys("b", 1)) == 100
+    cache.put("a", 90)
+    for tenant, most in (("b", 25), ("c", 10), ("a", 100)):
+        assert abs(cache.policy.reach(cache.keys(tenant, 1)) - most) <= 1
+    reach = cache.policy.reach(cache.keys("b", 1))
+    cache.flood("b", each=7)
+    assert cache.has("b") == reach
+    both = [*cache.keys("c", 1), *cache.keys("b", 1)]
+    assert cache.policy.reach(both) == sum(cache.policy.reach([key]) for key in both)
+
+
 def test_in_one_batch_each_pays_for_its_own() -> None:
     cache = Cache(100, EVEN)
     cache.put("a", 50)

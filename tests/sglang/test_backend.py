@@ -231,6 +231,12 @@ def test_host_memory_and_disk_are_divided_as_sglang_divides_its_own(tmp_path: Pa
             assert rows[name] == pytest.approx(2**20 * share / 4096, abs=1)
 
 
+def test_tenants_are_refused_as_nobody_says_whose_a_page_is(tmp_path: Path) -> None:
+    told = _backend(attention("page_first"), extra(tmp_path, tenants={}))
+    with pytest.raises(ConfigError, match="tenants: SGLang does not say"), told:
+        pass
+
+
 def test_a_share_that_is_too_small_is_told_as_one(tmp_path: Path) -> None:
     message = r"at least one chunk .*SGLang's pool mamba gets 4\.\d% of each size"
     small = _backend(attention("page_first"), extra(tmp_path), states())

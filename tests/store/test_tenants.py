@@ -84,6 +84,24 @@ async def test_a_flood_leaves_to_others_what_is_theirs(
         assert await contents(store, keys) == payloads(keys)
 
 
+@pytest.mark.parametrize("length", [12, 40])
+async def test_a_prompt_larger_than_a_share_passes_through_it(
+    open_store: Open, length: int
+) -> None:
+    theirs = tenant_keys("alice", keys_of("alice", 12))
+    keys = tenant_keys("mallory", keys_of("mallory", length))
+    async with open_store(rows=16, disk=64, tenants={"alice": {"guaranteed": 0.5}}) as store:
+        await put(store, theirs)
+        assert await put(store, keys) == length
+        await store.flush(PATIENCE)
+        buffers = [bytearray(CHUNK) for _ in keys]
+        assert await store.get_into(keys, buffers) == length
+        assert list(map(bytes, buffers)) == payloads(keys)
+        assert len(await contents(store, keys)) in range(4, 13)
+        assert store.stats().tenants["alice"].host_chunks >= 8
+        assert store.contains(theirs) == [True] * 12
+
+
 async def test_beyond_its_maximum_nobody_has_anything_for_long(open_store: Open) -> None:
     shares = {"alice": {"maximal": 0.25}}
     async with open_store(rows=16, disk=64, tenants=shares) as store:
