@@ -137,7 +137,7 @@ def _assemble(
     pool = HostPool(
         region.rows,
         build_policy(config.host_policy, region.rows, config.tenants),
-        build_filters(config.host_filters, region.rows, chunk_bytes),
+        build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants),
         int(region.rows * config.demote_ahead) if demotes else 0,
     )
     core = Core(
@@ -253,7 +253,11 @@ def open_tiers(
                     parts.append(f"{_label(views)}: {held}")
                 continue
             if tier.is_store:
-                views.append(_asked(len(views), recovered, tier_config, in_flight, chunk_bytes))
+                views.append(
+                    _asked(
+                        len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants
+                    )
+                )
                 parts.append(f"{_label(views)}: {tier.description}, {tier_config.flow.value}")
                 continue
             view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants)
@@ -338,6 +342,7 @@ def _asked(
     config: DiskConfig | TierConfig,
     in_flight: int,
     chunk_bytes: int,
+    shares: Shares | None,
 ) -> AskedTier:
     """Return the core's view of a store.
 
@@ -349,7 +354,7 @@ def _asked(
             f"tier {recovered.name}: eviction_policy and the flow 'exclusive' are not for a store, "
             "which others use too and which decides itself what leaves"
         )
-    filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes)
+    filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes, shares)
     return AskedTier(number, recovered, in_flight, filters, config.flow)
 
 
@@ -364,7 +369,7 @@ def _view(
     """Return the core's view of an opened tier."""
     slots = max(1, recovered.max_segments * recovered.segment_slots)
     policy = build_policy(config.eviction_policy, slots, shares)
-    filters = build_filters(config.admission, slots, chunk_bytes)
+    filters = build_filters(config.admission, slots, chunk_bytes, shares)
     return OwnedTier(number, recovered, policy, in_flight, filters, config.flow)
 
 

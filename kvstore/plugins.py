@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.policies import (
@@ -26,7 +27,7 @@ from kvstore.policies import (
     policy_names,
 )
 from kvstore.policies.registry import Registry
-from kvstore.policies.tenants import Shares, Tenants
+from kvstore.policies.tenants import Shares, TenantFilters, Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
@@ -142,16 +143,28 @@ def build_policy(
 
 
 def build_filters(
-    choices: Sequence[Choice], capacity: int, chunk_bytes: int
+    choices: Sequence[Choice], capacity: int, chunk_bytes: int, shares: Shares | None = None
 ) -> AdmissionFilter | None:
     """Create one filter that admits what all of `choices` admit, or None if there are none.
+
+    Args:
+        shares: of tenants; with them each tenant has such filters of its own, but for budgets,
+            which belong to all.
 
     Raises:
         ValueError: as `kvstore.policies.create_filter`.
     """
-    filters = [
-        create_filter(each.name, capacity, chunk_bytes, **dict(each.parameters)) for each in choices
-    ]
+
+    def made(choice: Choice, capacity: int) -> AdmissionFilter:
+        return create_filter(choice.name, capacity, chunk_bytes, **dict(choice.parameters))
+
+    def of_each(choice: Choice) -> AdmissionFilter:
+        whole = made(choice, capacity)
+        if shares is None or whole.spends:
+            return whole
+        return TenantFilters(capacity, chunk_bytes, partial(made, choice), shares)
+
+    filters = [of_each(each) for each in choices]
     if len(filters) > 1:
         return Chain(filters)
     return filters[0] if filters else None

@@ -25,9 +25,10 @@ from hashlib import blake2b
 from heapq import merge
 from itertools import groupby
 
+from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import LATER, EvictionPolicy, Protected
 
-__all__ = ["TAG_BYTES", "Share", "Shares", "Tenants", "tag_of", "tenant_keys"]
+__all__ = ["TAG_BYTES", "Share", "Shares", "TenantFilters", "Tenants", "tag_of", "tenant_keys"]
 
 TAG_BYTES = 8
 """Length of a tag: the first bytes of each key, where there are tenants."""
@@ -83,6 +84,35 @@ class Shares:
     idle_s: float = 600.0
 
 
+class _Places:
+    """Which partition each key belongs to: those of named tenants come first.
+
+    Attributes:
+        shares: for each partition its share, and among how many it is divided.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        named = list(shares.named.values())
+        self.shares = [(share, 1) for share in named]
+        self.shares += [(shares.others, shares.partitions)] * shares.partitions
+        self.names = {tag_of(name): name for name in shares.named}
+        self._of = {tag: place for place, tag in enumerate(self.names)}
+        self._others, self._first = shares.partitions, len(named)
+        self._weights = sum(share.weight for share in (*named, shares.others))
+
+    def of(self, key: bytes) -> int:
+        """Return the number of the key's partition."""
+        tag = key[:TAG_BYTES]
+        place = self._of.get(tag)
+        return self._first + key[0] % self._others if place is None else place
+
+    def expected(self, place: int, capacity: int) -> int:
+        """Return how many chunks a partition has where all others want as many as they can get."""
+        share, parts = self.shares[place]
+        part = max(share.guaranteed, share.weight / self._weights)
+        return max(1, round(part * capacity / parts))
+
+
 class _Partition:
     """The chunks of one tenant, or of several."""
 
@@ -116,30 +146,23 @@ class Tenants(EvictionPolicy):
         super().__init__(capacity)
         self._clock = clock
         self._idle = shares.idle_s
-        named = list(shares.named.values())
-        weights = sum(share.weight for share in named) + shares.others.weight
-
-        def partition(share: Share, parts: int) -> _Partition:
-            expected = max(share.guaranteed, share.weight / weights) * capacity / parts
-            return _Partition(make(max(1, round(expected))), share, parts, capacity)
-
-        self._names = {tag_of(name): name for name in shares.named}
-        self._of = {tag_of(name): partition(share, 1) for name, share in shares.named.items()}
-        spread = range(shares.partitions)
-        self._others = [partition(shares.others, shares.partitions) for _ in spread]
-        self._all = [*self._of.values(), *self._others]
+        self._places = _Places(shares)
+        self._all = [
+            _Partition(make(self._places.expected(place, capacity)), *share, capacity)
+            for place, share in enumerate(self._places.shares)
+        ]
         self.effort = 1.2 * self._all[0].policy.effort
 
     def _partition(self, key: bytes) -> _Partition:
-        tag = key[:TAG_BYTES]
-        return self._of.get(tag) or self._others[tag[0] % len(self._others)]
+        return self._all[self._places.of(key)]
 
     def tenant_of(self, key: bytes) -> str:
-        return self._names.get(key[:TAG_BYTES], OTHERS)
+        return self._places.names.get(key[:TAG_BYTES], OTHERS)
 
     def tenants(self) -> dict[str, int]:
-        found = {name: len(self._of[tag].policy) for tag, name in self._names.items()}
-        return {**found, OTHERS: sum(len(each.policy) for each in self._others)}
+        names = list(self._places.names.values())
+        sizes = [len(each.policy) for each in self._all]
+        return {**dict(zip(names, sizes, strict=False)), OTHERS: sum(sizes[len(names) :])}
 
     def _runs(self, keys: Iterable[bytes]) -> Iterator[tuple[_Partition, list[bytes]]]:
         """Split `keys` where the partition changes."""
@@ -323,6 +346,42 @@ class Tenants(EvictionPolicy):
             return ((at / most, key) for at, key in enumerate(policy.order()))
 
         return (key for _, key in merge(*map(placed, self.parts)))
+
+
+class TenantFilters(AdmissionFilter):
+    """An admission filter for each partition: nobody's requests make another's be forgotten.
+
+    Args:
+        make: makes the filter of one partition, for a capacity.
+    """
+
+    name = "tenants"
+
+    def __init__(
+        self,
+        capacity: int,
+        chunk_bytes: int,
+        make: Callable[[int], AdmissionFilter],
+        shares: Shares,
+    ) -> None:
+        super().__init__(capacity, chunk_bytes)
+        self._places = _Places(shares)
+        places = range(len(self._places.shares))
+        self._all = [make(self._places.expected(place, capacity)) for place in places]
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        for place, run in groupby(keys, self._places.of):
+            self._all[place].asked(list(run))
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        admitted: list[bool] = []
+        for place, run in groupby(keys, self._places.of):
+            admitted += self._all[place].admit(list(run), now)
+        return admitted
+
+    def clear(self) -> None:
+        for each in self._all:
+            each.clear()
 
 
 def _level(

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.plugins import Choice, build_filters
 from kvstore.policies import HELD, LATER, EvictionPolicy, Protected
 from kvstore.policies.hitdensity import HitDensity
 from kvstore.policies.lru import LRU
 from kvstore.policies.migration import dismantle
-from kvstore.policies.tenants import Share, Shares, Tenants, _Partition, tag_of
+from kvstore.policies.tenants import Share, Shares, Tenants, _Partition, tag_of, tenant_keys
 from kvstore.testing.policy import PolicyContract
 
 
@@ -250,6 +251,26 @@ def test_a_policy_that_is_replaced_is_freed_bit_by_bit() -> None:
         times += 1
         assert times < 1000
     assert times >= 10
+
+
+def test_what_others_ask_for_makes_no_filter_forget_a_tenant() -> None:
+    reuse = Choice("reuse", (("threshold", 2), ("table", 500)))
+    plain = build_filters([reuse], 40, 1)
+    fair = build_filters([reuse, Choice("endurance")], 40, 1, EVEN)
+    assert plain is not None
+    assert fair is not None
+    keys = tenant_keys("b", [b"%d" % number for number in range(10)])
+    for each in (plain, fair):
+        each.asked(keys)
+        for number in range(100):
+            each.asked(tenant_keys("a", [b"%d-%d" % (number, at) for at in range(10)]))
+        each.asked(keys)
+    assert plain.admit(keys, 0.0) == [False] * 10
+    assert fair.admit(keys, 0.0) == [True] * 10
+    both = [keys[0], *tenant_keys("a", [b"never asked for"]), keys[1]]
+    assert fair.admit(both, 0.0) == [True, False, True]
+    fair.clear()
+    assert fair.admit(keys, 0.0) == [False] * 10
 
 
 TENANTS = "abcx"
