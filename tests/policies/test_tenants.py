@@ -256,7 +256,7 @@ def test_a_policy_that_is_replaced_is_freed_bit_by_bit() -> None:
 def test_what_others_ask_for_makes_no_filter_forget_a_tenant() -> None:
     reuse = Choice("reuse", (("threshold", 2), ("table", 500)))
     plain = build_filters([reuse], 40, 1)
-    fair = build_filters([reuse, Choice("endurance")], 40, 1, EVEN)
+    fair = build_filters([reuse, Choice("endurance", (("bytes_per_day", 10**9),))], 40, 1, EVEN)
     assert plain is not None
     assert fair is not None
     keys = tenant_keys("b", [b"%d" % number for number in range(10)])
