@@ -28,7 +28,16 @@ from itertools import groupby
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import LATER, EvictionPolicy, Protected
 
-__all__ = ["TAG_BYTES", "Share", "Shares", "TenantFilters", "Tenants", "tag_of", "tenant_keys"]
+__all__ = [
+    "OTHERS",
+    "TAG_BYTES",
+    "Share",
+    "Shares",
+    "TenantFilters",
+    "Tenants",
+    "tag_of",
+    "tenant_keys",
+]
 
 TAG_BYTES = 8
 """Length of a tag: the first bytes of each key, where there are tenants."""

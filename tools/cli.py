@@ -163,6 +163,13 @@ def _inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--settings", action="store_true", help="all that processes must have in common to share it"
     )
+    command.add_argument(
+        "--tenant",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="also count the chunks of that tenant; may be given several times",
+    )
     command.set_defaults(run=inspect)
 
 
@@ -195,6 +202,7 @@ def _purge(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", help="only in the namespace of that name")
     command.add_argument("--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ...")
     command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
+    command.add_argument("--tenant", metavar="NAME", help="only the chunks of that tenant")
     command.add_argument("--all", action="store_true", help="every chunk")
     command.set_defaults(run=run_purge)
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, survey
+from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, chunks_by_tenant, survey
 from kvstore.sizes import format_size
 from kvstore.tools.output import age, print_json, print_table
 
@@ -27,10 +27,18 @@ def inspect(options: argparse.Namespace) -> int:
     namespaces = survey(options.path)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:
-        print_json({"namespaces": [dataclasses.asdict(namespace) for namespace in namespaces]})
-    else:
-        for namespace in namespaces:
-            _print(namespace, segments=options.segments, settings=options.settings)
+        told = [dataclasses.asdict(namespace) for namespace in namespaces]
+        if options.tenant:
+            for namespace, its in zip(namespaces, told, strict=True):
+                its["tenants"] = chunks_by_tenant(namespace, options.tenant)
+        print_json({"namespaces": told})
+        return 1 if faults else 0
+    for namespace in namespaces:
+        _print(namespace, segments=options.segments, settings=options.settings)
+        if options.tenant:
+            counts = chunks_by_tenant(namespace, options.tenant)
+            rows = [[name, f"{count:,}"] for name, count in counts.items()]
+            print_table([">tenant", ">chunks"], rows, indent=2)
     return 1 if faults else 0
 
 

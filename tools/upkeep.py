@@ -83,9 +83,9 @@ def run_compact(options: argparse.Namespace) -> int:
 
 def run_purge(options: argparse.Namespace) -> int:
     """Forget chunks; return 1 if a lane or a segment was refused, 2 if one could not be purged."""
-    conditions = (options.namespace, options.key, options.unused)
+    conditions = (options.namespace, options.key, options.unused, options.tenant)
     if not options.all and all(one is None for one in conditions):
-        raise ConfigError("say what to purge: --namespace, --unused, --key, or --all")
+        raise ConfigError("say what to purge: --namespace, --tenant, --unused, --key, or --all")
     unused_since = None
     if options.unused is not None:
         unused_since = int((time.time() - parse_age("--unused", options.unused)) * 1000)
@@ -96,6 +96,7 @@ def run_purge(options: argparse.Namespace) -> int:
             options.path,
             namespace=options.namespace,
             key=key,
+            tenant=options.tenant,
             unused_since_ms=unused_since,
             dry_run=dry_run,
             strict_modes=options.strict_modes,

@@ -22,6 +22,7 @@ from kvstore.errors import (
 )
 from kvstore.maintenance.compaction import Compaction, compact_lane
 from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, check_folder, survey
+from kvstore.policies.tenants import tag_of
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
@@ -175,6 +176,7 @@ def purge(
     *,
     namespace: str | None = None,
     key: bytes | None = None,
+    tenant: str | None = None,
     unused_since_ms: float | None = None,
     dry_run: bool = False,
     strict_modes: bool = True,
@@ -186,6 +188,7 @@ def purge(
     Args:
         namespace: only in the namespace of that name.
         key: only the chunk of that key.
+        tenant: only the chunks of the tenant of that name.
         unused_since_ms: only chunks neither stored nor read since then, in ms since 1970.
         dry_run: only count them.
         strict_modes: refuse lanes that other users own or may write to.
@@ -195,6 +198,7 @@ def purge(
     """
     if key is not None:
         check_key(key)
+    tag = b"" if tenant is None else tag_of(tenant)
     since = unused_since_ms
     if since is not None and (isinstance(since, bool) or not isinstance(since, (int, float))):
         raise ConfigError(f"unused_since_ms = {since!r}: must be a number of ms since 1970")
@@ -212,10 +216,10 @@ def purge(
             try:
                 if dry_run:
                     _check_lane(folder, lane, trust)
-                    _purge_lane(folder, one, key, since, None, its)
+                    _purge_lane(folder, one, key, tag, since, None, its)
                 else:
                     with _owned(folder, lane.number, trust):
-                        _purge_lane(folder, one, key, since, trust, its)
+                        _purge_lane(folder, one, key, tag, since, trust, its)
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
@@ -278,6 +282,7 @@ def _purge_lane(
     folder: Path,
     done: PurgedLane,
     key: bytes | None,
+    tag: bytes,
     unused_since_ms: float | None,
     trust: Trust | None,
     namespace: NamespaceSurvey,
@@ -303,6 +308,7 @@ def _purge_lane(
             slot
             for slot, its_key, used in zip(live.slots, live.keys(), used_ms, strict=True)
             if (key is None or its_key == key)
+            and its_key.startswith(tag)
             and (unused_since_ms is None or used < unused_since_ms)
         ]
         if trust is not None and slots:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.policies.tenants import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index
@@ -31,6 +33,7 @@ __all__ = [
     "Progress",
     "SegmentSurvey",
     "check_folder",
+    "chunks_by_tenant",
     "payload_pieces",
     "survey",
     "verify",
@@ -239,6 +242,23 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         if newest > found.epoch and newest > (epoch := read_epoch(folder)):
             found.lost = Fault(str(folder), None, lost_epoch(folder, newest, epoch))
             found.faults.append(found.lost)
+    return found
+
+
+def chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[str, int]:
+    """Count the chunks that somebody may find, for each of these tenants and for all others.
+
+    The names of tenants are not on disk: of other tenants it cannot be said who they are.
+    """
+    tags = {tag_of(name): name for name in names}
+    found = dict.fromkeys([*names, OTHERS], 0)
+    for lane in namespace.lanes:
+        for segment in lane.segments:
+            with contextlib.suppress(ForeignFileError, OSError):
+                live = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs)
+                owners = (tags.get(key[:TAG_BYTES], OTHERS) for key in live.keys())  # noqa: SIM118
+                for name, count in Counter(owners).items():
+                    found[name] += count
     return found
 
 

@@ -269,6 +269,27 @@ async def test_stat_counts_segments_by_occupancy(tmp_path: Path) -> None:
     assert told["chunks_per_extent"] > 1
 
 
+async def test_what_a_tenant_has_is_counted_and_purged_by_name(tmp_path: Path) -> None:
+    async with kvstore.open({**config(tmp_path), "tenants": {}}) as store:
+        for tenant, count in (("alice", 30), ("bob", 20), ("carol", 10)):
+            keys = kvstore.tenant_keys(tenant, KEYS[:count])
+            await store.put(keys, [bytes(CHUNK)] * count, durable=True)
+    names = ("--tenant", "alice", "--tenant", "bob", "--tenant", "nobody")
+    told = command("inspect", str(tmp_path), *names)
+    assert told.returncode == 0
+    for row in ("alice      30", "bob      20", "nobody       0", "others      10"):
+        assert row in told.stdout
+    (namespace,) = json.loads(command("inspect", str(tmp_path), *names, "--json").stdout)[
+        "namespaces"
+    ]
+    assert namespace["tenants"] == {"alice": 30, "bob": 20, "nobody": 0, "others": 10}
+    assert purge(tmp_path, tenant="alice", key=KEYS[0])[0].chunks == 0
+    assert command("purge", str(tmp_path), "--tenant", "alice").returncode == 0
+    async with kvstore.open({**config(tmp_path), "tenants": {}}) as store:
+        for tenant, left in (("alice", 0), ("bob", 20), ("carol", 10)):
+            assert sum(store.contains(kvstore.tenant_keys(tenant, KEYS))) == left
+
+
 async def test_a_purge_does_not_write_into_a_file_that_others_may_write_to(tmp_path: Path) -> None:
     await fill(tmp_path, KEYS)
     segments = sorted(tmp_path.glob("*/lane-0/segment-*"))
