@@ -246,6 +246,7 @@ def open_tiers(
         for tier in opened:
             recovered = tier.open(region)
             tiers.append(tier)
+            given = len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants
             if tier.is_peer:
                 views.append(PeerTier(len(views), recovered, in_flight))
                 if recovered.entries:
@@ -253,11 +254,7 @@ def open_tiers(
                     parts.append(f"{_label(views)}: {held}")
                 continue
             if tier.is_store:
-                views.append(
-                    _asked(
-                        len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants
-                    )
-                )
+                views.append(_asked(*given))
                 parts.append(f"{_label(views)}: {tier.description}, {tier_config.flow.value}")
                 continue
             view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants)

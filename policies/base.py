@@ -119,11 +119,12 @@ class EvictionPolicy(ABC):
 
     @property
     def excess(self) -> int:
-        """How many resident keys shall leave even if nobody needs the room.
-
-        `evict_up_to` chooses them first.
-        """
+        """How many resident keys shall leave even if nobody needs the room: see `trim`."""
         return 0
+
+    def trim(self, count: int, protected: Protected) -> list[bytes]:
+        """Choose and forget up to `count` of those keys, as far as they may leave."""
+        return []
 
     @property
     def parts(self) -> Sequence[EvictionPolicy]:
@@ -133,6 +134,10 @@ class EvictionPolicy(ABC):
     def reach(self, keys: Sequence[bytes]) -> int:
         """Return how many of the keys of one prompt may be resident together, as things are."""
         return self.capacity
+
+    def owner_of(self, key: bytes) -> int:
+        """Return a number for whoever shares a part of the tier with `key`; 0 without tenants."""
+        return 0
 
     def tenant_of(self, key: bytes) -> str:
         """Return whose key it is: the name of a tenant, or "others"; empty without tenants."""

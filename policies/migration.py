@@ -34,9 +34,8 @@ class Migration(EvictionPolicy):
         self.spares_latest = new.spares_latest
         self._queue: OrderedTable[bytes, None] = OrderedTable()
 
-    @property
-    def excess(self) -> int:
-        return self.new.excess
+    def owner_of(self, key: bytes) -> int:
+        return self.new.owner_of(key)
 
     def tenant_of(self, key: bytes) -> str:
         return self.new.tenant_of(key)

@@ -14,12 +14,15 @@ Room for a chunk is taken, in this order,
 So a tenant may fill what nobody else wants, and gives it back when they do. A partition never gives
 to one that would have more than it, by weight, nor below its guarantee to any other: rather than
 that, nothing is evicted.
+
+This module is long because policies and filters of tenants share their partitions.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import merge
@@ -27,6 +30,7 @@ from itertools import groupby
 
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import LATER, EvictionPolicy, Protected
+from kvstore.policies.migration import Migration
 
 __all__ = [
     "OTHERS",
@@ -34,6 +38,7 @@ __all__ = [
     "Share",
     "Shares",
     "TenantFilters",
+    "TenantMigration",
     "Tenants",
     "tag_of",
     "tenant_keys",
@@ -42,6 +47,9 @@ __all__ = [
 TAG_BYTES = 8
 """Length of a tag: the first bytes of each key, where there are tenants."""
 
+
+MOST_PLANS = 4
+"""How often a search for chunks is planned anew because a partition had fewer than it seemed."""
 
 OTHERS = "others"
 """What all tenants that have no name of their own in `Shares` are called in statistics."""
@@ -58,7 +66,9 @@ def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
 
 def tag_of(tenant: str) -> bytes:
     """Return the tag of the tenant of this name."""
-    return blake2b(tenant.encode(), digest_size=TAG_BYTES, person=b"kvstore tenant").digest()
+    return blake2b(
+        tenant.encode(errors="surrogatepass"), digest_size=TAG_BYTES, person=b"kvstore tenant"
+    ).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ class _Places:
         """Return the number of the key's partition."""
         tag = key[:TAG_BYTES]
         place = self._of.get(tag)
-        return self._first + key[0] % self._others if place is None else place
+        return self._first + sum(key[:1]) % self._others if place is None else place
 
     def expected(self, place: int, capacity: int) -> int:
         """Return how many chunks a partition has where all others want as many as they can get."""
@@ -123,13 +133,17 @@ class _Places:
 
 
 class _Partition:
-    """The chunks of one tenant, or of several."""
+    """The chunks of one tenant, or of several.
+
+    Attributes:
+        guaranteed: part of what is resident that others do not take. most: number of chunks.
+    """
 
     __slots__ = ("guaranteed", "most", "policy", "used_at", "weight")
 
     def __init__(self, policy: EvictionPolicy, share: Share, parts: int, capacity: int) -> None:
         self.policy = policy
-        self.guaranteed = int(share.guaranteed * capacity / parts)
+        self.guaranteed = share.guaranteed / parts
         self.most = max(1, int(share.maximal * capacity))
         self.weight = share.weight / parts
         self.used_at = float("-inf")
@@ -137,6 +151,9 @@ class _Partition:
 
 class Tenants(EvictionPolicy):
     """See the module's text. It is not registered: `build_policy` makes it.
+
+    Attributes:
+        partitions: the chunks of each tenant. places: which of them a key belongs to.
 
     Args:
         make: makes the policy of one partition, for a capacity.
@@ -153,24 +170,27 @@ class Tenants(EvictionPolicy):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(capacity)
-        self._clock = clock
-        self._idle = shares.idle_s
-        self._places = _Places(shares)
-        self._all = [
-            _Partition(make(self._places.expected(place, capacity)), *share, capacity)
-            for place, share in enumerate(self._places.shares)
+        self.clock = clock
+        self.idle_s = shares.idle_s
+        self.places = _Places(shares)
+        self.partitions = [
+            _Partition(make(self.places.expected(place, capacity)), *share, capacity)
+            for place, share in enumerate(self.places.shares)
         ]
-        self.effort = 1.2 * self._all[0].policy.effort
+        self.effort = 1.2 * self.partitions[0].policy.effort
 
     def _partition(self, key: bytes) -> _Partition:
-        return self._all[self._places.of(key)]
+        return self.partitions[self.places.of(key)]
+
+    def owner_of(self, key: bytes) -> int:
+        return self.places.of(key)
 
     def tenant_of(self, key: bytes) -> str:
-        return self._places.names.get(key[:TAG_BYTES], OTHERS)
+        return self.places.names.get(key[:TAG_BYTES], OTHERS)
 
     def tenants(self) -> dict[str, int]:
-        names = list(self._places.names.values())
-        sizes = [len(each.policy) for each in self._all]
+        names = list(self.places.names.values())
+        sizes = [len(each.policy) for each in self.partitions]
         return {**dict(zip(names, sizes, strict=False)), OTHERS: sum(sizes[len(names) :])}
 
     def _runs(self, keys: Iterable[bytes]) -> Iterator[tuple[_Partition, list[bytes]]]:
@@ -180,21 +200,22 @@ class Tenants(EvictionPolicy):
 
     @property
     def excess(self) -> int:
-        return sum(max(0, len(each.policy) - each.most) for each in self._all)
+        return sum(max(0, len(each.policy) - each.most) for each in self.partitions)
 
     @property
     def parts(self) -> list[EvictionPolicy]:
-        return [each.policy for each in self._all]
+        return [each.policy for each in self.partitions]
 
     def reach(self, keys: Sequence[bytes]) -> int:
         # What is public comes first.
         return sum(map(self._reach, {self._partition(key) for key in (*keys[:1], *keys[-1:])}))
 
     def _reach(self, asker: _Partition) -> int:
-        sizes = {each: len(each.policy) for each in self._all}
+        sizes = {each: len(each.policy) for each in self.partitions}
         free = max(0, self.capacity - sum(sizes.values()))
         others = sum(sizes.values()) - sizes[asker]
-        plan = self._plan(others, asker, others + free, ())
+        total = sum(sizes.values()) + free
+        plan = self._plan(others, asker, others + free, (), total=total)
         given = sum(count for each, count in plan if each is not asker)
         return max(1, min(asker.most, sizes[asker] + free + given))
 
@@ -202,12 +223,12 @@ class Tenants(EvictionPolicy):
 
     def insert(self, key: bytes) -> None:
         partition = self._partition(key)
-        partition.used_at = self._clock()
+        partition.used_at = self.clock()
         partition.policy.insert(key)
 
     def touch(self, key: bytes) -> None:
         partition = self._partition(key)
-        partition.used_at = self._clock()
+        partition.used_at = self.clock()
         partition.policy.touch(key)
 
     def remove(self, key: bytes) -> None:
@@ -281,68 +302,95 @@ class Tenants(EvictionPolicy):
             return answer
 
         victims: list[tuple[_Partition, list[bytes]]] = []
-        exhausted: list[_Partition] = []
-        short = count
-        while short > 0 and not later:
-            # What is free is for the asker as well.
-            free = max(0, self.capacity - len(self))
-            coming = min(free + short, max(count, len(incoming)))
-            plan = self._plan(short, asker, coming, exhausted)
+        exhausted: set[_Partition] = set()
+        short, coming = count, max(count, len(incoming))
+        for attempt in range(MOST_PLANS):
+            if short <= 0 or later:
+                break
+            # The last plan names all that may give anything.
+            wide = attempt == MOST_PLANS - 1
+            plan = self._plan(short, asker, coming, exhausted, wide=wide)
             if not plan:
                 break
-            for partition, wanted in plan:
+            for partition, most in plan:
+                wanted = min(most, short)
+                if wanted <= 0 or later:
+                    break
                 known = incoming if partition is asker else ()
-                found = [] if later else partition.policy.evict_up_to(wanted, ask, known)
+                found = partition.policy.evict_up_to(wanted, ask, known)
                 victims.append((partition, found))
                 short -= len(found)
                 if len(found) < wanted:
-                    exhausted.append(partition)
+                    exhausted.add(partition)
         return victims
 
     def _plan(
-        self, short: int, asker: _Partition | None, coming: int, exhausted: Sequence[_Partition]
+        self,
+        short: int,
+        asker: _Partition | None,
+        coming: int,
+        exhausted: Collection[_Partition],
+        *,
+        wide: bool = False,
+        total: int | None = None,
     ) -> list[tuple[_Partition, int]]:
         """Say how many of `short` chunks each partition gives; together they may be fewer.
 
         Args:
             coming: how many chunks the asker gets if it gets all.
             exhausted: those that have no more to give.
+            wide: say instead how many each may give at most, in that order.
+            total: of what guarantees are parts; by default of what is resident.
         """
         plan: dict[_Partition, int] = {}
+        left = sys.maxsize if wide else short
 
         def give(partition: _Partition, most: int) -> None:
-            nonlocal short
+            nonlocal left
             there = len(partition.policy) - plan.get(partition, 0)
-            wanted = min(short, most, there)
+            wanted = min(left, most, there)
             if wanted > 0:
                 plan[partition] = plan.get(partition, 0) + wanted
-                short -= wanted
+                left -= wanted
 
-        able = [each for each in self._all if each not in exhausted]
-        sizes = {each: len(each.policy) + coming * (each is asker) for each in self._all}
+        total = len(self) if total is None else total
+        able = [each for each in self.partitions if each not in exhausted]
+        sizes = {each: len(each.policy) + coming * (each is asker) for each in self.partitions}
+        spare = {each: sizes[each] - int(each.guaranteed * total) for each in self.partitions}
         for each in able:
             give(each, sizes[each] - each.most)
-        since = self._clock() - self._idle
+        since = self.clock() - self.idle_s
         idle = [each for each in able if each.used_at < since and each is not asker]
         for each in sorted(idle, key=lambda each: each.used_at):
-            give(each, sizes[each] - each.guaranteed)
-        if short:
+            give(each, spare[each])
+        if left:
             floor = 0.0
-            if asker is not None and asker in exhausted:
-                floor = max(0.0, (sizes[asker] - asker.guaranteed) / asker.weight)
-            spare = {each: sizes[each] - plan.get(each, 0) - each.guaranteed for each in able}
-            for each, amount in _level(spare, short, floor):
+            if asker is not None and (wide or asker in exhausted):
+                floor = max(0.0, spare[asker] / asker.weight)
+            rest = {each: spare[each] - plan.get(each, 0) for each in able}
+            for each, amount in _level(rest, total if wide else left, floor):
                 give(each, amount)
+        if left and asker is not None and asker not in exhausted:
+            # A guarantee protects from others alone.
+            give(asker, left)
         return list(plan.items())
+
+    def trim(self, count: int, protected: Protected) -> list[bytes]:
+        victims: list[bytes] = []
+        for each in self.partitions:
+            excess = min(len(each.policy) - each.most, count - len(victims))
+            if excess > 0:
+                victims += each.policy.evict_up_to(excess, protected)
+        return victims
 
     # -- the rest ----------------------------------------------------------------------------
 
     def clear(self) -> None:
-        for each in self._all:
+        for each in self.partitions:
             each.policy.clear()
 
     def __len__(self) -> int:
-        return sum(len(each.policy) for each in self._all)
+        return sum(len(each.policy) for each in self.partitions)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and key in self._partition(key).policy
@@ -355,6 +403,44 @@ class Tenants(EvictionPolicy):
             return ((at / most, key) for at, key in enumerate(policy.order()))
 
         return (key for _, key in merge(*map(placed, self.parts)))
+
+
+class TenantMigration(Tenants):
+    """Another policy for each partition takes over while a tier is in use: see `Migration`.
+
+    Attributes:
+        old, new: policies with the same partitions.
+    """
+
+    name = "migration"
+
+    def __init__(self, old: Tenants, new: Tenants) -> None:
+        EvictionPolicy.__init__(self, new.capacity)
+        self.old, self.new = old, new
+        self.clock, self.idle_s, self.places = new.clock, new.idle_s, new.places
+        self.partitions = new.partitions
+        self._moving = [
+            Migration(before.policy, after.policy)
+            for before, after in zip(old.partitions, new.partitions, strict=True)
+        ]
+        for before, after, moving in zip(old.partitions, new.partitions, self._moving, strict=True):
+            after.policy, after.used_at = moving, before.used_at
+        self.effort = old.effort + new.effort
+
+    @property
+    def left(self) -> int:
+        """How many moves of keys are still to come."""
+        return sum(each.left for each in self._moving)
+
+    def go_on(self, count: int) -> int:
+        """Let up to `count` keys go on; returns how many did."""
+        moved = 0
+        for each, partition in zip(self._moving, self.partitions, strict=True):
+            if each.left and moved < count:
+                moved += each.go_on(count - moved)
+            if not each.left:
+                partition.policy = each.new
+        return moved
 
 
 class TenantFilters(AdmissionFilter):
@@ -374,22 +460,22 @@ class TenantFilters(AdmissionFilter):
         shares: Shares,
     ) -> None:
         super().__init__(capacity, chunk_bytes)
-        self._places = _Places(shares)
-        places = range(len(self._places.shares))
-        self._all = [make(self._places.expected(place, capacity)) for place in places]
+        self.places = _Places(shares)
+        places = range(len(self.places.shares))
+        self.partitions = [make(self.places.expected(place, capacity)) for place in places]
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        for place, run in groupby(keys, self._places.of):
-            self._all[place].asked(list(run))
+        for place, run in groupby(keys, self.places.of):
+            self.partitions[place].asked(list(run))
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         admitted: list[bool] = []
-        for place, run in groupby(keys, self._places.of):
-            admitted += self._all[place].admit(list(run), now)
+        for place, run in groupby(keys, self.places.of):
+            admitted += self.partitions[place].admit(list(run), now)
         return admitted
 
     def clear(self) -> None:
-        for each in self._all:
+        for each in self.partitions:
             each.clear()
 
 

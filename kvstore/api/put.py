@@ -108,7 +108,8 @@ class Puts:
         self._driver = driver
         self._deadline = deadline
         self._ceiling = max_wait
-        self._turns = _Turns()
+        self._turns: dict[int, _Turns] = {}
+        """Those of each tenant: see `Core.owner`."""
         self._moved = 0.0
         """When a put last got room."""
         self._withdrawn: list[set[bytes]] = []
@@ -118,7 +119,7 @@ class Puts:
     @property
     def waiting(self) -> bool:
         """Whether a put waits for room."""
-        return self._turns.taken
+        return any(turns.taken for turns in self._turns.values())
 
     async def put(
         self,
@@ -200,7 +201,8 @@ class Puts:
         left = dict.fromkeys(chunks)
         since = time.monotonic()
         era = self._core.era
-        if not await self._turns.take(self._ceiling if wait else 0.0):
+        turns = self._turns.setdefault(self._core.owner(list(chunks)), _Turns())
+        if not await turns.take(self._ceiling if wait else 0.0):
             return False
         mine, again, told = True, False, False
         try:
@@ -233,7 +235,7 @@ class Puts:
                         since = self._moved = now
                     if done:
                         # The next put need not wait for the copying.
-                        mine = self._turns.give()
+                        mine = turns.give()
                     if grant.keys:
                         await self._copy_in(grant.keys, grant.rows, chunks, name)
                     if done:
@@ -251,7 +253,7 @@ class Puts:
                 await self._driver.moved()
         finally:
             if mine:
-                self._turns.give()
+                turns.give()
 
     async def _copy_in(
         self, keys: list[bytes], rows: list[int], sources: Sources, name: str

@@ -37,6 +37,9 @@ MAX_THRESHOLD = 1000
 MIN_RECORDING = 2**20
 """Lowest `record_trace_bytes`."""
 
+MOST_GUARANTEED = 0.9
+"""Most that may be guaranteed to tenants together: the others need some room, too."""
+
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
 
@@ -233,8 +236,8 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
     shares = {name: _tenant(name, share) for name, share in table(value).items()}
     others = shares.pop("*", Share())
     guaranteed = sum(share.guaranteed for share in [*shares.values(), others])
-    if guaranteed > 1:
-        raise ValueError(f"{guaranteed:g} is guaranteed in all: must be at most 1")
+    if guaranteed > MOST_GUARANTEED:
+        raise ValueError(f"{guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}")
     return Shares(shares, others)
 
 

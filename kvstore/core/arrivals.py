@@ -106,7 +106,8 @@ class Arrivals:
                 link(self._pool.policy, request.keys[max(0, start - OVERLAP) : start + count])
                 grants = self._grants.ahead(request, now, most=count)
                 self.begun += sum(len(chunks) for _, chunks, _ in grants)
-                return grants
+                if request.granted > start or not self._pool.policy.parts:
+                    return grants
         return []
 
     def give_way(self, rows: int) -> None:

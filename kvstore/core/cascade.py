@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
+from itertools import compress, groupby
 
 from kvstore.core.chunk import Chunk
 from kvstore.core.host import HostPool
@@ -129,7 +130,8 @@ class Cascades:
     def drop(self, target: CopyTarget) -> None:
         """Drop the copies that wait for a tier."""
         refused = 0
-        for key in target.dequeue(target.queued):
+        keys = [key for owner in target.owners for key in target.dequeue(target.queued, owner)]
+        for key in keys:
             chunk = self._pool.chunks.get(key)
             if chunk is not None and chunk.unsaved >> target.number & 1:
                 self._pool.dequeue(chunk, target.number)
@@ -153,7 +155,10 @@ class Cascades:
             chunks = wanted
         self._pool.queue(chunks, target.number)
         keys = [chunk.key for chunk in chunks]
-        target.enqueue(keys)
+        policy = self._pool.policy
+        runs = groupby(keys, policy.owner_of) if policy.parts else [(0, iter(keys))]
+        for owner, run in runs:
+            target.enqueue(list(run), owner)
         return keys
 
     def _not_shared(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -169,7 +174,9 @@ class Cascades:
         """Return the copies to one tier that are due, without numbers."""
         moves: list[Move] = []
         number = target.number
-        while target.queued and not target.clearing:
+        waiting = deque(() if target.clearing else target.owners)
+        while waiting:
+            owner = waiting.popleft()
             limit = min(CASCADE_BATCH, target.max_rows_in_flight - len(target.index.writing))
             if target.health.cautious:
                 # It has failed lately. One chunk is tried first: a whole batch could
@@ -180,16 +187,19 @@ class Cascades:
                 if left <= 0:
                     self._budget.copy(number, 0)
                 break
-            found = self._take(target, min(limit, left))
+            found = self._take(target, min(limit, left), owner)
             keys, batch = list(found), list(found.values())
             # Chunks are given up tail first, but stored head first.
             through = target.flow is Flow.WRITE_THROUGH
             slots = target.take_slots(len(keys), keys[::-1] if through else keys)
             if len(slots) < len(keys):
-                target.requeue(keys[len(slots) :])
+                target.requeue(keys[len(slots) :], owner)
                 del keys[len(slots) :], batch[len(slots) :]
             if not keys:
-                break
+                # Others may still find slots.
+                continue
+            if owner in target.owners:
+                waiting.append(owner)
             self._budget.copy(number, len(keys))
             if not through:
                 keys.reverse()
@@ -199,12 +209,12 @@ class Cascades:
             moves.append(Move(-1, Op.CASCADE, number, keys, [c.row for c in batch], slots))
         return moves
 
-    def _take(self, target: CopyTarget, most: int) -> dict[bytes, Chunk]:
-        """Take the chunks that have waited longest for their copies, by key."""
+    def _take(self, target: CopyTarget, most: int, owner: int) -> dict[bytes, Chunk]:
+        """Take the chunks of one owner that have waited longest for their copies, by key."""
         # A key may be in the queue twice, if its chunk has left and come back meanwhile.
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
-        while len(found) < most and (keys := target.dequeue(most - len(found))):
+        while len(found) < most and (keys := target.dequeue(most - len(found), owner)):
             for chunk in filter(None, map(chunk_of, keys)):
                 if not chunk.unsaved & bit:
                     continue

@@ -244,6 +244,10 @@ class Core(CoreSteps):
         """Rows that the chunks of one prompt may have together."""
         return self._pool.reach(keys)
 
+    def owner(self, keys: Sequence[bytes]) -> int:
+        """A number for whoever shares rows with these keys; 0 without tenants."""
+        return self._pool.owner(keys)
+
     @property
     def loadable_rows(self) -> int:
         """Rows that one request can get at most: those that are not pinned."""

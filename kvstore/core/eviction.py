@@ -80,6 +80,14 @@ class Victims:
         self.given_up(victims)
         return victims
 
+    def trim(self, count: int) -> list[bytes]:
+        """Let the policy give up and forget up to `count` chunks that it has in excess."""
+        self.let_loose()
+        protected = self.protection(shed_unsaved=False, bounded=self._budget.bounded)
+        victims = self._pool.policy.trim(count, protected)
+        self.given_up(victims)
+        return victims
+
     def find_one(self) -> bool:
         """Look for a chunk that may leave for a store; False if the search goes on next step.
 
@@ -279,9 +287,9 @@ class Room:
         What it holds in excess leaves, too.
         """
         pool = self._pool
-        excess = min(pool.policy.excess, int(MOST_TRIMMED / pool.policy.effort) or 1)
-        if excess:
-            self.make(pool.free + excess, now, shed_unsaved=False)
+        if pool.policy.excess:
+            victims = self._victims.trim(int(MOST_TRIMMED / pool.policy.effort) or 1)
+            self._let_go(victims, now)
         short = min(self._budget.given_up, pool.ahead - pool.free - pool.leaving)
         if short > 0:
             self._budget.give_up(short)
@@ -296,6 +304,11 @@ class Room:
         short = count - pool.free
         short -= pool.leaving_soon(short)
         victims = self._victims.choose(short, shed_unsaved=shed_unsaved, incoming=incoming)
+        self._let_go(victims, now)
+
+    def _let_go(self, victims: list[bytes], now: float) -> None:
+        """Let chunks leave that the policy gave up, at once or when they are copied."""
+        pool = self._pool
         if not self.demotes:
             pool.leave(victims)
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from kvstore.core.chunk import (
     FILLING,
@@ -28,6 +29,9 @@ from kvstore.policies.base import EvictionPolicy
 from kvstore.policies.table import OrderedTable
 
 __all__ = ["HostPool"]
+
+MOST_COMPARED = 1024
+"""Leaving chunks that are looked at to see which tenant has most of them."""
 
 
 class HostPool:
@@ -123,9 +127,9 @@ class HostPool:
         """Return how many rows the chunks of one prompt may have together."""
         return min(self.rows, self.policy.reach(keys)) if self.policy.parts else self.rows
 
-    def owner(self, keys: Sequence[bytes]) -> str:
-        """Return the name of the tenant of a prompt: see `EvictionPolicy.tenant_of`."""
-        return self.policy.tenant_of(keys[-1]) if self.policy.parts and keys else ""
+    def owner(self, keys: Sequence[bytes]) -> int:
+        """Return whose rows a prompt takes: see `EvictionPolicy.owner_of`."""
+        return self.policy.owner_of(keys[-1]) if self.policy.parts and keys else 0
 
     def begin_step(self) -> None:
         """Begin a step: chunks that the last step has kept may leave from now on."""
@@ -402,8 +406,11 @@ class HostPool:
         """
         step = self.step
         those = self._uncopied if uncopied else self._copied
+        oldest: Iterable[tuple[bytes, Chunk]] = those.items()
+        if uncopied and self.policy.parts:
+            oldest = self._of_whom_most_wait()
         keys: list[bytes] = []
-        for key, chunk in those.items():
+        for key, chunk in oldest:
             if len(keys) >= count - len(self._free):
                 break
             if chunk.step != step and not (uncopied and chunk.left_step == step):
@@ -412,6 +419,13 @@ class HostPool:
             del those[key]
         self.leaving -= len(keys)
         self.leave(keys)
+
+    def _of_whom_most_wait(self) -> list[tuple[bytes, Chunk]]:
+        """Return chunks that wait for copies, those of the tenant that has most of them first."""
+        oldest = list(islice(self._uncopied.items(), MOST_COMPARED))
+        owner = self.policy.owner_of
+        counts = Counter(owner(key) for key, _ in oldest)
+        return sorted(oldest, key=lambda each: -counts[owner(each[0])])
 
     def leaving_soon(self, most: int) -> int:
         """How many chunks leave as soon as their rows are needed and their copies have ended.

@@ -36,6 +36,10 @@ LEFT_TO_OTHERS = 4
 """Promotions of one tier leave one in this many rows of host memory to others. Several tiers
 together leave that share divided by their number."""
 
+SHED_AFTER = 0.1
+"""Seconds that a request waits, where there are tenants, before chunks leave for it without the
+copies that they wait for."""
+
 Grant = tuple[TierView, list[Chunk], list[int]]
 """Chunks to fill from a tier, and the slots to fill them from."""
 
@@ -129,9 +133,9 @@ class Grants:
             return grants
         # Tenants whose requests wait for one before them, those of them where it lacks rows, and
         # the rows that the first request of each that waits for its tier will need.
-        blocked: set[str] = set()
-        for_rows: set[str] = set()
-        spoken_for: dict[str, int] = {}
+        blocked: set[int] = set()
+        for_rows: set[int] = set()
+        spoken_for: dict[int, int] = {}
         last: Request | None = None  # of those that wait for rows, and were asked for in this step
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
@@ -142,7 +146,8 @@ class Grants:
                     blocked.add(owner)
                 request.lack_rows(owner in for_rows)
             if wanted and request.needs_rows and owner not in blocked:
-                self._room.give_way(min(wanted, pool.rows) - pool.obtainable)
+                obtainable = pool.free if pool.policy.parts else pool.obtainable
+                self._room.give_way(min(wanted, pool.rows) - obtainable)
             if wanted and not (owner in blocked and request.needs_rows):
                 if request.waits_for < 0 or self._may_read(request.waits_for):
                     before, awaited_answer = request.granted, request.awaits_answer
@@ -253,7 +258,8 @@ class Grants:
             if spare > 0 and pool.free < len(missing):
                 # As far as all fit, the rest's chunks that are here must not be evicted for these.
                 pool.keep(keys[reach : reach + spare])
-            room = self._room.make(len(missing), now, shed_unsaved=not unasked, incoming=incoming)
+            sheds = not unasked and not self._may_be_copied_first(request, now)
+            room = self._room.make(len(missing), now, shed_unsaved=sheds, incoming=incoming)
         if room and not unasked and request.linked < len(keys):
             # Policies learn which key follows which before they see the chunks.
             self._chains.extend(request, keys[request.granted : missing[room - 1][0] + 1])
@@ -273,6 +279,14 @@ class Grants:
             needs_rows = True if reach < end else False if reach == len(keys) else None
             request.grant(reach, needs_rows=needs_rows, short_of_rows=False)
         return grants
+
+    def _may_be_copied_first(self, request: Request, now: float) -> bool:
+        """Whether a request waits for its tenant's chunks to be copied before they leave.
+
+        A flood of another tenant makes copies slow; chunks that are shed for it are lost.
+        """
+        waited = 0.0 if request.since is None else now - request.since
+        return bool(self._pool.policy.parts) and waited < SHED_AFTER
 
     def _plan(self, request: Request, end: int, unasked: bool, now: float) -> _Plan:
         """Plan what to fetch of its keys up to `end`; lease the chunks that are here at once.

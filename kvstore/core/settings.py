@@ -17,12 +17,15 @@ from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
 from kvstore.policies.base import EvictionPolicy
 from kvstore.policies.migration import Migration, dismantle
+from kvstore.policies.tenants import TenantMigration, Tenants
 
 __all__ = ["MOST_CHANGES", "Settings"]
 
 MOST_CHANGES, MOST_ROWS = 1024, 128
 """Most keys that go over to another policy, and most rows that are given up, in one step, for
 policies whose calls cost as much as LRU's."""
+
+_MIGRATIONS = (Migration, TenantMigration)
 
 
 class Settings:
@@ -63,7 +66,7 @@ class Settings:
     def left(self) -> int:
         """How many keys, rows and segments are still to change."""
         policies = [each.policy for each in self._migrating]
-        keys = [each.left for each in policies if isinstance(each, Migration)]
+        keys = [each.left for each in policies if isinstance(each, _MIGRATIONS)]
         keys += [2 * len(place.policy) for place in self._next]
         surplus = [tier.target.surplus for tier in self._tiers if tier.target is not None]
         return sum(keys) + max(0, self._pool.rows - self._rows) + sum(surplus)
@@ -82,7 +85,11 @@ class Settings:
         self._progressed = True
 
     def _migrate(self, place: HostPool | Index, policy: EvictionPolicy) -> None:
-        place.follow(Migration(place.policy, policy))
+        old = place.policy
+        if isinstance(old, Tenants) and isinstance(policy, Tenants):
+            place.follow(TenantMigration(old, policy))
+        else:
+            place.follow(Migration(old, policy))
         self._migrating.append(place)
         self._policies_changed()
 
@@ -120,7 +127,7 @@ class Settings:
             self._progressed = True
         for place in list(self._migrating):
             policy = place.policy
-            if isinstance(policy, Migration):
+            if isinstance(policy, _MIGRATIONS):
                 self._progressed |= policy.go_on(max(1, int(MOST_CHANGES / policy.effort))) > 0
                 if policy.left:
                     continue

@@ -266,8 +266,13 @@ class Stores:
             return _Entered(None, 0)
         self._lookups.keep_hits()
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
-        room.give_way(len(new) - room.sure)
+        room.give_way(len(new) - (pool.free if pool.policy.parts else room.sure))
         fits = room.sure >= len(new)
+        if pool.policy.parts:
+            # What others have is not for this store, and its policy does not see it as a whole.
+            pool.keep(offered)
+            free = room.make(len(new), now, shed_unsaved=False, incoming=new[::-1])
+            return _Entered(None, free)
         if not fits and (may_fit or room.demotes or not pool.policy.declines):
             # Chunks that are here keep their rows, and the head enters first.
             pool.keep(offered)
@@ -280,10 +285,8 @@ class Stores:
             new = [key for key in wanted if key not in pool.chunks and key not in unwanted]
         if new and not self._victims.find_one():
             return _Entered(None, 0)
-        # Policies of several parts do not see a prompt as a whole.
-        from_head = hindered or bool(pool.policy.parts)
         chunks, all_asked = self._entrance.enter(
-            wanted, new, frozenset(unwanted), request_id, from_head=from_head
+            wanted, new, frozenset(unwanted), request_id, from_head=hindered
         )
         if not fits:
             pool.keep(wanted)

@@ -61,7 +61,7 @@ class WaitQueue:
         # The highest order of chunks whose promotion has ended since `pass_on`.
         self._passed = -1
 
-    def starves(self, owner: str) -> bool:
+    def starves(self, owner: int) -> bool:
         """Whether any of the waiting requests of this tenant waits for rows."""
         return any(
             request.short_of_rows and self._pool.owner(request.keys) == owner

@@ -27,7 +27,7 @@ from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.wait_queue import FORGET_AFTER
 from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.policies.lru import LRU
-from kvstore.policies.tenants import Share, Shares, Tenants, _Partition
+from kvstore.policies.tenants import Share, Shares, Tenants
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 
 __all__ = [
@@ -1306,19 +1306,15 @@ def _watch_pins(tier: OwnedTier) -> None:
     policy.evict = watched  # type: ignore[method-assign]
 
 
-class _Several(Tenants):
-    """Parts of each prompt are of several tenants."""
-
-    def _partition(self, key: bytes) -> _Partition:
-        return self._all[key[3] % len(self._all)]
-
-
 def policy_of(name: str, capacity: int) -> EvictionPolicy:
     """A policy by its name; "tenants" for shares of several."""
     if name != "tenants":
         return create_policy(name, capacity)
     shares = Shares({"one": Share(guaranteed=0.3, maximal=0.6)}, partitions=2, idle_s=50.0)
-    return _Several(capacity, LRU, shares, itertools.count().__next__)
+    policy = Tenants(capacity, LRU, shares, itertools.count().__next__)
+    # Parts of each prompt are of several tenants.
+    policy.places.of = lambda key: key[3] % 3  # type: ignore[method-assign]
+    return policy
 
 
 def random_world(rng: random.Random) -> World:

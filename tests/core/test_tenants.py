@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.core import HostPool
 from kvstore.policies.lru import LRU
 from kvstore.policies.tenants import Share, Shares, Tenants, tenant_keys
 from kvstore.types import Op
@@ -62,6 +63,23 @@ def test_a_store_is_not_kept_waiting_by_another_tenants_prefix() -> None:
     grant = rig.core.prepare_store(new, "stores")
     assert grant is not None
     assert grant.keys == new
+
+
+def test_what_waits_for_its_copy_leaves_without_it_where_one_tenant_has_most() -> None:
+    pool = HostPool(8, Tenants(8, LRU, SHARES, lambda: 0.0))
+    keys = {"a": keys_of("a", "x", 2), "b": keys_of("b", "y", 5)}
+    for its in keys.values():
+        pool.begin_step()
+        chunks = pool.reserve(its, -1, "r")
+        pool.fill(chunks)
+        pool.queue(chunks, 0)
+        for key in its:
+            pool.policy.remove(key)
+        pool.give_up(its)
+    pool.begin_step()
+    pool.reclaim(4, uncopied=True)
+    assert pool.free == 4
+    assert all(key in pool.chunks for key in keys["a"])
 
 
 def test_a_prefix_larger_than_a_share_is_answered_with_what_fits() -> None:

@@ -26,7 +26,7 @@ class Spread(Tenants):
     """Keys of one prompt are of several tenants, and nobody knows who asks for room."""
 
     def _partition(self, key: bytes) -> _Partition:
-        return self._all[sum(key) % len(self._all)]
+        return self.partitions[sum(key) % len(self.partitions)]
 
     def evict_up_to(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
@@ -306,12 +306,12 @@ def test_nobody_takes_from_one_that_has_less_nor_from_a_guarantee(
             for key in [key for key in policy.order() if key.startswith(tag)][:count]:
                 policy.touch(key)
         else:
-            before = {part: len(part.policy) for part in policy._all}
+            before = {part: len(part.policy) for part in policy.partitions}
             since = cache.now - 5.0
-            idle = {part for part in policy._all if part.used_at < since}
+            idle = {part for part in policy.partitions if part.used_at < since}
             cache.put(tenant, count)
             asker = policy._partition(tag_of(tenant))
-            _check(policy._all, before, asker, idle)
+            _check(policy.partitions, before, asker, idle)
         assert len(policy) <= 30
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.api.put import _Turns
 from kvstore.api.store import COPY_INLINE_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.policies import policy_names
@@ -274,13 +275,13 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open)
         left = [puts[1], puts[3], puts[4]]
         rest = await asyncio.wait_for(asyncio.gather(*left), PATIENCE)
         assert rest == [1, 1, 1]
-        assert not store._puts._turns.taken
+        assert not store._puts.waiting
         assert busy(store) == 0
 
 
 async def test_a_turn_that_comes_to_one_who_is_cancelled_is_passed_on(open_store: Open) -> None:
     async with open_store(rows=4) as store:
-        turns = store._puts._turns
+        turns = store._puts._turns.setdefault(0, _Turns())
         assert await turns.take(PATIENCE)
         second = asyncio.create_task(turns.take(TOO_LONG))
         third = asyncio.create_task(turns.take(TOO_LONG))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from kvstore.core.chunk import Chunk
@@ -60,8 +61,8 @@ class TierView(ABC):
         self.health = Health(self.name, recovered.stripes)
         self.in_flight = InFlight()
         self.copies_queued = 0
-        # Keys whose copies to it wait, where it is a target.
-        self._queue: deque[bytes] = deque()
+        # Keys whose copies to it wait, where it is a target, by owner; the next one comes first.
+        self._queues: dict[int, deque[bytes]] = {}
         self._clears = False
         self._clearing = Breaker(RETRY_PAUSE)
         self._counts: Counter[str] = Counter()
@@ -272,38 +273,47 @@ class CopyTarget(TierView):
     @property
     def queued(self) -> int:
         """Number of keys in the queue, some of whose chunks may have left."""
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def owners(self) -> list[int]:
+        """Those whose keys are in the queue, in turn: see `EvictionPolicy.owner_of`."""
+        return list(self._queues)
 
     def unsaved_keys(self) -> set[bytes]:
         """Return the keys that `unsaved` counts."""
-        return {*self._queue, *self.index.writing}
+        return {*chain.from_iterable(self._queues.values()), *self.index.writing}
 
     @property
     def unsaved(self) -> int:
         """Number of chunks that wait for their copies to it, or are being copied."""
-        return len(self._queue) + len(self.index.writing)
+        return self.queued + len(self.index.writing)
 
     @property
     def copies_ended(self) -> int:
         return self.copies_queued - self.unsaved
 
-    def enqueue(self, keys: Sequence[bytes]) -> None:
+    def enqueue(self, keys: Sequence[bytes], owner: int = 0) -> None:
         """Queue these chunks of host memory for copies to it, in this order."""
-        self.copies_queued += len(keys)
-        self._queue.extend(keys)
+        if keys:
+            self.copies_queued += len(keys)
+            self._queues.setdefault(owner, deque()).extend(keys)
 
-    def dequeue(self, count: int) -> list[bytes]:
-        """Take up to `count` keys that have waited longest from the queue."""
-        queue = self._queue
-        if count < len(queue):
-            return [queue.popleft() for _ in range(count)]
-        keys = list(queue)
-        queue.clear()
+    def dequeue(self, count: int, owner: int = 0) -> list[bytes]:
+        """Take up to `count` keys of the owner that have waited longest; others are next."""
+        queue = self._queues.pop(owner, None)
+        if queue is None:
+            return []
+        if count >= len(queue):
+            return list(queue)
+        keys = [queue.popleft() for _ in range(count)]
+        self._queues[owner] = queue
         return keys
 
-    def requeue(self, keys: Sequence[bytes]) -> None:
-        """Put keys that were just taken from the queue back at its front."""
-        self._queue.extendleft(reversed(keys))
+    def requeue(self, keys: Sequence[bytes], owner: int = 0) -> None:
+        """Put keys that were just taken from the queue of the owner back at its front."""
+        if keys:
+            self._queues.setdefault(owner, deque()).extendleft(reversed(keys))
 
     def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Return those of `chunks` that are neither known to be here nor being written."""
@@ -313,11 +323,11 @@ class CopyTarget(TierView):
 
     def reset(self) -> None:
         super().reset()
-        self._queue.clear()
+        self._queues.clear()
 
     def close(self) -> None:
         super().close()
-        self._queue.clear()
+        self._queues.clear()
 
 
 class Store(CopyTarget):

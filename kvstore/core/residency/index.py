@@ -226,11 +226,14 @@ class Index:
         self.ages.forget(keys)
         return slots
 
-    def evict(self, count: int, incoming: Sequence[bytes]) -> list[int]:
+    def evict(
+        self, count: int, incoming: Sequence[bytes] = (), *, trims: bool = False
+    ) -> list[int]:
         """Let the policy give up up to `count` entries; returns the slots that become free.
 
         Args:
             incoming: the keys that the slots are for, tail first.
+            trims: only those that the policy has in excess.
         """
         reading, pinned, aside = self.reading, self.pinned, self._aside
         left = QUESTIONS + 2 * count
@@ -246,7 +249,8 @@ class Index:
             return False
 
         asked = protected if reading or pinned else _nobody
-        victims = self.policy.evict_up_to(count, asked, incoming)
+        policy = self.policy
+        victims = policy.trim(count, asked) if trims else policy.evict_up_to(count, asked, incoming)
         self.read_well(victims)
         self.history.left(victims)
         self.ages.leave(victims)

@@ -208,7 +208,7 @@ class OwnedTier(CopyTarget):
         """
         if self.compactor.idle:
             return None
-        idle = not (self.in_flight or self._queue or self.slots.growing) or self.surplus > 0
+        idle = not (self.in_flight or self.queued or self.slots.growing) or self.surplus > 0
         healthy = self.health.alive and self.health.copies.ready(now)
         return self.compactor.due(now, idle and healthy)
 
@@ -253,9 +253,8 @@ class OwnedTier(CopyTarget):
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> tuple[list[LogLine], bool]:
         self.slots.end_aside(now)
-        excess = self.index.policy.excess
-        if excess:
-            self._evict(min(excess, MOST_TRIMMED))
+        if self.index.policy.excess:
+            self.slots.give(self.index.evict(MOST_TRIMMED, trims=True))
         if self.slots.growing:
             self.slots.watch_growth(now, deadline, max_wait)
         return super().watch(now, elapsed, deadline, max_wait, compute)
