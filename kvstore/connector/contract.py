@@ -300,8 +300,12 @@ class OffloadingManager(ABC):
         """Whether a chunk whose lookup was deferred is known to exist, and so will be a hit."""
         return False
 
-    def most_tokens(self, groups: GroupSizes) -> int:
-        """Return how many tokens one request can load at once."""
+    def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
+        """Return how many tokens one request can load at once.
+
+        Args:
+            keys: of its prompt; where there are tenants, the first and the last say whose it is.
+        """
         return sys.maxsize
 
     def on_request_finished(self, req_context: RequestContext) -> None:  # noqa: B027

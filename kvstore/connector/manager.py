@@ -402,11 +402,11 @@ class KVStoreManager(OffloadingManager):
     def is_coming(self, key: bytes) -> bool:
         return key in self._core.chunks or self._core.contains_prefix((key,)) == 1
 
-    def most_tokens(self, groups: GroupSizes) -> int:
+    def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
         if len(groups) == 1 or not self._core.tiers:
             # Fetched as far as rows allow, from the beginning; or not fetched at all.
             return sys.maxsize
-        return tokens_that_fit(groups, self._core.loadable_rows)
+        return tokens_that_fit(groups, min(self._core.loadable_rows, self._core.reach(keys)))
 
     def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
         if not self._fetches_queued or not self._core.tiers:
@@ -416,7 +416,8 @@ class KVStoreManager(OffloadingManager):
         any_length = stores or len(groups) == 1
         known = len if any_length else self._core.contains_prefix
         sizes = tuple((group.tokens_per_chunk, group.window_chunks) for group in groups)
-        keys = usable_keys(groups, known, self.most_tokens(sizes))
+        its = [key for group in groups for key in (*group.keys[:1], *group.keys[-1:])]
+        keys = usable_keys(groups, known, self.most_tokens(sizes, its))
         if keys and self._core.on_request_queued(req_context.req_id, keys):
             self.stepper.hand_over()
 

@@ -160,8 +160,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def is_coming(self, key: bytes) -> bool:
         return self.backing.is_coming(key)
 
-    def most_tokens(self, groups: GroupSizes) -> int:
-        return self.backing.most_tokens(groups)
+    def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
+        return self.backing.most_tokens(groups, keys)
 
     def on_request_finished(self, req_context: RequestContext) -> None:
         self._named.pop(req_context.req_id, None)

@@ -122,7 +122,7 @@ class ConnectorScheduler:
         keys = [state.keys for state in tracked.groups]
         # The last token is always computed, so a window has to reach back from there.
         end = tracked.request.num_tokens - self._windowed
-        end = min(end, tracked.computed + self.manager.most_tokens(self._sizes))
+        end = min(end, tracked.computed + self.manager.most_tokens(self._sizes, keys[0]))
         matched = self._matcher.match(keys, tracked.computed, end, tracked.context)
         if matched and self._loads.under_way(tracked, matched):
             return None

@@ -125,7 +125,8 @@ class HostPool:
 
     def reach(self, keys: Sequence[bytes]) -> int:
         """Return how many rows the chunks of one prompt may have together."""
-        return min(self.rows, self.policy.reach(keys)) if self.policy.parts else self.rows
+        known = bool(keys) and bool(self.policy.parts)
+        return min(self.rows, self.policy.reach(keys)) if known else self.rows
 
     def owner(self, keys: Sequence[bytes]) -> int:
         """Return whose rows a prompt takes: see `EvictionPolicy.owner_of`."""

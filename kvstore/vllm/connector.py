@@ -288,7 +288,9 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         # Called from 0.30 on. vLLM looks for a state at the largest boundary up to which attention
         # is found. That much may not fit into host memory together.
         most: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
-        fits = sys.maxsize if self._manager is None else self._manager.most_tokens(self._sizes)
+        manager, fits = self._manager, sys.maxsize
+        if manager is not None:
+            fits = manager.most_tokens(self._sizes, request.request_id)
         if fits == sys.maxsize:
             return most
         # vLLM takes the last token off where a group has a window.

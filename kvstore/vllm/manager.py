@@ -291,8 +291,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Note that vLLM asks no more: it loads what was found, and computes from `start` on."""
         self._manager.on_request_decided(Request(name), loads=loads, start=start)
 
-    def most_tokens(self, groups: GroupSizes) -> int:
-        """Return how many tokens one request can load at once."""
+    def most_tokens(self, groups: GroupSizes, name: str = "") -> int:
+        """Return how many tokens a request, by its name, can load at once."""
         return self._manager.most_tokens(groups)
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
-from kvstore.connector.queued import QueuedKeys
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.core.hints import PARAMS_KEY
 from kvstore.policies.tenants import TAG_BYTES, tag_of
 from kvstore.vllm.layout import EngineShape
@@ -95,6 +95,11 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
         owner = self._owners.get(name, NOBODY)
         named = [replace(group, keys=[owner.key(key) for key in group.keys]) for group in groups]
         super().on_request_queued(name, named)
+
+    def most_tokens(self, groups: GroupSizes, name: str = "") -> int:
+        owner = self._owners.get(name, NOBODY)
+        tags = [_PUBLIC_TAG, owner.tag] if owner.public else [owner.tag]
+        return self._manager.most_tokens(groups, tags)
 
     def _params_of(self, req_context: ReqContext) -> Any:
         params = super()._params_of(req_context)
